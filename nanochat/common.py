@@ -1,0 +1,180 @@
+"""The base folder, atomic files, a log that speaks once per job, and the one command-line parser."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+
+
+class UserError(ValueError):
+    """Something the user can mend. The text says what, the rule, what was given, and the next step.
+
+    A class of its own, unlike other errors, so that the edge of a process can tell a mistake in a command
+    (one message, no traceback) from a mistake in this code (a traceback).
+    """
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def base_dir() -> Path:
+    """The folder of all data, checkpoints and reports: NANOCHAT_BASE_DIR, or ~/.cache/nanochat."""
+    folder = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def rank() -> int:
+    """This process's number in the job, 0 outside torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def log(message: str = "") -> None:
+    """Print a line to standard output, on rank 0 only."""
+    if rank() == 0:
+        print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    """Print a warning to standard error, on rank 0 only."""
+    if rank() == 0:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames inside a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; on success fsync it and rename it to `path`, else remove it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a whole file so that readers see the old content or the new, never a part."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically; Chinese is written as Chinese."""
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# --- command lines -------------------------------------------------------------------------------
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _is_bool(annotation: Any) -> bool:
+    """Whether a dataclass field takes True or False, alone or beside other types."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return bool in typing.get_args(annotation)
+    return annotation is bool
+
+
+def _plain_flags(argv: Sequence[str], switches: set[str]) -> list[str]:
+    """Drop the `--` that torchrun users write, and rewrite `--flag=True|1|False|0` as `--flag` or `--no-flag`."""
+    rest = list(argv[1:] if argv[:1] == ["--"] else argv)
+    plain = []
+    for word in rest:
+        name, equals, value = word.partition("=")
+        field = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and equals and field in switches:
+            if value.lower() not in _WORDS:
+                raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}", exit_code=2)
+            field = field.replace("_", "-")
+            plain.append(f"--{field}" if _WORDS[value.lower()] else f"--no-{field}")
+        else:
+            plain.append(word)
+    return plain
+
+
+def parse(config: type[Config], argv: Sequence[str] | None = None, description: str | None = None) -> Config:
+    """Read a command line into a frozen dataclass; an unknown flag ends with code 2 and the nearest names."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    switches = {name for name, annotation in hints.items() if _is_bool(annotation)}
+    words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
+    return tyro.cli(config, args=words, description=description)
+
+
+def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
+    """The edge of every script: parse the command line, call `main`, and turn mistakes into one message.
+
+    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C.
+    NANOCHAT_TRACEBACK=1 shows where a refusal was raised.
+    """
+    try:
+        main(parse(config, description=description))
+    except UserError as mistake:
+        if os.environ.get("NANOCHAT_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        sys.exit(mistake.exit_code)
+    except OSError as failure:
+        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = failure.filename or base_dir()
+        print(
+            f"error: the disk is full ({where}); nothing half-written was kept. Free some space, or set "
+            "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """A configuration as a plain dict, for checkpoints and reports."""
+    return dataclasses.asdict(config)
