@@ -1,0 +1,283 @@
+"""Text to tokens and back: BPE trained by rustbpe, applied by tiktoken, kept as one JSON file."""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rustbpe
+import tiktoken
+
+from nanochat.common import UserError, base_dir, read_json, write_json
+from nanochat.conversation import Conversation, Message, user
+
+# How text is cut into pieces before merging. The only place that knows a pattern: add one here, and
+# `--pattern NAME` takes it. A pattern must match every character of any text; a test checks that.
+PATTERNS = {
+    # GPT-4's shape, with digits in groups of at most two so that a small vocabulary is not spent on numbers.
+    "nanochat": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+}
+DEFAULT_PATTERN = "nanochat"
+
+# The marks of a chat, asked for by role everywhere; how they are spelled stays in this file and in tokenizer.json.
+ROLES = (
+    "bos",
+    "user_start",
+    "user_end",
+    "assistant_start",
+    "assistant_end",
+    "python_start",
+    "python_end",
+    "output_start",
+    "output_end",
+)
+
+FORMAT = "nanochat-tokenizer"
+VERSION = 1
+FILE_NAME = "tokenizer.json"
+BYTES = 256
+# fancy-regex keeps one backtracking entry per character of a run of spaces and gives up near a million, so
+# longer texts are cut here first. Only the piece at such a cut can differ from the uncut text's.
+LONGEST_TEXT = 200_000
+
+
+def tokenizer_dir(corpus_name: str) -> Path:
+    """The folder of the tokenizer that was trained on a corpus."""
+    return base_dir() / "tokenizer" / corpus_name
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as tokens; `mask` is 1 where the assistant is to be trained, 0 elsewhere."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+class Tokenizer:
+    """A vocabulary: byte sequences in order of rank, then the special tokens."""
+
+    def __init__(self, ranks: Sequence[bytes], pattern: str, regex: str, specials: dict[str, str] | None = None):
+        """`ranks[i]` are the bytes of token i, `specials` maps each role to its spelling."""
+        self.pattern = pattern
+        self.regex = regex
+        self._ranks = list(ranks)
+        self._spellings = specials or {role: f"<|{role}|>" for role in ROLES}
+        self._ids = {role: len(ranks) + i for i, role in enumerate(self._spellings)}
+        self.vocab_size = len(ranks) + len(self._ids)
+        self.bos = self._ids["bos"]
+        self.hash = _digest(self._content())
+        self._encoding = tiktoken.Encoding(
+            name=FORMAT,
+            pat_str=regex,
+            mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
+            special_tokens={self._spellings[role]: number for role, number in self._ids.items()},
+        )
+
+    # --- training and files ----------------------------------------------------------------------
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, pattern: str = DEFAULT_PATTERN) -> "Tokenizer":
+        """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included.
+
+        Raises UserError if the pattern is unknown, the size is too small for the bytes and the special
+        tokens, a text is not valid Unicode, or the texts do not give that many merges.
+        """
+        if pattern not in PATTERNS:
+            raise UserError(f"the pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}", exit_code=2)
+        smallest = BYTES + len(ROLES)
+        if vocab_size < smallest:
+            raise UserError(
+                f"the vocabulary must hold at least {smallest} tokens ({BYTES} bytes and {len(ROLES)} special "
+                f"tokens), got {vocab_size}",
+                exit_code=2,
+            )
+        trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  # no stubs in 0.1.0
+        trainer.train_from_iterator(_checked(texts), vocab_size - len(ROLES), pattern=PATTERNS[pattern])
+        ranks = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        largest = len(ranks) + len(ROLES)
+        if largest < vocab_size:
+            raise UserError(
+                f"the text is too small for a vocabulary of {vocab_size:,}: it gives at most {largest:,} tokens. "
+                f"Use --vocab_size {largest} or less, or more text."
+            )
+        return cls(ranks, pattern, PATTERNS[pattern])
+
+    def save(self, folder: Path) -> Path:
+        """Write `tokenizer.json` into a folder and return its path."""
+        path = folder / FILE_NAME
+        write_json(path, {**self._content(), "sha256": self.hash})
+        return path
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `tokenizer.json` from a folder. UserError if it is missing (code 2) or damaged."""
+        path = folder / FILE_NAME
+        if not path.exists():
+            raise UserError(
+                f"no tokenizer at {path}. Train it first: python -m scripts.tok_train --data {folder.name}", exit_code=2
+            )
+        again = f"Delete it and train it again: python -m scripts.tok_train --data {folder.name}"
+        try:
+            content = read_json(path)
+            expected = content.pop("sha256")
+            if content["format"] != FORMAT or content["version"] != VERSION:
+                raise UserError(
+                    f"{path} has format {content['format']} {content['version']}, this program reads "
+                    f"{FORMAT} {VERSION}. {again}"
+                )
+            if _digest(content) != expected:
+                raise UserError(f"{path} is damaged: its content does not have the SHA-256 {expected}. {again}")
+            ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
+            return cls(ranks, content["pattern"], content["regex"], content["specials"])
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise UserError(f"{path} is damaged: {failure!r}. {again}") from failure
+
+    def _content(self) -> dict[str, Any]:
+        """What makes this vocabulary what it is; its digest is `hash`."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "pattern": self.pattern,
+            "regex": self.regex,
+            "specials": self._spellings,
+            "ranks": [base64.b64encode(token).decode() for token in self._ranks],
+        }
+
+    # --- text ------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; a spelled-out special token in it stays text.
+
+        Half of a surrogate pair, which a browser can send, becomes U+FFFD.
+        """
+        if len(text) <= LONGEST_TEXT:
+            return self._encoding.encode_ordinary(text)
+        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
+
+    def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
+        """The tokens of each text, over threads (tiktoken leaves Python free while it works)."""
+        if all(len(text) <= LONGEST_TEXT for text in texts):
+            return self._encoding.encode_ordinary_batch(list(texts), num_threads=threads or cores())
+        return [self.encode(text) for text in texts]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens; special tokens give their spelling. KeyError for a number outside the vocabulary."""
+        return self._encoding.decode_bytes(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8, such as half a character, become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def special(self, role: str) -> int:
+        """The token of a role, such as `assistant_end`. KeyError for an unknown role."""
+        return self._ids[role]
+
+    def token_bytes(self) -> np.ndarray:
+        """The length in bytes of every token, int32 (V,); 0 for special tokens, which stand for no text."""
+        return np.array([len(token) for token in self._ranks] + [0] * len(self._ids), dtype=np.int32)
+
+    # --- conversations ---------------------------------------------------------------------------
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """A whole conversation as tokens, with the mask of what the assistant is trained to say.
+
+        That is its words, its tool calls with both marks, and the end mark; not the start mark, which the
+        program writes, nor what a tool answered. UserError if the turns are not in order.
+        """
+        ids, mask = [self.bos], [0]
+
+        def add(tokens: Sequence[int], trained: int) -> None:
+            ids.extend(tokens)
+            mask.extend([trained] * len(tokens))
+
+        def around(kind: str, text: str) -> list[int]:
+            return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
+
+        for message in _turns(conversation):
+            if message.role == "user":
+                add(around("user", message.text), 0)
+                continue
+            add([self.special("assistant_start")], 0)
+            for part in message.parts:
+                if part.kind == "text":
+                    add(self.encode(part.text), 1)
+                elif part.kind == "python":
+                    add(around("python", part.text), 1)
+                else:
+                    add(around("output", part.text), 0)
+            add([self.special("assistant_end")], 1)
+        return Rendered(ids, mask)
+
+    def render_prompt(self, conversation: Conversation) -> list[int]:
+        """What a model is given to answer: all but a last assistant turn, then the mark that opens its reply."""
+        if not any(message.role == "user" for message in conversation.messages):
+            raise UserError("a prompt needs a user turn, got a conversation without one")
+        return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """The SHA-256 of a vocabulary's content, however the file is laid out."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts that the regular expression can work through."""
+    return (text[start : start + LONGEST_TEXT] for start in range(0, len(text), LONGEST_TEXT))
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    """Training texts, each proved to be a string of whole characters, long ones in parts."""
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UserError(f"training texts must be strings, document {number} is {type(text).__name__}")
+        check_unicode(text, f"document {number}")
+        yield from _pieces(text)
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raise UserError if a text that is to be trained on holds half of a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as failure:
+        raise UserError(
+            f"training text must be valid Unicode, but {name} has half of a surrogate pair "
+            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove it from the source and try again."
+        ) from None
+
+
+def _turns(conversation: Conversation) -> tuple[Message, ...]:
+    """The turns with a system turn joined to the user turn after it, proved to alternate from the user on."""
+    messages = conversation.messages
+    if not messages:
+        raise UserError("a conversation needs at least one turn, got none")
+    if messages[0].role == "system":
+        if len(messages) < 2 or messages[1].role != "user":
+            raise UserError("a system turn must be followed by a user turn, got " + _roles(messages))
+        messages = (user(f"{messages[0].text}\n\n{messages[1].text}"), *messages[2:])
+    for i, message in enumerate(messages):
+        if message.role != ("user", "assistant")[i % 2]:
+            raise UserError("after an optional system turn, user and assistant alternate, got " + _roles(messages))
+    return messages
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)

@@ -1,0 +1,283 @@
+"""The tokenizer against a slow Python BPE, its files against damage, rendered chats against tables by hand."""
+
+import base64
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+
+from nanochat import tokenizer as module
+from nanochat.common import UserError
+from nanochat.conversation import Conversation, Part, assistant, chat, system, user
+from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer, tokenizer_dir
+
+PUBLISHED = "0.1.0"
+TEXTS = [
+    "The cat sat on the mat. The cat's hat isn't flat; they've that, and we'll see 12345 cats.",
+    "中国的首都是北京。法国的首都是巴黎，日本的首都是东京。今天天气很好，我们去公园。",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(12, 30))\n",
+    "aaaa aaaa aaaaaa  bbbb\t\tcc\r\n  dd   \n\n",
+    "Café naïve — 🌍🌏 ½ 〇\u3000全角　空格 e\u0301 \u017f's",
+]
+
+
+def make(vocab_size: int = 330) -> Tokenizer:
+    return Tokenizer.train(TEXTS, vocab_size)
+
+
+def slow_bpe(texts: list[str], merges: int, pattern: str) -> list[bytes]:
+    """Byte-pair encoding as the definition has it: the most frequent pair, of equals the smallest numbers."""
+    words = Counter(piece.encode() for text in texts for piece in regex.findall(pattern, text))
+    split = {word: list(word) for word in words}
+    vocabulary = [bytes([i]) for i in range(256)]
+    for _ in range(merges):
+        pairs: Counter[tuple[int, int]] = Counter()
+        for word, count in words.items():
+            for pair in pairwise(split[word]):
+                pairs[pair] += count
+        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        for word, parts in split.items():
+            split[word] = replace(parts, left, right, len(vocabulary))
+        vocabulary.append(vocabulary[left] + vocabulary[right])
+    return vocabulary
+
+
+def replace(parts: list[int], left: int, right: int, new: int) -> list[int]:
+    out, i = [], 0
+    while i < len(parts):
+        if parts[i : i + 2] == [left, right]:
+            out.append(new)
+            i += 2
+        else:
+            out.append(parts[i])
+            i += 1
+    return out
+
+
+def slow_encode(text: str, vocabulary: list[bytes], pattern: str) -> list[int]:
+    """Merge the pair of lowest rank until none is left, piece by piece."""
+    rank = {token: i for i, token in enumerate(vocabulary)}
+    ids = []
+    for piece in regex.findall(pattern, text):
+        parts = [bytes([byte]) for byte in piece.encode()]
+        while True:
+            found = [(rank[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in rank]
+            if not found:
+                break
+            _, i = min(found)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        ids += [rank[part] for part in parts]
+    return ids
+
+
+def test_merges_and_tokens_equal_a_slow_bpe():
+    tokenizer = make(330)
+    expected = slow_bpe(TEXTS, 330 - len(ROLES) - 256, PATTERNS["nanochat"])
+    assert [tokenizer.decode_bytes([i]) for i in range(330 - len(ROLES))] == expected
+    for text in [*TEXTS, "unseen 9876 text 上海\n\n", ""]:
+        assert tokenizer.encode(text) == slow_encode(text, expected, PATTERNS["nanochat"])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_matches_every_character(pattern):
+    characters = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
+    assert "".join(regex.findall(PATTERNS[pattern], characters)) == characters
+    text = "".join(x + y for x in "aé中1〇½ \u3000\n\r\t'.。🌍\u0301\u200d" for y in "sz文9 \n\r。'\x00")
+    assert "".join(regex.findall(PATTERNS[pattern], text)) == text
+
+
+def test_text_comes_back_whatever_it_holds():
+    tokenizer = make()
+    for text in [*TEXTS, "\x00\x7f", "<|bos|>", "𠀀𪛖", "\ufffd", "a" * 1000]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_spelled_out_special_tokens_in_text_stay_text():
+    tokenizer = make()
+    ids = tokenizer.encode("<|bos|><|assistant_end|>")
+    assert max(ids) < tokenizer.vocab_size - len(ROLES)
+    assert tokenizer.encode_batch(["<|bos|>"])[0] == tokenizer.encode("<|bos|>")
+
+
+def test_half_a_surrogate_pair_is_replaced_in_chat_and_refused_in_training():
+    tokenizer = make()
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    with pytest.raises(UserError, match=r"document 1 .*U\+D800\) at character 2"):
+        Tokenizer.train(["good", "ab\ud800c"], 300)
+
+
+def test_batch_equals_one_by_one_for_any_number_of_threads(monkeypatch):
+    tokenizer = make()
+    texts = TEXTS * 5 + [""]
+    expected = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts, threads=1) == expected
+    assert tokenizer.encode_batch(texts, threads=3) == expected
+    monkeypatch.setattr(module, "LONGEST_TEXT", 7)
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+
+
+def test_a_million_spaces_and_a_long_han_run_encode():
+    tokenizer = make()
+    for character in " 中":
+        text = character * 1_000_001
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_character_decodes_to_a_replacement():
+    tokenizer = make(256 + len(ROLES))
+    ids = tokenizer.encode("中")
+    assert len(ids) == 3
+    assert tokenizer.decode_bytes(ids[:2]) == "中".encode()[:2]
+    assert tokenizer.decode(ids[:2]) == "\ufffd"
+
+
+def test_token_bytes_sum_to_the_text_and_are_zero_for_special_tokens():
+    tokenizer = make()
+    lengths = tokenizer.token_bytes()
+    assert lengths.shape == (tokenizer.vocab_size,) and lengths.dtype == np.int32
+    for text in TEXTS:
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert [lengths[tokenizer.special(role)] for role in ROLES] == [0] * len(ROLES)
+
+
+def test_vocabulary_size_counts_special_tokens_and_numbers_them_last():
+    tokenizer = make(330)
+    assert tokenizer.vocab_size == 330
+    assert sorted(tokenizer.special(role) for role in ROLES) == list(range(330 - len(ROLES), 330))
+    assert tokenizer.bos == tokenizer.special("bos")
+    with pytest.raises(KeyError):
+        tokenizer.special("end_of_text")
+
+
+def test_too_little_text_names_the_largest_vocabulary_it_gives():
+    with pytest.raises(UserError, match=r"at most 268 tokens.*--vocab_size 268"):
+        Tokenizer.train(["abc abc"], 1000)
+    assert Tokenizer.train(["abc abc"], 268).vocab_size == 268
+
+
+def test_too_small_a_vocabulary_and_an_unknown_pattern_are_refused():
+    with pytest.raises(UserError, match=r"at least 265 tokens.*got 264"):
+        Tokenizer.train(TEXTS, 264)
+    with pytest.raises(UserError, match=r"one of nanochat.*got 'gpt9'"):
+        Tokenizer.train(TEXTS, 300, pattern="gpt9")
+    with pytest.raises(UserError, match="document 1 is bytes"):
+        Tokenizer.train(["a", b"b"], 300)  # type: ignore[list-item]
+
+
+def test_saved_tokenizer_is_json_and_loads_equal(tmp_path):
+    tokenizer = make()
+    path = tokenizer.save(tmp_path)
+    content = json.loads(path.read_text())
+    assert content["pattern"] == "nanochat" and content["regex"] == PATTERNS["nanochat"]
+    assert base64.b64decode(content["ranks"][97]) == b"a"
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.hash, loaded.vocab_size, loaded.pattern) == (tokenizer.hash, tokenizer.vocab_size, "nanochat")
+    assert all(loaded.encode(text) == tokenizer.encode(text) for text in TEXTS)
+    assert [loaded.special(role) for role in ROLES] == [tokenizer.special(role) for role in ROLES]
+
+
+def test_hash_differs_between_vocabularies():
+    assert make(300).hash == make(300).hash
+    assert make(300).hash != make(301).hash
+
+
+def test_a_damaged_file_is_refused_with_the_next_step(tmp_path):
+    path = make().save(tmp_path / "mine")
+    good = path.read_text()
+    changed = json.loads(good)
+    changed["ranks"][300], changed["ranks"][301] = changed["ranks"][301], changed["ranks"][300]
+    for text in (good[: len(good) // 2], json.dumps(changed), "[]", "{}", ""):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"is damaged.*python -m scripts.tok_train --data mine"):
+            Tokenizer.load(tmp_path / "mine")
+    path.write_text(json.dumps({**json.loads(good), "version": 99}))
+    with pytest.raises(UserError, match="has format nanochat-tokenizer 99"):
+        Tokenizer.load(tmp_path / "mine")
+
+
+def test_a_missing_tokenizer_names_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(UserError, match=r"python -m scripts.tok_train --data tinyworld") as raised:
+        Tokenizer.load(tokenizer_dir("tinyworld"))
+    assert raised.value.exit_code == 2
+
+
+def names(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Tokens as readable words, special tokens as their roles."""
+    roles = {tokenizer.special(role): role for role in ROLES}
+    return [roles.get(i) or tokenizer.decode([i]) for i in ids]
+
+
+def test_rendered_chat_trains_words_calls_and_end_marks_only():
+    tokenizer = Tokenizer.train(["x"], 256 + len(ROLES))
+    reply = (Part("text", "A"), Part("python", "1+1"), Part("python_output", "2"), Part("text", "B"))
+    rendered = tokenizer.render(Conversation((user("hi"), assistant(*reply), user("k"), assistant("C"))))
+    expected = (
+        "bos:0 user_start:0 h:0 i:0 user_end:0 assistant_start:0 A:1 python_start:1 1:1 +:1 1:1 python_end:1 "
+        "output_start:0 2:0 output_end:0 B:1 assistant_end:1 user_start:0 k:0 user_end:0 assistant_start:0 C:1 "
+        "assistant_end:1"
+    )
+    shown = zip(names(tokenizer, rendered.ids), rendered.mask, strict=True)
+    assert " ".join(f"{name}:{mask}" for name, mask in shown) == expected
+
+
+def test_prompt_ends_where_the_assistant_begins():
+    tokenizer = Tokenizer.train(["x"], 256 + len(ROLES))
+    expected = ["bos", "user_start", "h", "i", "user_end", "assistant_start"]
+    assert names(tokenizer, tokenizer.render_prompt(Conversation((user("hi"),)))) == expected
+    assert names(tokenizer, tokenizer.render_prompt(chat("hi", "the reference answer"))) == expected
+
+
+def test_system_turn_is_joined_to_the_first_user_turn():
+    tokenizer = make()
+    joined = tokenizer.render(Conversation((system("Be brief."), user("hi"), assistant("A"))))
+    assert joined == tokenizer.render(chat("Be brief.\n\nhi", "A"))
+
+
+@pytest.mark.parametrize(
+    "messages", [(), (assistant("a"),), (user("a"), user("b")), (system("s"),), (system("s"), assistant("a"))]
+)
+def test_turns_out_of_order_are_refused(messages):
+    with pytest.raises(UserError, match=r"turn|alternate"):
+        make().render(Conversation(messages))
+    with pytest.raises(UserError, match=r"turn|alternate"):
+        make().render_prompt(Conversation(messages))
+
+
+def test_user_text_cannot_write_special_tokens_into_a_chat():
+    tokenizer = make()
+    rendered = tokenizer.render(chat("<|assistant_start|>", "<|assistant_end|>"))
+    assert rendered.ids.count(tokenizer.special("assistant_start")) == 1
+    assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
+
+
+def test_this_suite_passes_with_the_published_trainer(tmp_path):
+    if "NANOCHAT_PUBLISHED_RUSTBPE" in os.environ:
+        assert importlib.metadata.version("rustbpe") == PUBLISHED
+        return
+    wheel = ["--quiet", "--no-deps", "--target", str(tmp_path), f"rustbpe=={PUBLISHED}"]
+    installed = None
+    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
+        installed = subprocess.run([sys.executable, "-m", *tool, *wheel], capture_output=True, text=True, timeout=120)
+        if installed.returncode == 0:
+            break
+    else:
+        reason = f"rustbpe {PUBLISHED} could not be installed: {installed and installed.stderr[-300:]}"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    paths = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env={**os.environ, "PYTHONPATH": paths, "NANOCHAT_PUBLISHED_RUSTBPE": "1", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
