@@ -1,0 +1,299 @@
+"""The device layer: which accelerator, which collectives, which number format; nothing else names a vendor.
+
+At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, NANOCHAT_DEVICE overrides) and nothing
+is initialised; `compute_init()` does that. One `Row` per device says what differs.
+"""
+
+import datetime
+import importlib
+import importlib.util
+import os
+import resource
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nanochat.common import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
+CUDA_PEAKS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "A6000": 155, "L40S": 362,
+    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "4090": 165, "3090": 71, "B200": 2250, "5090": 210,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one kind of device needs: its collectives, how to probe it, and its best number format."""
+
+    backend: str
+    unavailable: Callable[[], str]  # "" if usable, else why not
+    best_dtype: Callable[[], tuple[torch.dtype, str]]
+    module: Callable[[], types.ModuleType | None]  # torch.cuda, torch.npu, or None for the host
+
+
+def _no_cpu_reason() -> str:
+    return ""
+
+
+def _no_cuda_reason() -> str:
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _no_npu_reason() -> str:
+    """Try to import torch_npu; every failure (no CANN, a wrong version) is a reason, not an error."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    try:
+        torch_npu = importlib.import_module("torch_npu")
+    except Exception as failure:  # the edge to a foreign library, which raises anything; the reason is shown
+        return f"torch_npu could not be loaded: {str(failure).splitlines()[0] if str(failure) else failure!r}"
+    return "" if torch_npu.npu.is_available() else "torch_npu loaded, but sees no NPU"
+
+
+def _cpu_dtype() -> tuple[torch.dtype, str]:
+    """bf16 pays only where the processor multiplies it in hardware; elsewhere it is emulated and slower."""
+    flags = _cpu_flags()
+    for flag in ("amx_bf16", "avx512_bf16"):
+        if flag in flags:
+            return torch.bfloat16, f"the CPU has {flag}"
+    return torch.float32, "the CPU has neither AMX nor AVX512-BF16"
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            line = next((line for line in f if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(line.partition(":")[2].split())
+
+
+def _cuda_dtype() -> tuple[torch.dtype, str]:
+    major, minor = torch.cuda.get_device_capability()
+    if major >= 8:
+        return torch.bfloat16, f"compute capability {major}.{minor}"
+    if major >= 7:
+        return torch.float16, f"compute capability {major}.{minor} has no bf16; a gradient scaler is used"
+    return torch.float32, f"compute capability {major}.{minor}"
+
+
+def _npu_dtype() -> tuple[torch.dtype, str]:
+    if torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
+        return torch.bfloat16, "the NPU has bf16"
+    return torch.float16, "the NPU has no bf16; a gradient scaler is used"
+
+
+ROWS = {
+    "npu": Row("hccl", _no_npu_reason, _npu_dtype, lambda: torch.npu),  # type: ignore[attr-defined]
+    "cuda": Row("nccl", _no_cuda_reason, _cuda_dtype, lambda: torch.cuda),
+    "cpu": Row("gloo", _no_cpu_reason, _cpu_dtype, lambda: None),
+}
+
+
+def choose(asked: str | None) -> tuple[str, str, str]:
+    """Return (device type, backend, reason): the one asked for, or the first usable of npu, cuda, cpu.
+
+    A device that was asked for and is not usable is a UserError that says why.
+    """
+    if asked:
+        if asked not in ROWS:
+            raise UserError(f"the device must be one of {', '.join(ROWS)}, got {asked!r}", exit_code=2)
+        if why := ROWS[asked].unavailable():
+            raise UserError(
+                f"device {asked} was asked for but cannot be used: {why}. Leave it out to take what is there."
+            )
+        return asked, ROWS[asked].backend, "asked for"
+    passed_over = []
+    for name, row in ROWS.items():
+        why = row.unavailable()
+        if not why:
+            return name, row.backend, "; ".join(passed_over) or "first choice"
+        passed_over.append(f"no {name}: {why}")
+    raise AssertionError("the CPU is always there")
+
+
+try:
+    device_type, backend, reason = choose(os.environ.get("NANOCHAT_DEVICE"))
+except UserError as _mistake:  # at import there is no script edge to print it
+    print(f"error: {_mistake} (NANOCHAT_DEVICE)", file=sys.stderr)
+    sys.exit(_mistake.exit_code)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where this process computes: one per process, made by compute_init()."""
+
+    device: torch.device
+    device_type: str
+    backend: str
+    rank: int
+    local_rank: int
+    world_size: int
+    dtype: torch.dtype
+    dtype_reason: str
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that logs and writes."""
+        return self.rank == 0
+
+    @property
+    def scaler(self) -> bool:
+        """Whether gradients need a loss scale: fp16 has too few exponent bits for them."""
+        return self.dtype == torch.float16
+
+
+def _dtype(name: str) -> tuple[torch.dtype, str]:
+    asked = os.environ.get("NANOCHAT_DTYPE")
+    if not asked:
+        return ROWS[name].best_dtype()
+    if asked not in DTYPES:
+        raise UserError(f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2)
+    return DTYPES[asked], "NANOCHAT_DTYPE"
+
+
+def compute_init(asked: str | None = None) -> Compute:
+    """Take this process's device and, under torchrun, join the process group.
+
+    `asked` is a device type, or None or "" for the one chosen at import. CPU tensors go over gloo on every device,
+    so that a flag can be shared between ranks without touching the accelerator.
+    """
+    name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    module = ROWS[name].module()
+    if module is not None:
+        count = module.device_count()
+        if local_rank >= count:
+            raise UserError(
+                f"this host shows {count} {name} device(s), but the launcher started local rank {local_rank}; "
+                f"use --nproc_per_node={count} or fewer"
+            )
+        module.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")
+    device = torch.device(name, local_rank) if module is not None else torch.device("cpu")
+    dtype, dtype_reason = _dtype(name)
+    if "RANK" in os.environ and not dist.is_initialized():
+        both = collectives if collectives == "gloo" else f"cpu:gloo,{name}:{collectives}"
+        dist.init_process_group(both, timeout=datetime.timedelta(minutes=40))
+    compute = Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason)
+    if compute.main:
+        ranks = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
+        short = str(dtype).removeprefix("torch.")
+        print(f"device: {describe(compute)} ({why}) | {short} ({dtype_reason}){ranks}", flush=True)
+    return compute
+
+
+def compute_cleanup() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def describe(compute: Compute) -> str:
+    """The device in words: its name, or for the host the processor's and how many threads torch uses."""
+    module = ROWS[compute.device_type].module()
+    if module is not None:
+        return f"{compute.device_type} {module.get_device_name(compute.local_rank)}"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            model = next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "CPU")
+    except OSError:
+        model = "CPU"
+    return f"{model}, {torch.get_num_threads()} thread(s)"
+
+
+def barrier(compute: Compute) -> None:
+    """Wait until every rank is here."""
+    if compute.world_size > 1:
+        dist.barrier()
+
+
+def synchronize(compute: Compute) -> None:
+    """Wait until the device has done what it was given; the host is always done."""
+    module = ROWS[compute.device_type].module()
+    if module is not None:
+        module.synchronize()
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's generators on every device."""
+    torch.manual_seed(seed)
+
+
+def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """Page-lock a host tensor where copies to the device can then run beside computation."""
+    return tensor if compute.device_type == "cpu" else tensor.pin_memory()
+
+
+def to_device(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """Copy a host tensor to the device, without waiting if it is pinned."""
+    return tensor if compute.device_type == "cpu" else tensor.to(compute.device, non_blocking=True)
+
+
+def memory_total(compute: Compute) -> int:
+    """Bytes of the device's memory; for the host, of physical memory."""
+    module = ROWS[compute.device_type].module()
+    if module is not None:
+        return int(module.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_peak(compute: Compute) -> int:
+    """Bytes this process has held at most: allocated on the device, or resident on the host."""
+    module = ROWS[compute.device_type].module()
+    if module is not None:
+        return int(module.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_flops(compute: Compute) -> tuple[float, str]:
+    """The FLOP/s that MFU is measured against, and where the number comes from.
+
+    NANOCHAT_PEAK_TFLOPS overrides; an accelerator takes its data sheet's dense peak; the host, which has none,
+    the speed of a matmul measured now.
+    """
+    if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
+        return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
+    if compute.device_type == "cuda":
+        name = torch.cuda.get_device_name(compute.local_rank)
+        for part, tflops in CUDA_PEAKS.items():
+            if part in name:
+                return tflops * 1e12, f"{name}, data sheet, bf16 dense"
+    return _matmul_flops(compute), "a matmul of 1024 x 1024 x 1024 measured at start"
+
+
+def _matmul_flops(compute: Compute) -> float:
+    a = torch.ones(1024, 1024, dtype=compute.dtype, device=compute.device)
+    best = float("inf")
+    for _ in range(5):
+        synchronize(compute)
+        start = time.perf_counter()
+        a @ a
+        synchronize(compute)
+        best = min(best, time.perf_counter() - start)
+    return 2 * 1024**3 / best
+
+
+def compiler_missing(compute: Compute) -> str:
+    """Why torch.compile cannot be used here, or "" if it can."""
+    if compute.device_type == "npu":
+        return "off on NPUs"
+    if compute.device_type == "cpu":
+        import shutil
+        import sysconfig
+
+        if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
+            return "no C++ compiler (g++) was found"
+        if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+            return "Python's headers (python3-dev) were not found"
+    return ""

@@ -1,0 +1,348 @@
+"""The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
+
+The architecture is that of upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters and are cast to the
+compute dtype where they are used. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat import kernels
+from nanochat.common import UserError
+
+SMEAR_CHANNELS = 24  # of the embedding, read by the smear gate
+VALUE_GATE_CHANNELS = 12  # of a layer's input, read by the value-embedding gates
+QK_SCALE = 1.2  # sharpens attention, applied to q and to k after their norm
+
+Role = Literal["matrix", "embedding", "value_embedding", "head", "resid", "x0", "smear"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model; what a checkpoint needs to rebuild it."""
+
+    sequence_len: int = 2048  # T in training, and the longest context in inference
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"  # tiled over layers: L sees everything, S a quarter; the last layer is always L
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise UserError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
+        if self.head_dim % 2:
+            raise UserError(f"the head dimension must be even for rotary embeddings, got {self.head_dim}")
+        if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
+            raise UserError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of embedding and head: the vocabulary rounded up to 64, which matrix units like."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many keys before its own a query of each layer sees; S is a quarter, rounded up to 128."""
+        short = -(-self.sequence_len // 4 // 128) * 128
+        sizes = {"L": self.sequence_len, "S": min(short, self.sequence_len)}
+        pattern = self.window_pattern.upper()
+        tiled = [sizes[pattern[i % len(pattern)]] for i in range(self.n_layer)]
+        return (*tiled[:-1], self.sequence_len)
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every other layer, the last one among them (value residuals, arXiv 2410.17897)."""
+        return layer % 2 == (self.n_layer - 1) % 2
+
+
+class Linear(nn.Linear):
+    """A matrix without bias; the fp32 master is cast to the activation's dtype where it is used."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Cache:
+    """Keys, values and places of the sequences in flight: one slot each, of different lengths.
+
+    k and v are [layers, slots, T, Hkv, D]; `positions` (slots,) counts the tokens a slot holds; `previous` (slots, C)
+    is the embedding of its last token before smearing. A forward pass reads and writes a contiguous range of slots.
+    """
+
+    def __init__(self, config: GPTConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layer, slots, length, config.n_kv_head, config.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
+        self.previous = torch.zeros(slots, config.n_embd, device=device, dtype=dtype)
+        self.length = length
+
+    def clear(self, slots: slice) -> None:
+        """Forget what the slots held."""
+        self.positions[slots] = 0
+        self.previous[slots] = 0
+
+
+@dataclass
+class CacheCall:
+    """What one forward pass over a cache shares between layers."""
+
+    cache: Cache
+    slots: slice
+    places: Tensor  # (B, T) where each new token goes
+    masks: dict[int, Tensor]  # window -> (B, 1, T, K) which keys are seen
+    keys: int  # K, how much of the cache is looked at
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values (B, T, Hkv, D); return the cached ones (B, K, Hkv, D), new ones included."""
+        held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        held_k[rows, self.places] = k
+        held_v[rows, self.places] = v
+        return held_k[:, : self.keys], held_v[:, : self.keys]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with normed queries and keys, and value embeddings on some layers."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.window = config.windows[layer]
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_head * config.head_dim
+        self.c_q = Linear(config.n_embd, config.n_embd)
+        self.c_k = Linear(config.n_embd, kv_dim)
+        self.c_v = Linear(config.n_embd, kv_dim)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+        gated = config.has_value_embedding(layer)
+        self.ve_gate = Linear(VALUE_GATE_CHANNELS, config.n_kv_head) if gated else None
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        value: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
+        cos: Tensor,  # (1 or B, T, 1, D/2)
+        sin: Tensor,
+        call: CacheCall | None,
+    ) -> Tensor:  # (B, T, C)
+        q, k, v = (matrix(x).unflatten(-1, (-1, self.head_dim)) for matrix in (self.c_q, self.c_k, self.c_v))
+        if value is not None and self.ve_gate is not None:
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv), in (0, 3)
+            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        q = kernels.norm(kernels.rotary(q, cos, sin)) * QK_SCALE
+        k = kernels.norm(kernels.rotary(k, cos, sin)) * QK_SCALE
+        if call is None:
+            y = kernels.attend(q, k, v, self.window)
+        else:
+            k, v = call.extend(self.layer, k, v)
+            y = kernels.attend_cached(q, k, v, call.masks[self.window])
+        return self.c_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    """Two matrices with a squared ReLU between them."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    """One layer: attention, then MLP, each on the normed residual stream."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, call: CacheCall | None) -> Tensor:
+        x = x + self.attn(kernels.norm(x), value, cos, sin, call)
+        return x + self.mlp(kernels.norm(x))
+
+
+class GPT(nn.Module):
+    """The model. Build it under `torch.device("meta")` or not, then `init_weights` or load a checkpoint.
+
+    `dtype` is what it computes in; fp16 and bf16 are cast from the masters, so the same file serves every device.
+    """
+
+    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        kv_dim = config.n_kv_head * config.head_dim
+        self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(i): nn.Embedding(config.padded_vocab, kv_dim)
+                for i in range(config.n_layer)
+                if config.has_value_embedding(i)
+            }
+        )
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.lm_head = Linear(config.n_embd, config.padded_vocab)
+        self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.smear_gate = Linear(SMEAR_CHANNELS, 1)
+        self.smear_lambda = nn.Parameter(torch.empty(1))
+        self.backout_lambda = nn.Parameter(torch.empty(1))
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 42) -> None:
+        """Fill every parameter; the same values on every device and for any number of ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        bound = (3 / self.config.n_embd) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
+
+        def fill(weight: Tensor, kind: str, size: float) -> None:
+            drawn = torch.empty(weight.shape)
+            if kind == "normal":
+                drawn.normal_(0.0, size, generator=generator)
+            else:
+                drawn.uniform_(0.0 if kind == "positive" else -size, size, generator=generator)
+            weight.copy_(drawn)
+
+        fill(self.wte.weight, "normal", 0.8)
+        fill(self.lm_head.weight, "normal", 0.001)
+        for block in self.h:
+            for matrix in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
+                fill(matrix.weight, "uniform", bound)
+            fill(block.mlp.c_fc.weight, "uniform", 0.4 * bound)
+            block.attn.c_proj.weight.zero_()  # a layer starts as the identity
+            block.mlp.c_proj.weight.zero_()
+            if block.attn.ve_gate is not None:
+                fill(block.attn.ve_gate.weight, "positive", 0.02)
+        for table in self.value_embeds.values():
+            fill(table.weight, "uniform", bound)
+        depth = torch.arange(self.config.n_layer) / max(self.config.n_layer - 1, 1)
+        self.resid_lambdas.copy_(1.15 - 0.10 * depth)
+        self.x0_lambdas.copy_(0.20 - 0.15 * depth)
+        fill(self.smear_gate.weight, "positive", 0.02)
+        self.smear_lambda.zero_()
+        self.backout_lambda.fill_(0.2)
+
+    @property
+    def device(self) -> torch.device:
+        return self.wte.weight.device
+
+    def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables (length, D/2), made once per device."""
+        if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
+            size = max(length, self.config.sequence_len)
+            self._tables = kernels.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
+        cos, sin = self._tables
+        return cos[:length], sin[:length]
+
+    def _begin(self, idx: Tensor, cache: Cache, slots: slice) -> CacheCall:
+        """Where the tokens of this pass go and what they see."""
+        T = idx.size(1)
+        places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
+        keys = min(-(-(int(cache.positions[slots].max()) + T) // 64) * 64, cache.length)
+        masks = {window: kernels.cache_mask(places, keys, window) for window in set(self.config.windows)}
+        return CacheCall(cache, slots, places, masks, keys)
+
+    def hidden(
+        self,
+        idx: Tensor,  # (B, T) token ids
+        cache: Cache | None = None,
+        slots: slice | None = None,  # B contiguous slots of the cache
+        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
+    ) -> Tensor:  # (B, T, C)
+        """The normed activations that the head reads.
+
+        With a cache the tokens continue what the slots hold, and the slots move on by `lengths` (default T).
+        """
+        T = idx.size(1)
+        x = kernels.norm(self.wte(idx).to(self.dtype))
+        if cache is None:
+            call, before = None, torch.zeros_like(x[:, :1])
+            cos, sin = (table[None, :, None] for table in self._rotary(T))
+        else:
+            slots = slots or slice(0, idx.size(0))
+            call, before = self._begin(idx, cache, slots), cache.previous[slots, None].clone()
+            cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
+            last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
+            cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
+        # Smear: a gated part of the token before; a sequence's first token has none, which `before` says by zeros.
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
+        x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
+        x0 = x
+        middle = x
+        for i, block in enumerate(self.h):
+            x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
+            value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
+            x = block(x, value, cos, sin, call)
+            if i == self.config.n_layer // 2:
+                middle = x
+        if cache is not None:
+            cache.positions[slots] += T if lengths is None else lengths
+        return kernels.norm(x - self.backout_lambda.to(x.dtype) * middle)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Softcapped fp32 logits (..., V) of normed activations (..., C)."""
+        return kernels.softcap(self.lm_head(x)[..., : self.config.vocab_size])
+
+    def forward(
+        self,
+        idx: Tensor,  # (B, T)
+        targets: Tensor | None = None,  # (B, T), -1 = ignored
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
+    ) -> Tensor:
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
+        x = self.hidden(idx)
+        if targets is None:
+            return self.logits(x)
+        flat, wanted = x.flatten(0, 1), targets.flatten()
+        if reduction == "none":
+            return kernels.token_losses(flat, self.lm_head.weight, wanted, self.config.vocab_size).view_as(targets)
+        scale = None if weights is None else weights.flatten()
+        total = kernels.chunked_loss(flat, self.lm_head.weight, wanted, self.config.vocab_size, scale)
+        return total if reduction == "sum" else total / (wanted >= 0).sum().clamp_min(1)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """What each parameter is; optim.py gives every role its settings."""
+        return {name: self._role(name) for name, _ in self.named_parameters()}
+
+    @staticmethod
+    def _role(name: str) -> Role:
+        prefixes: tuple[tuple[str, Role], ...] = (
+            ("h.", "matrix"), ("wte.", "embedding"), ("value_embeds.", "value_embedding"), ("lm_head.", "head"),
+            ("resid_lambdas", "resid"), ("x0_lambdas", "x0"), ("smear", "smear"), ("backout", "smear"),
+        )  # fmt: skip
+        return next(role for prefix, role in prefixes if name.startswith(prefix))
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters of each role, and `scaling`: the matrices and the head, which scaling laws count."""
+        counts: dict[str, int] = {}
+        roles = self.parameter_roles()
+        for name, parameter in self.named_parameters():
+            counts[roles[name]] = counts.get(roles[name], 0) + parameter.numel()
+        counts["total"] = sum(counts.values())
+        counts["scaling"] = counts["matrix"] + counts["head"]
+        return counts
+
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward for a token: 6 per matrix entry, 12 C per key seen and layer (PaLM, app. B)."""
+        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
+        seen = sum(min(window, self.config.sequence_len) for window in self.config.windows)
+        return 6 * matrices + 12 * self.config.n_embd * seen
