@@ -42,10 +42,12 @@ class Conversation:
 
 
 def user(text: str) -> Message:
+    """A user turn."""
     return Message("user", (Part("text", text),))
 
 
 def system(text: str) -> Message:
+    """A system turn: what holds for the whole conversation."""
     return Message("system", (Part("text", text),))
 
 

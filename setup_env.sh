@@ -1,0 +1,334 @@
+#!/usr/bin/env bash
+# Makes .venv and installs into it what pyproject.toml and the locks name; with nothing changed it does nothing.
+#
+#   source setup_env.sh && setup_env    in a script: afterwards `python` is the one in .venv
+#   bash setup_env.sh                   by hand
+# --dev adds the test tools. On an Ascend host torch is left alone: there it comes as a pair with torch_npu.
+#
+# .venv/setup.stamp says for which inputs the environment is whole. .venv/setup.busy is there while packages are
+# being changed: an environment that a killed set-up left behind is thrown away and made anew from uv's cache.
+
+SETUP_ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+SETUP_VENV=$SETUP_ROOT/.venv
+
+setup_env() { # in the caller's shell; the work is done in a process of its own
+    bash "$SETUP_ROOT/setup_env.sh" "$@" || return
+    export VIRTUAL_ENV=$SETUP_VENV PATH=$SETUP_VENV/bin:$PATH
+    unset PYTHONHOME
+    hash -r
+}
+
+# --- messages ------------------------------------------------------------------------------------
+
+say() { printf 'setup: %s\n' "$*"; }
+
+fail() { # English, 中文
+    printf 'error: %s\n' "$1" >&2
+    printf '错误：%s\n' "$2" >&2
+    if [ "${SETUP_KEEP:-0}" = 1 ]; then rm -f "$SETUP_VENV/setup.busy"; fi # refused, not killed: each package is whole
+    exit 1
+}
+
+fail_with_log() { # English, 中文: what went wrong in the last command, and where it is all written
+    tail -n 8 "$SETUP_LOG" | sed 's/^/  | /' >&2
+    fail "$1 Details: $SETUP_LOG" "$2 详情见：$SETUP_LOG"
+}
+
+step() { # NAME COMMAND...: run with its output in the log; one line when done, on a terminal a running clock
+    local name=$1 start=$SECONDS ticker='' code=0
+    shift
+    printf '\n== %s: %s\n' "$name" "$*" >>"$SETUP_LOG"
+    if [ -t 1 ]; then
+        while kill -0 $$ 2>/dev/null && sleep 1; do
+            printf '\rsetup: %s ... %d s ' "$name" $((SECONDS - start))
+        done 9>&- &
+        ticker=$!
+    fi
+    "$@" >>"$SETUP_LOG" 2>&1 || code=$?
+    if [ -n "$ticker" ]; then
+        kill "$ticker" 2>/dev/null
+        wait "$ticker" 2>/dev/null || true
+        printf '\r\033[K'
+    fi
+    if [ $code -ge 128 ]; then exit $code; fi # killed: whatever it was writing is half written
+    if [ $code -eq 0 ]; then say "$name ($((SECONDS - start)) s)"; fi
+    return $code
+}
+
+# --- what is there -------------------------------------------------------------------------------
+
+probe_python() { # prints: major minor whole(1 if it can make a virtual environment)
+    "$1" -c 'import sys
+try:
+    import ensurepip, venv
+    whole = 1
+except ImportError:
+    whole = 0
+print("%d %d %d" % (sys.version_info[0], sys.version_info[1], whole))' 2>/dev/null
+}
+
+pick_python() { # sets PYTHON: the newest of 3.10 to 3.13 that can make an environment, else a newer one
+    local name path major minor whole rank best=0 best_whole=0 newest=0
+    for name in python3.13 python3.12 python3.11 python3.10 python3 python; do
+        path=$(command -v "$name") || continue
+        read -r major minor whole < <(probe_python "$path") || continue
+        rank=$((major * 100 + minor))
+        if [ $rank -gt $newest ]; then newest=$rank; fi
+        if [ $rank -lt 310 ]; then continue; fi
+        if [ $rank -le 313 ]; then rank=$((rank + 1000)); fi # wheels of every package are known to exist
+        if [ "$whole" -eq 1 ]; then rank=$((rank + 10000)); fi
+        if [ $rank -gt $best ]; then best=$rank best_whole=$whole PYTHON=$path PYTHON_VERSION=$major.$minor; fi
+    done
+    local again='then type the same command again' again_zh='然后再次输入同一条命令'
+    if [ $best -eq 0 ]; then
+        local found='none was found' found_zh='没有找到 Python'
+        if [ $newest -gt 0 ]; then
+            found="the newest on PATH is $((newest / 100)).$((newest % 100))"
+            found_zh="PATH 中最新的是 $((newest / 100)).$((newest % 100))"
+        fi
+        fail "Python 3.10 or later is needed; $found. Install one, for example with
+  apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
+  dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora), $again." \
+            "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，$again_zh。"
+    fi
+    if [ "$best_whole" -ne 1 ]; then
+        fail "$PYTHON (Python $PYTHON_VERSION) cannot make a virtual environment: its venv or ensurepip module is missing. Install it with
+  apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu; dnf install -y python3-pip elsewhere), $again." \
+            "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请用上面的命令安装，$again_zh。"
+    fi
+}
+
+free_gb() { df -Pk "$1" | awk 'NR == 2 { printf "%d", $4 / 1048576 }'; }
+mount_of() { df -Pk "$1" | awk 'NR == 2 { print $6 }'; }
+
+check_disk() {
+    local need=2 free cache
+    if [ "$TORCH" = 1 ]; then need=8; fi
+    if compgen -G "$SETUP_VENV/lib/python3*/site-packages/torch" >/dev/null; then need=1; fi
+    free=$(free_gb "$SETUP_ROOT")
+    if [ "$free" -lt $need ]; then
+        fail "the disk of $SETUP_ROOT has $free GB free; the environment needs $need GB. Free some space, or clone the repository onto a larger disk, then type the same command again." \
+            "$SETUP_ROOT 所在磁盘剩余 $free GB，安装环境需要 $need GB。请清理空间，或把仓库克隆到更大的磁盘上，然后再次输入同一条命令。"
+    fi
+    cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/uv}
+    while [ ! -d "$cache" ]; do cache=$(dirname "$cache"); done
+    # uv keeps what it downloads. A home folder on a small disk of its own would fill up with it.
+    if [ "$(mount_of "$cache")" != "$(mount_of "$SETUP_ROOT")" ] && [ "$(free_gb "$cache")" -lt $need ]; then
+        export UV_CACHE_DIR=$SETUP_VENV/uv-cache
+    fi
+}
+
+# --- the package index ---------------------------------------------------------------------------
+
+pip_setting() { # NAME: pip's value for it, the environment before the files; several values on one line
+    local scope value
+    for scope in ':env:' install global; do
+        value=$(sed -n "s/^$scope\.$1=['\"]\(.*\)['\"]\$/\1/p" <<<"$PIP_CONFIG" | head -n 1)
+        if [ -n "$value" ]; then
+            value=${value//\\n/ }
+            # shellcheck disable=SC2086  # splitting is meant: it drops line ends and double blanks
+            echo $value
+            return
+        fi
+    done
+}
+
+hand_on_index() { # what is set for pip (a mirror, a folder of wheels) holds for uv too, unless uv has its own
+    local value
+    PIP_CONFIG=$("$SETUP_VENV/bin/python" -m pip config list 2>/dev/null || true)
+    value=$(pip_setting index-url)
+    if [ -n "$value" ]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$value}; fi
+    value=$(pip_setting extra-index-url)
+    if [ -n "$value" ]; then
+        # pip looks at all indexes at once; every file is checked against its hash, so uv may do the same.
+        export UV_INDEX=${UV_INDEX:-$value} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    fi
+    value=$(pip_setting find-links)
+    if [ -n "$value" ]; then export UV_FIND_LINKS=${UV_FIND_LINKS:-${value// /,}}; fi
+    value=$(pip_setting trusted-host)
+    if [ -n "$value" ]; then export UV_INSECURE_HOST=${UV_INSECURE_HOST:-$value}; fi
+    value=$(pip_setting cert)
+    if [ -n "$value" ]; then export SSL_CERT_FILE=${SSL_CERT_FILE:-$value}; fi
+    value=$(pip_setting no-index)
+    case $value in 1 | [Tt]rue | [Yy]es | on) export UV_NO_INDEX=1 ;; esac
+    export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_PYTHON_DOWNLOADS=never
+}
+
+get_uv() { # sets INSTALLER to uv or pip
+    local lock=$SETUP_VENV/uv.lock
+    awk '/^uv==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$SETUP_ROOT/requirements.lock" >"$lock"
+    if step uv "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes -r "$lock"; then
+        INSTALLER=uv
+    else
+        say "uv could not be installed; pip goes on, more slowly"
+        INSTALLER=pip
+    fi
+}
+
+pip_install() {
+    if [ "$INSTALLER" = uv ]; then
+        "$SETUP_VENV/bin/uv" pip install --python "$SETUP_VENV/bin/python" "$@"
+    else
+        "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check "$@"
+    fi
+}
+
+install() { # NAME ARGUMENTS of pip install...: by uv; where uv fails pip goes on
+    local name=$1
+    shift
+    if step "$name" pip_install "$@"; then return; fi
+    if [ "$INSTALLER" = pip ]; then return 1; fi
+    say "uv failed at: $name; pip goes on, more slowly"
+    INSTALLER=pip
+    step "$name" pip_install "$@"
+}
+
+install_lock() { # NAME FILE
+    if ! install "$1" --require-hashes -r "$SETUP_ROOT/$2"; then
+        fail_with_log "the packages of $2 could not be installed. If the package index does not answer, name a mirror with: pip config set global.index-url URL; then type the same command again." \
+            "无法安装 $2 中的软件包。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
+    fi
+}
+
+# --- our own code --------------------------------------------------------------------------------
+
+build_rustbpe() {
+    # A registry of crates that does not answer must not hold up the set-up: there is the wheel.
+    export CARGO_NET_RETRY=${CARGO_NET_RETRY:-1} CARGO_HTTP_TIMEOUT=${CARGO_HTTP_TIMEOUT:-20}
+    # Without the lock's descriptor: a compiler cache started here would hold the lock for as long as it lives.
+    step "rustbpe, built from source" pip_install --no-deps --no-build-isolation "$SETUP_ROOT/rustbpe" 9>&- &&
+        "$SETUP_VENV/bin/python" -c 'import rustbpe; rustbpe.Tokenizer()' >>"$SETUP_LOG" 2>&1
+}
+
+install_rustbpe() { # the wheel of requirements.lock is there already; our own is faster
+    if [ ! -f "$SETUP_ROOT/rustbpe/Cargo.toml" ]; then return; fi
+    if ! command -v cargo >/dev/null; then
+        say "no Rust toolchain (cargo): going on with the published rustbpe wheel"
+        say "没有 Rust 工具链（cargo）：改用已发布的 rustbpe 安装包"
+    elif ! build_rustbpe; then
+        say "rustbpe could not be built (details: $SETUP_LOG): going on with the published wheel"
+        say "rustbpe 编译失败（详情见 $SETUP_LOG）：改用已发布的安装包"
+        install_lock "rustbpe, the published wheel" requirements.lock
+    fi
+}
+
+check_compiler() { # torch.compile needs one, and Python's headers
+    local need=''
+    if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+        need='g++'
+    fi
+    if ! "$SETUP_VENV/bin/python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))'; then
+        need="${need:+$need }python3-dev"
+    fi
+    if [ -n "$need" ]; then
+        say "no C++ compiler or no Python headers: models run uncompiled, more slowly; apt-get install -y $need mends it"
+        say "缺少 C++ 编译器或 Python 头文件：模型将不经编译运行，速度较慢；安装 $need 即可解决"
+    fi
+}
+
+check_imports() {
+    local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken
+    if [ "$TORCH" = 1 ]; then
+        modules=$modules,torch
+    elif ! "$SETUP_VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch_npu"))'; then
+        fail "this is an Ascend host: torch and torch_npu must be of one release that fits its CANN. Install that pair with
+  $SETUP_VENV/bin/python -m pip install torch==VERSION torch_npu==VERSION, then type the same command again." \
+            "这是昇腾主机：torch 与 torch_npu 必须是同一版本，并与本机的 CANN 匹配。请用上面的命令安装，然后再次输入同一条命令。"
+    fi
+    if ! step "a first import" "$SETUP_VENV/bin/python" -c "import $modules"; then
+        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later, or macOS 14." \
+            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 以上的 64 位 Linux，或 macOS 14。"
+    fi
+}
+
+# --- the whole -----------------------------------------------------------------------------------
+
+fingerprint() { # what the environment follows from
+    local files
+    echo "root $SETUP_ROOT"
+    echo "parts dev=$DEV torch=$TORCH"
+    "$SETUP_VENV/bin/python" -c 'import sys; print("python", sys.version.split()[0])' 2>/dev/null || echo "python broken"
+    if command -v cargo >/dev/null; then echo "cargo yes"; else echo "cargo no"; fi
+    cd "$SETUP_ROOT" || return
+    files=$(find pyproject.toml setup_env.sh requirements*.lock rustbpe -name target -prune -o -type f \
+        -not -name '*.so' -not -name '*.pyc' -print 2>/dev/null | LC_ALL=C sort)
+    # shellcheck disable=SC2086  # our own file names, without blanks
+    cksum $files
+}
+
+is_whole() {
+    [ -f "$SETUP_VENV/setup.stamp" ] && [ "$(fingerprint)" = "$(cat "$SETUP_VENV/setup.stamp")" ]
+}
+
+keep_parts() { # what is installed stays: a speedrun after the tests does not undo their tools
+    if grep -qs '^parts dev=1' "$SETUP_VENV/setup.stamp"; then DEV=1; fi
+}
+
+make_environment() { # ends with a working .venv that has pip, a stamp that says "stale" and the mark of business
+    local stamp=$SETUP_VENV/setup.stamp
+    if [ -e "$SETUP_VENV/setup.busy" ] || [ ! -e "$SETUP_VENV" ]; then
+        rm -rf "$SETUP_VENV"
+    elif [ ! -e "$stamp" ]; then
+        fail "$SETUP_VENV was not made by this script, so it is left as it is. Move it away (mv .venv .venv.old), then type the same command again." \
+            "$SETUP_VENV 不是由本脚本创建的，因此保持原样。请先把它移走（mv .venv .venv.old），然后再次输入同一条命令。"
+    elif ! grep -qxF "root $SETUP_ROOT" "$stamp" || ! "$SETUP_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        rm -rf "$SETUP_VENV" # the folder was moved, or its Python is gone
+    fi
+    mkdir -p "$SETUP_VENV"
+    touch "$SETUP_VENV/setup.busy"
+    : >"$SETUP_LOG"
+    if [ ! -e "$stamp" ]; then
+        step "Python $PYTHON_VERSION" "$PYTHON" -m venv "$SETUP_VENV" ||
+            fail_with_log "$PYTHON -m venv failed." "$PYTHON -m venv 执行失败。"
+        echo "root $SETUP_ROOT" >"$stamp"
+    fi
+    echo stale >>"$stamp"
+    SETUP_KEEP=1
+}
+
+setup_main() {
+    set -euo pipefail
+    DEV=0 TORCH=1
+    SETUP_LOG=$SETUP_VENV/setup.log
+    local flag stamp
+    for flag in "$@"; do
+        case $flag in
+        --dev) DEV=1 ;;
+        *) fail "setup_env.sh takes --dev, got $flag" "setup_env.sh 只接受 --dev，收到 $flag" ;;
+        esac
+    done
+    if [ "${NANOCHAT_DEVICE:-}" = npu ] || compgen -G '/dev/davinci[0-9]*' >/dev/null; then TORCH=0; fi
+    keep_parts
+    if is_whole; then return; fi
+    if command -v flock >/dev/null; then
+        exec 9>"$SETUP_ROOT/.venv.lock"
+        if ! flock -n 9; then
+            say "waiting for another set-up in this folder"
+            flock 9
+        fi
+        keep_parts # another set-up may just have ended
+        if is_whole; then return; fi
+    fi
+    pick_python
+    check_disk
+    make_environment
+    stamp=$(fingerprint)
+    hand_on_index
+    get_uv
+    install_lock "packages" requirements.lock
+    if [ "$TORCH" = 1 ]; then install_lock "torch (2 GB of downloads, unless cached)" requirements-torch.lock; fi
+    if [ "$DEV" = 1 ]; then install_lock "test tools" requirements-dev.lock; fi
+    if ! install "nanochat" --no-deps --no-build-isolation --editable "$SETUP_ROOT"; then
+        fail_with_log "nanochat itself could not be installed." "无法安装 nanochat 本身。"
+    fi
+    install_rustbpe
+    check_imports
+    check_compiler
+    rm -rf "$SETUP_VENV/uv-cache"
+    printf '%s\n' "$stamp" >"$SETUP_VENV/setup.stamp"
+    rm "$SETUP_VENV/setup.busy"
+    say "ready in $SECONDS s"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then setup_main "$@"; fi

@@ -1,0 +1,54 @@
+"""Every test gets a base folder of its own, and in CI nothing that matters may be skipped."""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: processes that share two cores must not spin while they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+MUST_RUN_IN_CI = ("browser", "contract", "npu")
+
+
+def in_ci() -> bool:
+    return os.environ.get("CI") == "true"
+
+
+@pytest.fixture(autouse=True)
+def base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """NANOCHAT_BASE_DIR, empty: no test reads or writes the user's own data."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+    return folder
+
+
+def fail_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip into a failure that says why it was skipped."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid}: skipped, which in CI is a failure: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    must_run = any(item.get_closest_marker(name) for name in MUST_RUN_IN_CI)
+    if in_ci() and must_run and report.skipped and not hasattr(report, "wasxfail"):
+        fail_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    # A module skipped as a whole never says which markers its tests would have had.
+    report = yield
+    if in_ci() and report.skipped:
+        fail_skipped(report)
+    return report
