@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nanochat.common import UserError
 
@@ -224,6 +225,11 @@ def synchronize(compute: Compute) -> None:
         module.synchronize()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def seed_all(seed: int) -> None:
     """Seed torch's generators on every device."""
     torch.manual_seed(seed)
@@ -278,7 +284,7 @@ def _matmul_flops(compute: Compute) -> float:
     for _ in range(5):
         synchronize(compute)
         start = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         synchronize(compute)
         best = min(best, time.perf_counter() - start)
     return 2 * 1024**3 / best

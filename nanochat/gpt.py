@@ -5,7 +5,7 @@ compute dtype where they are used. Shapes: B batch, T time, C channels, H heads,
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
@@ -73,8 +73,34 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
+
+
+class Head(Linear):
+    """The matrix to logits. The loss goes through its call too, so that sharding hooks see every use of the weight."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.n_embd, config.padded_vocab)
+        self.vocab = config.vocab_size
+
+    def forward(
+        self,
+        input: Tensor,  # (..., C) normed activations
+        targets: Tensor | None = None,  # (...) token ids, -1 = ignored
+        weights: Tensor | None = None,  # (...) weight of each token's loss
+        each: bool = False,
+    ) -> Tensor:
+        """Softcapped fp32 logits (..., V); with targets the weighted sum of losses, or with `each` the loss of
+        every token, (...), without gradient."""
+        if targets is None:
+            return kernels.softcap(super().forward(input)[..., : self.vocab])
+        flat, wanted = input.flatten(0, -2), targets.flatten()
+        if each:
+            return kernels.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
+        return kernels.chunked_loss(
+            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
+        )
 
 
 class Cache:
@@ -199,13 +225,18 @@ class GPT(nn.Module):
             }
         )
         self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
-        self.lm_head = Linear(config.n_embd, config.padded_vocab)
+        self.lm_head = Head(config)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
         self.smear_lambda = nn.Parameter(torch.empty(1))
         self.backout_lambda = nn.Parameter(torch.empty(1))
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, in order."""
+        return cast(list[Block], list(self.h))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
@@ -223,7 +254,7 @@ class GPT(nn.Module):
 
         fill(self.wte.weight, "normal", 0.8)
         fill(self.lm_head.weight, "normal", 0.001)
-        for block in self.h:
+        for block in self.blocks:
             for matrix in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
                 fill(matrix.weight, "uniform", bound)
             fill(block.mlp.c_fc.weight, "uniform", 0.4 * bound)
@@ -231,7 +262,7 @@ class GPT(nn.Module):
             block.mlp.c_proj.weight.zero_()
             if block.attn.ve_gate is not None:
                 fill(block.attn.ve_gate.weight, "positive", 0.02)
-        for table in self.value_embeds.values():
+        for table in cast(list[nn.Embedding], list(self.value_embeds.values())):
             fill(table.weight, "uniform", bound)
         depth = torch.arange(self.config.n_layer) / max(self.config.n_layer - 1, 1)
         self.resid_lambdas.copy_(1.15 - 0.10 * depth)
@@ -287,7 +318,7 @@ class GPT(nn.Module):
         x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
         x0 = x
         middle = x
-        for i, block in enumerate(self.h):
+        for i, block in enumerate(self.blocks):
             x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
             value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, value, cos, sin, call)
@@ -299,7 +330,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Softcapped fp32 logits (..., V) of normed activations (..., C)."""
-        return kernels.softcap(self.lm_head(x)[..., : self.config.vocab_size])
+        return self.lm_head(x)
 
     def forward(
         self,
@@ -310,14 +341,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
         x = self.hidden(idx)
-        if targets is None:
-            return self.logits(x)
-        flat, wanted = x.flatten(0, 1), targets.flatten()
-        if reduction == "none":
-            return kernels.token_losses(flat, self.lm_head.weight, wanted, self.config.vocab_size).view_as(targets)
-        scale = None if weights is None else weights.flatten()
-        total = kernels.chunked_loss(flat, self.lm_head.weight, wanted, self.config.vocab_size, scale)
-        return total if reduction == "sum" else total / (wanted >= 0).sum().clamp_min(1)
+        if targets is None or reduction == "none":
+            return self.lm_head(x, targets, each=True)
+        total = self.lm_head(x, targets, weights)
+        return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
 
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is; optim.py gives every role its settings."""

@@ -1,0 +1,303 @@
+"""Checkpoints: a folder a step, written whole or not at all, readable by any number of ranks.
+
+`<base>/{base,mid,chatsft,chatrl}_checkpoints/<tag>/step_NNNNNN/` holds `model.safetensors` (fp32 masters, whole),
+`optim-RR-of-NN.safetensors` (each rank's part, with the whole shape and first row of every tensor in its metadata),
+`tokenizer.json` and `meta.json` (configuration, step, data row, loop state, SHA-256 of every file).
+All randomness of a stage is a function of its seed and step, so that no generator state needs to be kept.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from nanochat import parallel
+from nanochat.common import UserError, base_dir, fsync_dir, read_json, sha256_of, warn, write_json
+from nanochat.device import Compute, barrier
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers
+from nanochat.tokenizer import Tokenizer
+
+FORMAT = 1
+STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
+MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+KEEP = 2  # newest steps kept of a running stage
+
+
+def checkpoint_dir(stage: str, tag: str) -> Path:
+    """The folder of a stage's checkpoints under a tag such as d4."""
+    return base_dir() / f"{STAGES[stage]}_checkpoints" / tag
+
+
+def steps(folder: Path) -> list[int]:
+    """The complete steps in a folder, oldest first."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob("step_*/meta.json"))
+
+
+def latest_step(folder: Path) -> int | None:
+    """The newest complete step, or None."""
+    found = steps(folder)
+    return found[-1] if found else None
+
+
+def step_dir(folder: Path, step: int) -> Path:
+    """The folder of one step."""
+    return folder / f"step_{step:06d}"
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizers: Optimizers,
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    compute: Compute,
+) -> float:
+    """Write step `step` (the count of updates done) and return the seconds it took; every rank must call it.
+
+    Everything goes to a temporary folder, is synced, and only then takes its name. Older steps beyond KEEP go.
+    """
+    start = time.monotonic()
+    temporary = folder / f".tmp-step_{step:06d}"
+    if compute.main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    barrier(compute)
+    files = [_write_optimizer(temporary, optimizers, compute)]
+    whole = {name: value.cpu().contiguous() for name, value in parallel.whole_parameters(model)}
+    if compute.main:
+        save_file(whole, temporary / "model.safetensors")
+        tokenizer.save(temporary)
+        files += ["model.safetensors", "tokenizer.json"]
+    hashes = {
+        name: {"sha256": _synced_hash(temporary / name), "bytes": (temporary / name).stat().st_size} for name in files
+    }
+    if compute.world_size > 1:
+        parts: list[dict[str, Any]] = [{} for _ in range(compute.world_size)]
+        dist.all_gather_object(parts, hashes)
+        hashes = {name: value for part in parts for name, value in part.items()}
+    if compute.main:
+        record = {"format": FORMAT, "step": step, "saved_at": time.time(), "world_size": compute.world_size,
+                  "tokenizer_hash": tokenizer.hash, "files": hashes, **meta}  # fmt: skip
+        write_json(temporary / "meta.json", record)
+        _publish(temporary, step_dir(folder, step))
+        for old in steps(folder)[:-KEEP]:
+            delete(step_dir(folder, old))
+    barrier(compute)
+    return time.monotonic() - start
+
+
+def _write_optimizer(folder: Path, optimizers: Optimizers, compute: Compute) -> str:
+    name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
+    state = optimizers.state()
+    tensors = {key: value.detach().cpu().contiguous() for key, (value, _, _) in state.items()}
+    layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
+    save_file(tensors, folder / name, metadata={"layout": json.dumps(layout)})
+    return name
+
+
+def _synced_hash(path: Path) -> str:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return sha256_of(path)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give a complete folder its name; the name never shows a part."""
+    fsync_dir(temporary)
+    if final.exists():
+        delete(final)
+    os.rename(temporary, final)
+    fsync_dir(final.parent)
+
+
+def delete(folder: Path) -> None:
+    """Remove a step: first its name, so that a kill in the middle leaves no half step behind."""
+    doomed = folder.with_name(f".deleted-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep(folder: Path, compute: Compute) -> None:
+    """Remove what a killed save or deletion left behind; called at the start of a stage."""
+    if compute.main:
+        for pattern in (".tmp-*", ".deleted-*"):
+            for leftover in folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+    barrier(compute)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def verify(folder: Path) -> str:
+    """What is wrong with a step's files, or "" if sizes and hashes agree with meta.json."""
+    try:
+        meta = read_json(folder / "meta.json")
+    except (OSError, json.JSONDecodeError) as failure:
+        return f"meta.json cannot be read ({failure})"
+    for name, known in meta["files"].items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != known["bytes"]:
+            return f"{name} has {path.stat().st_size:,} bytes, not {known['bytes']:,}"
+        if sha256_of(path) != known["sha256"]:
+            return f"{name} has a wrong SHA-256"
+    return ""
+
+
+def newest_whole(folder: Path, compute: Compute) -> int | None:
+    """The newest step whose files are whole; damaged newer ones are named and passed over. Rank 0 decides for all."""
+    found = -1
+    if compute.main:
+        for step in reversed(steps(folder)):
+            problem = verify(step_dir(folder, step))
+            if not problem:
+                found = step
+                break
+            warn(f"{step_dir(folder, step)} is damaged: {problem}; falling back to the step before it")
+    found = parallel.agree(found, compute)
+    return None if found < 0 else found
+
+
+def read_meta(folder: Path, step: int) -> dict[str, Any]:
+    """meta.json of a step."""
+    meta = read_json(step_dir(folder, step) / "meta.json")
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{step_dir(folder, step)} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
+        )
+    return meta
+
+
+def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
+    """Load parameters, and optimizer state where given, into a model of any sharding; return meta."""
+    where = step_dir(folder, step)
+    parallel.load_whole(model, load_file(where / "model.safetensors"))
+    if optimizers is not None:
+        _restore_optimizer(where, optimizers)
+    return read_meta(folder, step)
+
+
+@torch.no_grad()
+def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
+    """Fill each tensor this rank holds from whichever parts of any number of ranks overlap its rows."""
+    wanted = optimizers.state()
+    missing = {name: value.shape[0] for name, (value, _, _) in wanted.items()}
+    for path in sorted(folder.glob("optim-*.safetensors")):
+        with safe_open(path, "pt") as part:
+            layout = json.loads(part.metadata()["layout"])
+            for name in set(layout) & set(wanted):
+                target, _, first = wanted[name]
+                begin = layout[name][1]
+                held = part.get_tensor(name)
+                low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
+                if low < high:
+                    target[low - first : high - first] = held[low - begin : high - begin].to(target.device)
+                    missing[name] -= high - low
+    holes = [name for name, rows in missing.items() if rows > 0]
+    if holes:
+        raise UserError(f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to use, and where it came from."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    meta: dict[str, Any]
+    stage: str
+    tag: str
+    step: int
+
+
+def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
+    """(stage, folder) in order of preference: later stages first, then newer checkpoints."""
+    for name in ("rl", "sft", "mid", "base") if stage is None else (stage,):
+        parent = base_dir() / f"{STAGES[name]}_checkpoints"
+        folders = [parent / tag] if tag else sorted(parent.glob("*"), key=_age)
+        yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
+
+
+def _age(folder: Path) -> float:
+    newest = latest_step(folder)
+    return 0.0 if newest is None else -(step_dir(folder, newest) / "meta.json").stat().st_mtime
+
+
+def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
+    """The stage and folder that were asked for: None means the latest of rl > sft > mid > base, the newest tag."""
+    if stage is not None and stage not in STAGES:
+        raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
+    for name, folder in _candidates(stage, tag):
+        return name, folder
+    what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
+    under = f" with tag {tag}" if tag else ""
+    maker = MADE_BY[stage or "base"]
+    raise UserError(
+        f"{what}{under} in {base_dir()}. Make one with `python -m {maker}`, or run the whole pipeline with "
+        "`bash speedrun.sh`.",
+        exit_code=2,
+    )
+
+
+def load_model(
+    stage: str | None, tag: str | None, step: int | None, compute: Compute, dtype: torch.dtype | None = None
+) -> Loaded:
+    """A whole model for inference or to start the next stage from, on this rank's device, in eval mode.
+
+    `dtype` is the format matrices and tables are held in: default the compute dtype; training asks for float32.
+    """
+    name, folder = find(stage, tag)
+    if step is None:
+        step = newest_whole(folder, compute)
+        if step is None:
+            raise UserError(f"every checkpoint in {folder} is damaged; train stage {name} again")
+    elif step not in steps(folder):
+        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+    where, meta = step_dir(folder, step), read_meta(folder, step)
+    model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype)
+    tokenizer = Tokenizer.load(where)
+    if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
+        raise UserError(
+            f"the tokenizer beside {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, the "
+            f"model was made with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was changed"
+        )
+    try:
+        values = load_file(where / "model.safetensors")
+    except SafetensorError as damage:
+        raise UserError(f"{where / 'model.safetensors'} is damaged: {damage}; give --step an older one") from damage
+    parallel.load_whole(model, values)
+    held_in(model, dtype or compute.dtype)
+    return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
+
+
+def held_in(model: GPT, dtype: torch.dtype) -> None:
+    """Hold matrices and tables in a format, in place; the few scalars stay fp32, as in training."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.to(dtype)
+
+
+def model_meta(model: GPT) -> dict[str, Any]:
+    """What meta.json says of a model."""
+    return asdict(model.config)

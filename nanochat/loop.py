@@ -1,0 +1,269 @@
+"""The arithmetic that every training script shares; the loop itself stays visible in the script."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import device, parallel
+from nanochat.common import UserError, base_dir, log, warn
+from nanochat.device import Compute
+from nanochat.optim import Optimizers
+from nanochat.tracking import progress_on_terminal
+
+BAD_STEPS = 10  # non-finite updates in a row after which a run stops
+
+
+def due(step: int, every: int, last: bool) -> bool:
+    """Whether something that happens every `every` steps, and at the end, happens now; `every` <= 0 is never."""
+    return every > 0 and (last or (step > 0 and step % every == 0))
+
+
+class MicroBatches(Protocol):
+    """What a step trains on: dataloader.Step, or RL's rollouts."""
+
+    num_targets: int
+
+    @property
+    def micro_batches(self) -> Iterable[tuple[Tensor, ...]]: ...
+
+
+@dataclass
+class LossScale:
+    """The factor that lifts fp16 gradients out of underflow; 1 and constant for other formats."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    growing: bool = False
+
+    @staticmethod
+    def start(compute: Compute) -> "LossScale":
+        return LossScale(65536.0, 0, True) if compute.scaler else LossScale()
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after 2,000 good steps, as torch's GradScaler does."""
+        if not self.growing:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did."""
+
+    loss: float  # mean nats per target over all ranks
+    grad_norm: float
+    skipped: bool  # the loss or a gradient was not finite, and nothing was changed
+
+
+def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute) -> Outcome:
+    """Forward, backward and one optimizer step over a step's micro-batches; skipped whole if not finite.
+
+    The loss is divided by the targets of the whole step over all ranks, so that neither the split into micro-batches
+    nor the number of ranks changes the gradient.
+    """
+    optimizers.zero_grad()
+    # FSDP averages gradients over ranks; every rank's part is of the same whole, so the average is undone here.
+    factor = scale.value * compute.world_size / max(step.num_targets, 1)
+    batches = list(step.micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
+    for number, batch in enumerate(batches):
+        inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
+        parallel.sync_gradients(model, number == len(batches) - 1)
+        loss = model(inputs, targets, "sum", *weights)
+        (loss * factor).backward()
+        loss_sum += loss.detach()
+    gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
+    squares = torch.stack([*(g.float().square().sum() for g in gradients), loss_sum.double().float()])
+    host = squares.double().cpu() if compute.device_type == "cpu" else squares.cpu().double()  # the one host sync
+    norm_square, loss_total = parallel.total([float(host[:-1].sum()), float(host[-1])], compute)
+    mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    finite = math.isfinite(mean) and math.isfinite(norm_square)
+    if finite:
+        if scale.value != 1.0:
+            for gradient in gradients:
+                gradient.mul_(1 / scale.value)
+        optimizers.step()
+    scale.update(finite)
+    optimizers.zero_grad()
+    return Outcome(mean, norm, not finite)
+
+
+@dataclass
+class Meter:
+    """Running figures of a stage; its fields are saved in checkpoints."""
+
+    steps: int  # of the whole run
+    tokens_per_step: int
+    flops_per_token: int
+    peak: float  # FLOP/s over all ranks
+    smooth_loss: float = 0.0  # exponential average, not yet debiased
+    smooth_weight: float = 0.0
+    seconds: float = 0.0  # spent in steps, over all runs of this stage
+    cpu_seconds: float = 0.0  # of this rank's process, over all runs of this stage
+    bad_in_a_row: int = 0
+    skipped: int = 0
+    _recent: list[float] = field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs."""
+        kept = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")
+        return {name: value for name, value in asdict(self).items() if name in kept}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def tick(self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float) -> dict[str, Any]:
+        """Take in a step (from 1) and return its line for metrics.jsonl; ten bad steps in a row stop the run."""
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
+        self._recent = [*self._recent[-19:], seconds]
+        if outcome.skipped:
+            self.skipped += 1
+            self.bad_in_a_row += 1
+            warn(f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not finite, update skipped")
+            if self.bad_in_a_row >= BAD_STEPS:
+                raise UserError(
+                    f"{BAD_STEPS} updates in a row were not finite, last at step {step}; the last checkpoint is from "
+                    "before them. Lower the learning rates, or look at the data near this step, and start again."
+                )
+        else:
+            self.bad_in_a_row = 0
+            self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * outcome.loss
+            self.smooth_weight = 0.9 * self.smooth_weight + 0.1
+        speed = self.tokens_per_step / seconds
+        return {
+            "step": step,
+            "loss": outcome.loss,
+            "smooth_loss": self.smooth,
+            "grad_norm": outcome.grad_norm,
+            "lrm": lrm,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "tokens_per_second": speed,
+            "mfu": 100 * speed * self.flops_per_token / self.peak,
+            "total_seconds": self.seconds,
+            "skipped": outcome.skipped,
+        }
+
+    @property
+    def smooth(self) -> float:
+        """The debiased average loss."""
+        return self.smooth_loss / self.smooth_weight if self.smooth_weight else float("nan")
+
+    def eta(self, step: int) -> float:
+        """Seconds left, from the pace of the last twenty steps."""
+        return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
+
+
+def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
+    """A step in the published format, with what is left to go."""
+    step = line["step"]
+    return (
+        f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
+        f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | tok/sec: {line['tokens_per_second']:,.0f} | "
+        f"mfu: {line['mfu']:.2f} | total time: {line['total_seconds'] / 60:.1f}m | eta: {eta / 60:.1f}m"
+    )
+
+
+class Progress:
+    """A bar on a terminal, one line a step in a log; on rank 0 only."""
+
+    def __init__(self, title: str, steps: int, done: int, main: bool):
+        self.steps, self.main, self.bar = steps, main, None
+        if main and progress_on_terminal():
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+            self.bar = Progress(*columns, refresh_per_second=4, transient=True)
+            self.task = self.bar.add_task(title, total=steps, completed=done, note="")
+            self.bar.start()
+
+    def show(self, line: dict[str, Any], eta: float) -> None:
+        """Show a step."""
+        if self.bar is not None:
+            note = (
+                f"{line['step']}/{self.steps} loss {line['smooth_loss']:.3f} "
+                f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
+            )
+            self.bar.update(self.task, completed=line["step"], note=note)
+        elif self.main:
+            log(step_line(line, self.steps, eta))
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class SaveClock:
+    """When to save by time: every minute, but saving must stay under about three percent of a run."""
+
+    def __init__(self, seconds: float = 60.0):
+        self.seconds, self.cost, self.last = seconds, 0.0, time.monotonic()
+
+    def due(self, compute: Compute) -> bool:
+        """Whether a save is due; rank 0's clock decides for all."""
+        wait = max(self.seconds, 30 * self.cost)
+        return bool(parallel.agree(int(self.seconds > 0 and time.monotonic() - self.last >= wait), compute))
+
+    def saved(self, cost: float) -> None:
+        """A save took `cost` seconds and has just ended."""
+        self.cost, self.last = cost, time.monotonic()
+
+
+def use_compile_cache() -> None:
+    """Keep compiled kernels in the base folder, so that later stages and runs find them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base_dir() / "compile_cache"))
+
+
+def compiled(
+    model: nn.Module,
+    wanted: bool | None,
+    shape: tuple[int, int],
+    compute: Compute,
+    blocks: Callable[[], Iterator[nn.Module]],
+) -> nn.Module:
+    """The model to train with: compiled where that works, else the model itself, with one line that says why.
+
+    `wanted` None means where it pays: on a CPU or CUDA device with a compiler. The first pass of shape (B, T) runs
+    here, so that a compiler that fails shows now, before any state is touched.
+    """
+    why_not = "switched off" if wanted is False else device.compiler_missing(compute)
+    if why_not:
+        if wanted:
+            raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
+        log(f"not compiled: {why_not}")
+        return model
+    use_compile_cache()
+    start = time.monotonic()
+    try:
+        if compute.world_size > 1:
+            for block in blocks():
+                block.compile(dynamic=False)
+            fast: Any = model
+        else:
+            fast = torch.compile(model, dynamic=False)
+        tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
+        fast(tokens, tokens, "sum").backward()
+    except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+        if wanted:
+            raise
+        warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")
+        fast = model
+    for parameter in model.parameters():
+        parameter.grad = None
+    log(f"compiled in {time.monotonic() - start:.1f} s" if fast is not model else "not compiled")
+    return fast

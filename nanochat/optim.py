@@ -1,0 +1,106 @@
+"""Parameter roles to optimizers: AdamW for tables, head and scalars, Muon for the matrices inside layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nanochat.device import local
+from nanochat.muon import Muon
+
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of the roles, before schedules, and Muon's decay. Upstream HEAD's values."""
+
+    unembedding_lr: float = 0.008
+    embedding_lr: float = 0.3
+    matrix_lr: float = 0.02
+    scalar_lr: float = 0.5
+    weight_decay: float = 0.28
+
+
+class Optimizers:
+    """AdamW and Muon side by side, stepped and scheduled together."""
+
+    def __init__(
+        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float, dtype: torch.dtype
+    ):
+        """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in."""
+        width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
+        settings: dict[str, tuple[float, tuple[float, float], float]] = {  # role -> lr, betas, decay
+            "head": (rates.unembedding_lr * width, (0.8, 0.96), 0.01),
+            "embedding": (rates.embedding_lr * width, (0.8, 0.995), 0.001),
+            "value_embedding": (0.5 * rates.embedding_lr * width, (0.8, 0.995), 0.01),
+            "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05),
+            "x0": (rates.scalar_lr, (0.96, 0.95), 0.0),
+            "smear": (0.2, (0.8, 0.95), 0.0),
+        }
+        named: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, parameter in model.named_parameters():
+            named.setdefault(roles[name], []).append((name, parameter))
+        groups = []
+        for role, (lr, betas, decay) in settings.items():
+            if role in named:
+                lr = lr * scale
+                parameters = [parameter for _, parameter in named[role]]
+                groups.append({"params": parameters, "lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay})
+        self.names = {parameter: name for members in named.values() for name, parameter in members}
+        self.adamw = torch.optim.AdamW(groups, eps=1e-10, fused=True)
+        self.muon = Muon(named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype)
+        self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
+
+    def schedule(self, lr: float, momentum: float, decay: float) -> None:
+        """Set the factors of this step: on all learning rates, Muon's momentum itself, and on Muon's decay."""
+        for group in self.adamw.param_groups:
+            group["lr"] = group["base_lr"] * lr
+        matrices = self.muon.param_groups[0]
+        matrices["lr"], matrices["momentum"] = self.base_matrix_lr * lr, momentum
+        matrices["weight_decay"] = self.base_decay * decay
+
+    def step(self) -> None:
+        """Update all parameters from their gradients."""
+        self.adamw.step()
+        self.muon.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+        self.muon.zero_grad(set_to_none=True)
+
+    def state(self) -> State:
+        """Everything a resume needs, by name: the tensors this rank holds and where they lie in the whole."""
+        state = self.muon.named_state()
+        for parameter, held in self._adamw_state().items():
+            name, start = self.names[parameter], _first_row(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                here = local(held[key])
+                state[f"{name}.{key}"] = (here, tuple(parameter.shape), start)
+            state[f"{name}.step"] = (held["step"].reshape(1), (1,), 0)
+        return state
+
+    def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """AdamW's state, made now where no step has been taken yet."""
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                if not self.adamw.state[parameter]:
+                    self.adamw.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return {parameter: self.adamw.state[parameter] for parameter in self.adamw.state}
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Where this rank's rows of a parameter begin: FSDP2 shards dimension 0 as torch.chunk does."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    share = -(-parameter.shape[0] // ranks)
+    return min(rank * share, parameter.shape[0])

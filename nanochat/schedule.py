@@ -1,0 +1,110 @@
+"""How long, how large and how fast to train: pure functions of sizes and steps.
+
+The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step; dev/LOG.md has what was fitted here.
+"""
+
+import math
+from dataclasses import dataclass
+
+from nanochat.common import UserError
+
+REFERENCE_BATCH = 2**19  # tokens a step at which the learning rates were tuned
+REFERENCE_SCALING_PARAMETERS = 110_100_480  # matrices and head of the 12-layer reference at vocabulary 32,768
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run is."""
+
+    steps: int
+    reason: str
+
+
+def horizon(
+    num_iterations: int | None,
+    target_flops: float | None,
+    target_param_data_ratio: float,
+    flops_per_token: int,
+    scaling_parameters: int,
+    tokens_per_step: int,
+) -> Horizon:
+    """Steps to train: as given, else from a FLOP budget, else from tokens per scaling parameter."""
+    if num_iterations is not None:
+        return Horizon(num_iterations, "given")
+    if target_flops is not None:
+        steps = round(target_flops / (flops_per_token * tokens_per_step))
+        return Horizon(max(steps, 1), f"{target_flops:.3g} FLOPs at {flops_per_token:,} a token")
+    tokens = target_param_data_ratio * scaling_parameters
+    return Horizon(max(int(tokens // tokens_per_step), 1), f"{target_param_data_ratio:g} tokens per scaling parameter")
+
+
+def batch_tokens(tokens: float, reference_tokens: float) -> int:
+    """Tokens a step for a horizon: grows as its power 0.383 (Power Lines, arXiv 2505.13738), to a power of two."""
+    return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383))
+
+
+def rate_scale(tokens_per_step: int) -> float:
+    """The factor on all learning rates for a batch.
+
+    Above the reference it is the square root, as usual. Below it stays 1: the square root, which upstream uses there
+    too, starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits per byte with it, 1.549 without).
+    """
+    return max(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
+
+
+def weight_decay(base: float, tokens_per_step: int, tokens: float, reference_tokens: float) -> float:
+    """Decay for a horizon, such that the averaging time tokens/(rate x decay) keeps its share of the run.
+
+    arXiv 2405.13698: B / (rate x decay x D) is held constant; never above the reference's own decay times two.
+    """
+    ratio = (tokens_per_step / REFERENCE_BATCH) / rate_scale(tokens_per_step)
+    return min(base * ratio * reference_tokens / tokens, 2 * base)
+
+
+def warmup_steps(asked: int | None, steps: int) -> int:
+    """Steps of linear warmup: as asked, else 40, but at most a fifth of the run (measured at 200 steps)."""
+    return asked if asked is not None else min(40, max(steps // 5, 1))
+
+
+def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: float) -> float:
+    """Learning-rate factor of a step (0-based): linear up, flat, linear down to `final` over the last part."""
+    if step < warmup:
+        return (step + 1) / warmup
+    down = round(warmdown_ratio * steps)
+    left = steps - step
+    if left >= down or down == 0:
+        return 1.0
+    return final + (1 - final) * left / down
+
+
+def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
+    """Muon's momentum: 0.85 to 0.97 over 400 steps (or a quarter of a short run), down to 0.90 in the warmdown."""
+    rise = min(400, max(steps // 4, 1))
+    down = round(warmdown_ratio * steps)
+    peak = 0.85 + 0.12 * min(step / rise, 1.0)
+    left = steps - step
+    if left >= down or down == 0:
+        return peak
+    return 0.90 + (peak - 0.90) * left / down
+
+
+def decay_factor(step: int, steps: int) -> float:
+    """Factor on the weight decay: a half cosine from 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def micro_batches(tokens_per_step: int, row_tokens: int, device_batch_size: int, world_size: int) -> tuple[int, int]:
+    """(rows per rank and pass, passes per step) for a step of `tokens_per_step`.
+
+    `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the step, and to a
+    divisor of a rank's share. Only a remainder is an error.
+    """
+    if tokens_per_step % (row_tokens * world_size):
+        raise UserError(
+            f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of {row_tokens:,} tokens on "
+            f"each of {world_size} rank(s)), got {tokens_per_step:,}",
+            exit_code=2,
+        )
+    rows = tokens_per_step // (row_tokens * world_size)
+    per_pass = next(size for size in range(min(device_batch_size, rows), 0, -1) if rows % size == 0)
+    return per_pass, rows // per_pass
