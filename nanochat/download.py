@@ -130,7 +130,7 @@ def fetch_all(
     finally:
         job.stop.set()
         for thread in threads:
-            thread.join(timeout=2)
+            thread.join(timeout=1)
     return [done[remote.path] for remote in missing]
 
 
@@ -347,7 +347,7 @@ def _words(failure: requests.RequestException) -> str:
     if isinstance(failure, requests.exceptions.SSLError):
         return f"no secure connection ({str(failure)[:200]})"
     text = str(failure)
-    if "resolve" in text or "Name or service" in text:
+    if "NameResolutionError" in text or "Name or service" in text:
         return "the server's name could not be resolved"
     match = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
     return match.group(1).lower() if match else text[:200]

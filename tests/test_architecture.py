@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: "calculator common conversation execution_child policy progress schedule",
-    1: "chat_api device download engine_thread sampling tinyworld tracking",
+    1: "chat_api device download engine_thread sampling shards textfiles tinyworld tracking",
     2: "adamw dataset execution kernels muon tokenizer",
     3: "gpt lora optim parallel prepare qwen",
     4: "checkpoint_manager dataloader loop",

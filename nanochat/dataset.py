@@ -1,0 +1,314 @@
+"""Corpora by name, each a folder of parquet shards: TinyWorld, FineWeb-Edu, or a folder of one's own.
+
+python -m nanochat.dataset --data tinyworld          # made on this machine, no network
+python -m nanochat.dataset -n 8                      # FineWeb-Edu: 8 training shards and the validation shard
+python -m nanochat.dataset --data DIR --name NAME    # your own .parquet, .jsonl or .txt files
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from nanochat.common import UserError, base_dir, log, run, write_json
+from nanochat.download import Patience, Remote, check_space, fetch_all, part_size, probe_size
+from nanochat.progress import Progress, amount
+from nanochat.shards import (
+    ABOUT,
+    check_parquet,
+    check_sha256,
+    read_about,
+    shard_name,
+    shard_paths,
+    texts,
+    write_shards,
+)
+from nanochat.textfiles import READERS, documents
+
+__all__ = ["Corpus", "corpora", "download_fineweb", "import_folder", "make_tinyworld", "resolve", "shards", "texts"]
+
+FINEWEB_PATH = "datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main"
+FINEWEB_LAST = 1822  # the validation shard, whatever the number of training shards
+MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
+MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
+
+Split = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A named folder of shards."""
+
+    name: str
+    folder: Path
+
+
+def corpora() -> list[Corpus]:
+    """Every corpus in the base folder, by name."""
+    root = base_dir() / "base_data"
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    known = [f for f in folders if f.is_dir() and not f.name.startswith(".")]
+    return [Corpus(f.name, f) for f in known if (f / ABOUT).exists() or shard_paths(f)]
+
+
+def resolve(data: str | None) -> Corpus:
+    """The corpus of a name, or of the folder it was imported from; None means the only one there is.
+
+    UserError with exit code 2 and the commands to type if there is none, or several and none was named.
+    """
+    there = corpora()
+    names = ", ".join(corpus.name for corpus in there)
+    if data is None:
+        if len(there) == 1:
+            return there[0]
+        if there:
+            raise UserError(f"there are several corpora ({names}); choose one, such as --data {there[0].name}", 2)
+        raise UserError(
+            f"no training data in {base_dir() / 'base_data'}. Make some with one of\n"
+            f"  {MAKE_TINYWORLD}    # small, made on this machine, no network\n"
+            f"  {MAKE_FINEWEB}                # FineWeb-Edu, about 100 MB a shard\n"
+            "and then train its tokenizer with\n  python -m scripts.tok_train",
+            exit_code=2,
+        )
+    for corpus in there:
+        if corpus.name == data:
+            return corpus
+    source = Path(data).expanduser()
+    if source.exists():
+        imported = [c for c in there if read_about(c.folder).get("source") == str(source.resolve())]
+        if len(imported) == 1:
+            return imported[0]
+        if imported:
+            raise UserError(f"{data} was imported as {' and '.join(c.name for c in imported)}; name one of them", 2)
+        raise UserError(f"{data} is not imported yet. Do it with: python -m nanochat.dataset --data {data}", 2)
+    make = {"tinyworld": MAKE_TINYWORLD, "fineweb": MAKE_FINEWEB}.get(data, "python -m nanochat.dataset --data DIR")
+    have = f"there is {names}" if names else "there is none yet"
+    raise UserError(f"no corpus or folder {data!r}; {have}. Make it with: {make}", exit_code=2)
+
+
+def shards(corpus: Corpus, split: Split) -> list[Path]:
+    """The shards to train on, or the last one, which validates. UserError (code 2) if the corpus is incomplete."""
+    about = read_about(corpus.folder)
+    paths = shard_paths(corpus.folder)
+    make = about.get("make", f"python -m nanochat.dataset --data {corpus.name}")
+    missing = [name for name in about.get("shards", {}) if not (corpus.folder / name).exists()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(about['shards'])} shards of {corpus.name} are missing, the first {missing[0]}. "
+            f"Go on with: {make}",
+            exit_code=2,
+        )
+    if len(paths) < 2:
+        raise UserError(
+            f"a corpus needs two shards, one to train on and one to validate; {corpus.folder} has {len(paths)}. "
+            f"Get more with: {make}",
+            exit_code=2,
+        )
+    return paths[-1:] if split == "val" else paths[:-1]
+
+
+# --- TinyWorld -----------------------------------------------------------------------------------
+
+
+def make_tinyworld() -> Corpus:
+    """Write the embedded corpus, unless it is there in the form that this version of the package makes."""
+    from nanochat import tinyworld
+
+    corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
+    about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": _folder_digest(Path(tinyworld.__path__[0]))}
+    if _is_made(corpus, about):
+        return corpus
+    return _make(corpus, tinyworld.documents(), about)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _folder_digest(package: Path) -> str:
+    """What a package's code and data files hold, so that a corpus made by an older version is noticed."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_made(corpus: Corpus, about: dict[str, Any]) -> bool:
+    """Whether a corpus of just this description is complete."""
+    there = read_about(corpus.folder)
+    if {key: there.get(key) for key in about} != about:
+        return False
+    if any(not (corpus.folder / name).exists() for name in there["shards"]):
+        return False
+    log(f"{corpus.name} is there: {_summary(there)} in {corpus.folder}")
+    return True
+
+
+def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any]) -> Corpus:
+    with Progress(corpus.name, None, "documents") as progress:
+
+        def counted() -> Iterator[str]:
+            for text in source:
+                yield text
+                progress.advance(1)
+
+        made = write_shards(corpus.folder, counted(), about=about)
+    log(f"wrote {_summary(made)} to {corpus.folder}")
+    return corpus
+
+
+def _summary(about: dict[str, Any]) -> str:
+    counts, characters = about["documents"], about["characters"]
+    return (
+        f"{counts['train']:,} documents ({characters['train']:,} characters) to train on, "
+        f"{counts['val']:,} held out, {len(about['shards'])} shards"
+    )
+
+
+# --- FineWeb-Edu ---------------------------------------------------------------------------------
+
+
+def fineweb_urls(count: int) -> list[str]:
+    """The addresses of the first `count` training shards and of the validation shard; -1 means all."""
+    if count < -1 or count == 0 or count > FINEWEB_LAST:
+        raise UserError(f"FineWeb-Edu has 1 to {FINEWEB_LAST} training shards, or -1 for all, got {count}", 2)
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    numbers = [*range(FINEWEB_LAST if count == -1 else count), FINEWEB_LAST]
+    return [f"{endpoint}/{FINEWEB_PATH}/{shard_name(number)}" for number in numbers]
+
+
+def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = None) -> Corpus:
+    """Fetch training shards 0 .. count-1 and the validation shard; what is there is kept, what is begun goes on.
+
+    Honours HF_ENDPOINT, HF_TOKEN and the usual proxy variables. UserError if the network, the server or the disk
+    does not allow it.
+    """
+    corpus = Corpus("fineweb", base_dir() / "base_data" / "fineweb")
+    remotes = [Remote(url, corpus.folder / url.rpartition("/")[2]) for url in fineweb_urls(count)]
+    missing = [remote for remote in remotes if not remote.path.exists()]
+    files = {path.name: {"bytes": path.stat().st_size} for path in shard_paths(corpus.folder)}
+    files |= {remote.path.name: {} for remote in missing}
+    for name, known in read_about(corpus.folder).get("shards", {}).items():
+        if name in files and (corpus.folder / name).exists():
+            files[name] = known
+    most = sum(name != shard_name(FINEWEB_LAST) for name in files)
+    about = {"kind": "download", "make": f"python -m nanochat.dataset -n {most}"}
+    corpus.folder.mkdir(parents=True, exist_ok=True)
+
+    def note() -> None:
+        write_json(corpus.folder / ABOUT, {**about, "shards": dict(sorted(files.items()))})
+
+    if missing:
+        note()  # so that a stopped download is known to be incomplete
+        hint = _network_hint(missing[0].url)
+        token = os.environ.get("HF_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        size = probe_size(missing[0].url, headers, patience, hint) or 0  # the shards are nearly equal
+        begun = sum(part_size(remote.path) for remote in missing)
+        check_space(corpus.folder, size * len(missing) - begun)
+        with Progress(f"{corpus.name}, {len(missing)} shards", size * len(missing), "B") as progress:
+            progress.advance(begun, skipped=True)
+            arrived = fetch_all(
+                missing, headers, patience, parallel, hint, check_parquet, progress.advance, progress.say
+            )
+        files |= {file.path.name: {"bytes": file.bytes, "sha256": file.sha256} for file in arrived}
+    note()
+    held = sum(path.stat().st_size for path in shard_paths(corpus.folder))
+    log(f"{corpus.name}: {len(files) - 1} training shards and 1 to validate, {amount(held, 'B')} in {corpus.folder}")
+    return corpus
+
+
+def _network_hint(url: str) -> str:
+    mirror = "" if "hf-mirror.com" in url else "set HF_ENDPOINT=https://hf-mirror.com, or "
+    return (
+        f"If that host cannot be reached from here, {mirror}set https_proxy, and type the same command again: what "
+        f"has come is kept. Without a network there is TinyWorld: {MAKE_TINYWORLD}"
+    )
+
+
+# --- one's own files -----------------------------------------------------------------------------
+
+
+def import_folder(source: Path, name: str | None = None, text_column: str = "text") -> Corpus:
+    """Write a corpus from a .parquet, .jsonl or .txt file or a folder of them (subfolders too), in order of path.
+
+    A .txt file is one document; lines `<|endoftext|>` part it, and blank lines where it grows beyond 20,000
+    characters. UserError names the file and line of what cannot be read.
+    """
+    source = source.expanduser().resolve()
+    name = name or source.stem
+    if not name or name.startswith(".") or "/" in name:
+        raise UserError(f"--name must be a plain folder name, got {name!r}", exit_code=2)
+    corpus = Corpus(name, base_dir() / "base_data" / name)
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    files = [path for path in files if path.suffix in READERS]
+    if not files:
+        raise UserError(f"{source} holds no {', '.join(READERS)} file, so there is nothing to import", exit_code=2)
+    state = hashlib.sha256(str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode())
+    make = f"python -m nanochat.dataset --data {source} --name {name}"
+    make += f" --text_column {text_column}" if text_column != "text" else ""
+    about = {"kind": "import", "make": make, "source": str(source), "fingerprint": state.hexdigest()}
+    if _is_made(corpus, about):
+        return corpus
+    if name in ("tinyworld", "fineweb") or (
+        corpus.folder.exists() and read_about(corpus.folder).get("source") != str(source)
+    ):
+        raise UserError(f"the name {name!r} is taken by another corpus; give this one a --name of its own", exit_code=2)
+    return _make(corpus, documents(files, text_column), about)
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Make or fetch training data."""
+
+    num_files: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
+    """FineWeb-Edu: how many training shards of about 100 MB; the validation shard comes with them. -1: all."""
+    data: str | None = None
+    """tinyworld, fineweb, or a file or folder of your own .parquet, .jsonl or .txt."""
+    name: str | None = None
+    """What your own corpus shall be called; by default as its folder."""
+    text_column: str = "text"
+    """The column or field of your own files that holds the text."""
+    num_workers: Annotated[int, tyro.conf.arg(aliases=("-w",))] = 3
+    """How many shards to fetch at a time."""
+    list_urls: bool = False
+    """Print the addresses of the FineWeb-Edu shards, to fetch them elsewhere, and stop."""
+    verify: bool = False
+    """Read every shard of a corpus again and compare its SHA-256."""
+
+
+def main(cfg: Config) -> None:
+    """Do what the command line says, then name the next command."""
+    if cfg.verify:
+        corpus = resolve(cfg.data)
+        paths = shards(corpus, "train") + shards(corpus, "val")
+        for path in paths:
+            check_sha256(path)
+        log(f"{corpus.name}: {len(paths)} shards are as they should be")
+        return
+    if cfg.num_files is not None or cfg.data == "fineweb":
+        if cfg.num_files is None or cfg.data not in (None, "fineweb"):
+            raise UserError(f"-n N is for FineWeb-Edu and FineWeb-Edu needs it, such as: {MAKE_FINEWEB}", exit_code=2)
+        if cfg.list_urls:
+            print("\n".join(fineweb_urls(cfg.num_files)))
+            return
+        corpus = download_fineweb(cfg.num_files, cfg.num_workers)
+    elif cfg.data == "tinyworld":
+        corpus = make_tinyworld()
+    elif cfg.data is not None and Path(cfg.data).expanduser().exists():
+        corpus = import_folder(Path(cfg.data), cfg.name, cfg.text_column)
+    else:
+        what = "no data was named" if cfg.data is None else f"{cfg.data!r} is neither a file nor a folder"
+        raise UserError(
+            f"{what}. Type one of\n  {MAKE_TINYWORLD}\n  {MAKE_FINEWEB}\n  python -m nanochat.dataset --data DIR",
+            exit_code=2,
+        )
+    log(f"next: python -m scripts.tok_train --data {corpus.name}")
+
+
+if __name__ == "__main__":
+    run(main, Config, description="Make or fetch training data.")

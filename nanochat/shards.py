@@ -1,0 +1,221 @@
+"""Parquet shards of documents: written with a held-out last shard, read in batches, checked for damage."""
+
+import hashlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.common import UserError, fsync_dir, read_json, sha256_of, write_json
+
+COLUMN = "text"
+ABOUT = "corpus.json"
+ROWS_PER_GROUP = 1_000
+ROWS_PER_SHARD = 20_000
+HELD_OUT = 50  # one document in so many validates
+FEW = 1_000  # a corpus with fewer documents holds out its share exactly, larger ones in expectation
+VALIDATION_CHARACTERS = 20_000_000  # enough for a figure that stands; what is over is trained on
+
+
+def shard_name(number: int) -> str:
+    """The file name of a shard."""
+    return f"shard_{number:05d}.parquet"
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards that lie in a folder, in order."""
+    return sorted(folder.glob("shard_*.parquet"))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What corpus.json says of a folder: `make`, the command that made it, and `shards`, its files. {} if absent."""
+    path = folder / ABOUT
+    try:
+        return read_json(path) if path.exists() else {}
+    except ValueError as failure:
+        raise UserError(f"{path} is damaged: {failure}. Delete {folder} and make it again.") from failure
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes documents as the rows of parquet files, `rows_per_shard` to a file."""
+
+    def __init__(self, folder: Path, prefix: str, rows_per_shard: int):
+        self.folder, self.prefix, self.rows_per_shard = folder, prefix, rows_per_shard
+        self.documents = self.characters = 0
+        self.paths: list[Path] = []
+        self._rows: list[str] = []
+        self._in_shard = 0
+        self._file: pq.ParquetWriter | None = None
+
+    def add(self, text: str) -> None:
+        self._rows.append(text)
+        self.documents += 1
+        self.characters += len(text)
+        if len(self._rows) == ROWS_PER_GROUP or self._in_shard + len(self._rows) == self.rows_per_shard:
+            self._flush()
+        if self._in_shard == self.rows_per_shard:
+            self.close()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        table = pa.table({COLUMN: pa.array(self._rows, pa.string())})
+        if self._file is None:
+            self.paths.append(self.folder / f"{self.prefix}{len(self.paths):05d}")
+            # Documents differ, so a dictionary would only be a page without a checksum.
+            self._file = pq.ParquetWriter(
+                self.paths[-1], table.schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+            )
+        self._file.write_table(table)
+        self._in_shard += len(self._rows)
+        self._rows = []
+
+    def close(self) -> None:
+        """Finish the current file."""
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+            with open(self.paths[-1], "rb") as f:
+                os.fsync(f.fileno())
+        self._file, self._in_shard = None, 0
+
+
+def write_shards(
+    folder: Path, documents: Iterable[str], rows_per_shard: int = ROWS_PER_SHARD, about: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write a corpus: training shards, then one shard of held-out documents, and corpus.json; return the latter.
+
+    Which documents are held out (about 2 %, at least one) follows from their text alone, so that equal documents
+    never stand on both sides. The folder appears when all of it is written, and replaces one of that name.
+    UserError if there are not two different documents, or one is not valid Unicode.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        train = _Writer(temporary, "train-", rows_per_shard)
+        held_out = _Writer(temporary, "val-", rows_per_shard)
+        for text, chosen in _split(documents):
+            full = held_out.characters >= VALIDATION_CHARACTERS or held_out.documents >= rows_per_shard
+            (held_out if chosen and not full else train).add(text)
+        train.close()
+        held_out.close()
+        if not train.paths or not held_out.paths:
+            raise UserError(
+                "a corpus needs at least two different documents, since one is held out for validation; "
+                f"got {train.documents + held_out.documents} document(s). Add more text."
+            )
+        files = {}
+        for number, path in enumerate([*train.paths, *held_out.paths]):
+            final = path.rename(temporary / shard_name(number))
+            files[final.name] = {"bytes": final.stat().st_size, "sha256": sha256_of(final)}
+        content = {
+            **(about or {}),
+            "documents": {"train": train.documents, "val": held_out.documents},
+            "characters": {"train": train.characters, "val": held_out.characters},
+            "shards": files,
+        }
+        write_json(temporary / ABOUT, content)
+        if folder.exists():  # renamed away first, so that no half-deleted folder has the name
+            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+            folder.rename(old)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+        fsync_dir(folder.parent)
+        return content
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Each document and whether it is held out."""
+    numbered = enumerate(documents)
+    first = list(itertools.islice(numbered, FEW))
+    digests = sorted({_checked_digest(number, text) for number, text in first})
+    few = set(digests[: max(1, len(digests) // HELD_OUT)]) if len(first) < FEW else None
+    for number, text in itertools.chain(first, numbered):
+        digest = _checked_digest(number, text)
+        yield text, digest in few if few is not None else digest % HELD_OUT == 0
+
+
+def _checked_digest(number: int, text: str) -> int:
+    try:
+        return _digest(text)
+    except UnicodeEncodeError as failure:
+        raise UserError(
+            f"documents must be valid Unicode, but document {number} has half of a surrogate pair "
+            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove it from the source."
+        ) from None
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
+    """The documents of one shard, in lists; rows without text are left out. UserError if the shard is damaged."""
+    _check_size(path)
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if COLUMN not in file.schema_arrow.names:
+                raise ValueError(f"it has no column {COLUMN!r} but {', '.join(file.schema_arrow.names)}")
+            for batch in file.iter_batches(batch_size=size, columns=[COLUMN]):
+                yield [text for text in batch.column(0).to_pylist() if text]
+    except (pa.ArrowException, OSError, ValueError) as failure:
+        raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
+
+
+def texts(paths: Iterable[Path]) -> Iterator[str]:
+    """The documents of shards, one after another. UserError if a shard is damaged."""
+    for path in paths:
+        for batch in batches(path):
+            yield from batch
+
+
+def check_parquet(path: Path) -> None:
+    """Raise ValueError if a file is not parquet with a text column, looking at its end only."""
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError) as failure:
+        raise ValueError(f"what came is not a parquet file: {str(failure).splitlines()[0]}") from failure
+    if COLUMN not in names:
+        raise ValueError(f"what came has no column {COLUMN!r} but {', '.join(names)}")
+
+
+def check_sha256(path: Path) -> None:
+    """Raise UserError if a shard's bytes are not those that corpus.json names; pass if it names none."""
+    _check_size(path)
+    expected = read_about(path.parent).get("shards", {}).get(path.name, {}).get("sha256")
+    if expected and sha256_of(path) != expected:
+        raise _damaged(path, f"its SHA-256 is not {expected}")
+
+
+def _check_size(path: Path) -> None:
+    expected = read_about(path.parent).get("shards", {}).get(path.name, {}).get("bytes")
+    if not path.exists():
+        raise _damaged(path, "it is missing")
+    size = path.stat().st_size
+    if expected is not None and size != expected:
+        raise _damaged(path, f"it has {size:,} bytes, expected {expected:,}")
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    """What is wrong with a shard, and the command that mends it."""
+    about = read_about(path.parent)
+    make = about.get("make", "python -m nanochat.dataset ...")
+    # Downloaded shards come one by one; those made here are made all at once.
+    broken = path if about.get("kind") == "download" else path.parent
+    return UserError(f"the shard {path} is damaged: {why}. Mend it with: rm -r {broken} && {make}")

@@ -1,0 +1,96 @@
+"""Documents out of people's own files: parquet, JSON lines and plain text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.common import UserError, log
+
+END_OF_TEXT = "<|endoftext|>"  # a line that parts documents in the .txt files of published data sets
+LONG_TXT = 20_000  # characters; a longer .txt document is parted at the next blank line
+
+
+def documents(files: list[Path], column: str) -> Iterator[str]:
+    """The documents of files; those without any text are counted and left out."""
+    empty = 0
+    for path in files:
+        for where, text in READERS[path.suffix](path, column):
+            if not isinstance(text, str) and text is not None:
+                raise UserError(f"{where}: {column!r} must be text, got {type(text).__name__} {text!r:.60}")
+            if not text or text.isspace():
+                empty += 1
+                continue
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{where}: the text has half of a surrogate pair; remove it and try again") from None
+            yield text
+    if empty:
+        log(f"left out {empty:,} documents without text")
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise _no_column(path, column, file.schema_arrow.names)
+            row = 0
+            for batch in file.iter_batches(batch_size=1_000, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    yield f"{path} row {row}", text
+                    row += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as failure:
+        raise UserError(f"{path} cannot be read: {failure}. Get the file again or leave it out.") from failure
+
+
+def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    for number, line in _lines(path):
+        where = f"{path} line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as failure:
+            raise UserError(f"{where} is no JSON: {failure}. Mend or remove the line.") from failure
+        if not isinstance(record, dict) or column not in record:
+            raise _no_column(where, column, list(record) if isinstance(record, dict) else [])
+        yield where, record[column]
+
+
+def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    lines: list[str] = []
+    length = first = 0
+    for number, line in _lines(path):
+        if line.strip() == END_OF_TEXT or (length > LONG_TXT and not line.strip()):
+            yield f"{path} line {first + 1}", "".join(lines).strip()
+            lines, length, first = [], 0, number
+        else:
+            lines.append(line)
+            length += len(line)
+    yield f"{path} line {first + 1}", "".join(lines).strip()
+
+
+READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file, numbered from 1."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            for number, line in enumerate(f, 1):
+                yield number, line
+    except UnicodeDecodeError as failure:
+        raise UserError(
+            f"{path} is not UTF-8 after line {number}: {failure.reason}. Convert it, such as with "
+            f"iconv -f GB18030 -t UTF-8 {path.name}"
+        ) from failure
+
+
+def _no_column(where: object, column: str, names: list[str]) -> UserError:
+    there = ", ".join(names) or "none"
+    return UserError(f"{where} has no field {column!r}; there is {there}. Choose one with --text_column", exit_code=2)

@@ -1,0 +1,308 @@
+"""Corpora by name: made, fetched or imported, found again, and what is said when there is none."""
+
+import io
+import sys
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import dataset
+from nanochat.common import UserError
+from nanochat.dataset import Config, Corpus, corpora, import_folder, main, make_tinyworld, resolve, shards, texts
+from nanochat.download import Patience
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    for name in ("HF_ENDPOINT", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "base"
+
+
+def own_files(folder: Path, count: int = 30) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i:02d}.txt").write_text(f"text number {i}\n")
+    return folder
+
+
+@pytest.fixture
+def tinyworld(tmp_path, monkeypatch) -> types.ModuleType:
+    """A stand-in for the package, with a folder whose content is its version."""
+    module = types.ModuleType("nanochat.tinyworld")
+    module.__path__ = [str(tmp_path / "package")]
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "facts.tsv").write_text("1")
+    module.documents = lambda seed=0: iter([f"fact {i}" for i in range(200)])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nanochat.tinyworld", module)
+    monkeypatch.setattr("nanochat.tinyworld", module, raising=False)
+    return module
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def test_no_data_at_all_prints_the_commands_that_make_it():
+    with pytest.raises(UserError) as raised:
+        resolve(None)
+    assert raised.value.exit_code == 2
+    for command in (
+        "python -m nanochat.dataset --data tinyworld",
+        "python -m nanochat.dataset -n 8",
+        "python -m scripts.tok_train",
+    ):
+        assert command in str(raised.value)
+
+
+def test_the_only_corpus_is_the_default_and_several_must_be_chosen_from(tmp_path):
+    first = import_folder(own_files(tmp_path / "one"))
+    assert resolve(None) == first == resolve("one") == resolve(str(tmp_path / "one"))
+    second = import_folder(own_files(tmp_path / "two"), name="second")
+    assert corpora() == [first, second]
+    with pytest.raises(UserError, match=r"several corpora \(one, second\); choose one, such as --data one") as raised:
+        resolve(None)
+    assert raised.value.exit_code == 2
+    assert resolve("second") == second
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("tinyworld", "no corpus or folder 'tinyworld'; there is none yet.*dataset --data tinyworld"),
+        ("fineweb", "dataset -n 8"),
+        ("nonsense", "dataset --data DIR"),
+        (".", r"\. is not imported yet. Do it with: python -m nanochat.dataset --data \."),
+    ],
+)
+def test_an_unknown_name_says_how_to_make_it(data, message):
+    with pytest.raises(UserError, match=message) as raised:
+        resolve(data)
+    assert raised.value.exit_code == 2
+
+
+def test_shards_are_split_into_training_and_the_last_one(base):
+    folder = base / "base_data" / "mine"
+    folder.mkdir(parents=True)
+    corpus = Corpus("mine", folder)
+    for i in (0, 1, 5):
+        pq.write_table(pa.table({"text": [str(i)]}), folder / f"shard_{i:05d}.parquet")
+    assert list(texts(shards(corpus, "train"))) == ["0", "1"]
+    assert list(texts(shards(corpus, "val"))) == ["5"]
+    for i in (0, 1):
+        (folder / f"shard_{i:05d}.parquet").unlink()
+    with pytest.raises(UserError, match="a corpus needs two shards"):
+        shards(corpus, "train")
+
+
+# --- TinyWorld and one's own files ---------------------------------------------------------------
+
+
+def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, tmp_path, capsys):
+    corpus = make_tinyworld()
+    assert resolve("tinyworld") == corpus
+    everything = set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
+    assert everything == {f"fact {i}" for i in range(200)}
+    before = (corpus.folder / "corpus.json").stat().st_mtime_ns
+    make_tinyworld()
+    assert (corpus.folder / "corpus.json").stat().st_mtime_ns == before
+    assert "tinyworld is there" in capsys.readouterr().out
+    (tmp_path / "package" / "facts.tsv").write_text("2")
+    tinyworld.documents = lambda seed=0: iter(["new 1", "new 2"])  # type: ignore[attr-defined]
+    make_tinyworld()
+    assert set(texts(shards(corpus, "train"))) < {"new 1", "new 2"}
+
+
+def test_a_lost_shard_is_noticed_and_made_again(tinyworld):
+    corpus = make_tinyworld()
+    shards(corpus, "val")[0].unlink()
+    with pytest.raises(UserError, match=r"1 of 2 shards of tinyworld are missing.*--data tinyworld"):
+        shards(corpus, "train")
+    make_tinyworld()
+    assert shards(corpus, "val")
+
+
+def test_own_files_are_imported_with_subfolders_and_mixed_kinds(tmp_path):
+    folder = own_files(tmp_path / "mine", 3)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.jsonl").write_text('{"text": "from json"}\n')
+    pq.write_table(pa.table({"text": ["from parquet"]}), folder / "sub" / "b.parquet")
+    (folder / "picture.png").write_bytes(b"no text")
+    corpus = import_folder(folder)
+    everything = set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
+    assert everything == {"text number 0", "text number 1", "text number 2", "from json", "from parquet"}
+
+
+def test_an_import_is_kept_until_the_files_change(tmp_path, capsys):
+    folder = own_files(tmp_path / "mine", 3)
+    import_folder(folder)
+    import_folder(folder)
+    assert "mine is there" in capsys.readouterr().out
+    (folder / "new.txt").write_text("new text")
+    corpus = import_folder(folder)
+    everything = set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
+    assert "new text" in everything and len(everything) == 4
+
+
+def test_a_single_file_and_another_column_can_be_imported(tmp_path):
+    (tmp_path / "poems.jsonl").write_text('{"正文": "一"}\n{"正文": "二"}\n')
+    corpus = import_folder(tmp_path / "poems.jsonl", text_column="正文")
+    assert corpus.name == "poems"
+    assert set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val"))) == {"一", "二"}
+
+
+def test_names_that_are_taken_or_no_names_are_refused(tmp_path):
+    import_folder(own_files(tmp_path / "mine", 3))
+    other = own_files(tmp_path / "other", 3)
+    with pytest.raises(UserError, match="'mine' is taken"):
+        import_folder(other, name="mine")
+    with pytest.raises(UserError, match="'tinyworld' is taken"):
+        import_folder(other, name="tinyworld")
+    with pytest.raises(UserError, match="plain folder name"):
+        import_folder(other, name="a/b")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no \.parquet, \.jsonl, \.txt file"):
+        import_folder(tmp_path / "empty")
+
+
+# --- FineWeb-Edu ---------------------------------------------------------------------------------
+
+
+class Hub:
+    """A server that has every shard asked for, and remembers who asked."""
+
+    def __init__(self) -> None:
+        hub = self
+        self.requests: list[tuple[str, str | None]] = []
+        self.missing: set[str] = set()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.requests.append((self.path, self.headers.get("Authorization")))
+                name = self.path.rpartition("/")[2]
+                body = io.BytesIO()
+                pq.write_table(pa.table({"text": [f"{name} {i}" for i in range(10)]}), body)
+                self.send_response(404 if name in hub.missing else 200)
+                self.send_header("Content-Length", str(len(body.getvalue())))
+                self.end_headers()
+                self.wfile.write(body.getvalue())
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    hub = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server.server_port}/")
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def names(corpus: Corpus) -> list[int]:
+    return [int(path.stem[-5:]) for path in sorted(corpus.folder.glob("*.parquet"))]
+
+
+def test_fineweb_shards_come_from_the_endpoint_with_the_validation_shard(hub, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    main(Config(num_files=3, num_workers=2))
+    corpus = resolve(None)
+    assert (corpus.name, names(corpus)) == ("fineweb", [0, 1, 2, 1822])
+    assert shards(corpus, "val")[0].name == "shard_01822.parquet"
+    prefix = "/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/shard_00000.parquet"
+    assert hub.requests[0] == (prefix, "Bearer secret")
+    assert "next: python -m scripts.tok_train --data fineweb" in capsys.readouterr().out
+
+
+def test_only_missing_shards_are_fetched_and_fewer_never_removes(hub):
+    main(Config(num_files=2))
+    asked = len(hub.requests)
+    main(Config(num_files=2))
+    assert len(hub.requests) == asked
+    main(Config(num_files=3))
+    assert {path for path, _ in hub.requests[asked:]} == {hub.requests[0][0].replace("00000", "00002")}
+    main(Config(num_files=1))
+    assert names(resolve("fineweb")) == [0, 1, 2, 1822]
+    assert dataset.read_about(resolve("fineweb").folder)["make"] == "python -m nanochat.dataset -n 3"
+
+
+def test_an_incomplete_download_is_refused_until_it_goes_on(hub):
+    hub.missing = {"shard_00001.parquet"}
+    with pytest.raises(UserError, match="404"):
+        main(Config(num_files=3, num_workers=1))
+    with pytest.raises(UserError, match=r"shards of fineweb are missing.*Go on with: python -m nanochat.dataset -n 3"):
+        shards(resolve("fineweb"), "train")
+    hub.missing = set()
+    main(Config(num_files=3))
+    assert len(shards(resolve("fineweb"), "train")) == 3
+
+
+def test_no_network_names_the_mirror_and_tinyworld(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError) as raised:
+        dataset.download_fineweb(2, patience=Patience(first_wait_seconds=0.01))
+    for words in ("connection refused", "HF_ENDPOINT=https://hf-mirror.com", "--data tinyworld", "shard_00000"):
+        assert words in str(raised.value)
+
+
+def test_a_full_disk_is_noticed_before_the_download(hub, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=100))
+    with pytest.raises(UserError, match=r"needs about 0\.0 GB.*has 0\.0 GB free"):
+        main(Config(num_files=2))
+    assert len(hub.requests) == 1  # the question for the size
+
+
+def test_a_corrupt_shard_is_mended_by_the_command_it_names(hub):
+    main(Config(num_files=2))
+    path = shards(resolve("fineweb"), "train")[1]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=rf"expected [\d,]+\. Mend it with: rm -r {path} && python .* -n 2"):
+        list(texts([path]))
+    path.unlink()
+    main(Config(num_files=2))
+    assert next(texts([path])) == "shard_00001.parquet 0"
+
+
+def test_urls_can_be_listed_for_another_machine(capsys, base):
+    main(Config(num_files=1, list_urls=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == ["shard_00000.parquet", "shard_01822.parquet"]
+    assert lines[0].startswith("https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main/")
+    assert not (base / "base_data").exists()
+
+
+@pytest.mark.parametrize("count", [0, -2, 1823])
+def test_impossible_numbers_of_shards_are_refused(count):
+    with pytest.raises(UserError, match=f"1 to 1822 training shards, or -1 for all, got {count}"):
+        main(Config(num_files=count))
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cfg", [Config(), Config(data="fineweb"), Config(data="nowhere"), Config(3, data="tinyworld")])
+def test_an_unclear_command_names_those_that_work(cfg):
+    with pytest.raises(UserError, match=r"python -m nanochat\.dataset -n 8") as raised:
+        main(cfg)
+    assert raised.value.exit_code == 2
+
+
+def test_verify_reads_every_shard(tmp_path, capsys):
+    main(Config(data=str(own_files(tmp_path / "mine"))))
+    main(Config(data="mine", verify=True))
+    assert "mine: 2 shards are as they should be" in capsys.readouterr().out
+    path = shards(resolve("mine"), "train")[0]
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="its SHA-256 is not"):
+        main(Config(verify=True))
