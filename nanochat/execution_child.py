@@ -50,10 +50,12 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def prctl(option: int, value: int) -> None:
+    """Set a property of this process."""
     call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """mount(2)."""
     call(
         "mount",
         source.encode(),

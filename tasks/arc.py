@@ -1,0 +1,24 @@
+"""ARC: science questions of American schools, with choices (Clark et al. 2018, arXiv:1803.05457)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.common import Choice, Problem, load_table, one_of
+
+
+def _read(row: Mapping[str, Any]) -> Problem:
+    """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
+    labels = row["choices"]["label"]
+    answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
+    return Problem(row["question"], tuple(row["choices"]["text"]), answer)
+
+
+class ARC(Choice):
+    """subset: ARC-Easy or ARC-Challenge. split: train, validation or test."""
+
+    def __init__(self, subset: str, split: str, folder: str | Path | None = None):
+        one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
+        one_of("the split of ARC", split, ("train", "validation", "test"))
+        columns = ("question", "choices", "answerKey")
+        super().__init__(subset, load_table("allenai/ai2_arc", subset, split, columns, [subset], folder), _read)

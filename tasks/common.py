@@ -1,0 +1,280 @@
+"""What tasks share: where their rows come from, the words of a question with choices, slices and mixtures."""
+
+import errno
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nanochat.common import UserError, base_dir, log, rank
+from nanochat.conversation import Conversation, Message, Part, Task, chat
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # file ending -> builder of `datasets`, best first
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+class Table:
+    """The rows of a data set in a seeded order, so that its first n rows are a random sample of it."""
+
+    def __init__(self, rows: Any, source: str, seed: int = 42):
+        self.source = source
+        self._rows = rows
+        self._order = np.random.default_rng(seed).permutation(len(rows))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._rows[int(self._order[i])]
+
+
+def _local_files(folder: Path, inside: Sequence[str], split: str) -> list[Path]:
+    """The files of a split below a task's folder, of the best type that is there; none if there are none."""
+    for name in inside:
+        for ending in _TYPES:
+            wanted = re.compile(rf"{re.escape(split)}([-_.].*)?\.{ending}")
+            files = sorted(path for path in (folder / name).glob(f"*.{ending}") if wanted.fullmatch(path.name))
+            if files:
+                return files
+    return []
+
+
+def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
+    """`datasets.load_dataset`, its many kinds of failure turned into one message."""
+    # here, because it takes a second or two and only tasks with rows need it
+    import datasets
+    import datasets.exceptions
+
+    if rank() > 0 or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(*arguments, **options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as failure:
+        cause = failure.__cause__ or failure
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise cause from None
+        raise UserError(f"{where} cannot be read: {cause}. {advice}", exit_code=2) from failure
+
+
+def load_table(
+    repo: str,
+    subset: str | None,
+    split: str,
+    columns: Sequence[str],
+    inside: Sequence[str],
+    folder: str | Path | None = None,
+) -> Table:
+    """Rows of a published data set: from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
+
+    repo: its name on the hub; its last part names its folder in NANOCHAT_TASK_DIR. inside: the subfolders in which
+    `<split>*.parquet` or `<split>*.jsonl` is looked for, in that order (a copy of the hub's repository fits).
+    columns: what every row must have. UserError (exit 2) if the rows cannot be had or have other columns.
+    """
+    name = repo.rpartition("/")[2]
+    task_dir = os.environ.get("NANOCHAT_TASK_DIR")
+    if folder is None and task_dir and Path(task_dir, name).expanduser().is_dir():
+        folder = Path(task_dir, name)
+    if folder is not None:
+        folder = Path(folder).expanduser()
+        files = _local_files(folder, inside, split)
+        if not files:
+            wanted = " or ".join(str(folder / one / f"{split}*.parquet|jsonl") for one in inside)
+            raise UserError(f"no rows of {name} ({split}) in {folder}: looked for {wanted}", exit_code=2)
+        source, advice = str(files[0].parent), "Copy the files again from where they came"
+        kind = _TYPES[files[0].suffix[1:]]
+        files = {split: [str(path) for path in files]}
+        rows = _read(
+            source, kind, data_files=files, split=split, cache_dir=str(base_dir() / "task_cache"), advice=advice
+        )
+    else:
+        source = f"{repo} ({', '.join(filter(None, (subset, split)))})"
+        advice = (
+            "Set HF_ENDPOINT to a mirror that this machine can reach; or, on a machine with network, run "
+            f"`hf download {repo} --repo-type dataset --local-dir {name}`, copy the folder {name} into a folder here, "
+            "and set NANOCHAT_TASK_DIR to the latter"
+        )
+        rows = _read(source, repo, subset, split=split, advice=advice)
+    missing = [column for column in columns if column not in rows.column_names]
+    if missing:
+        raise UserError(f"{source} lacks the columns {missing}; it has {rows.column_names}", exit_code=2)
+    log(f"{name} {split}: {len(rows):,} rows from {source}")
+    return Table(rows, source)
+
+
+def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
+    """`given` if it is allowed, else a UserError that lists what is."""
+    if given not in allowed:
+        raise UserError(f"{what} must be one of {', '.join(allowed)}, got {given!r}")
+    return given
+
+
+# --- questions with choices ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, what to choose from, and the position of the right choice."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def render_choices(question: str, choices: Sequence[str]) -> str:
+    """The user's words of a question with choices.
+
+    Each letter comes after its choice: attention looks back only, so there the letter's position has seen what it
+    stands for, which small models need. It stands alone on its line, so that it is the same token as in the answer.
+    """
+    listed = "".join(f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False))
+    return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
+
+
+class Choice:
+    """A task of questions with choices, made from a table and a function that reads one row."""
+
+    kind: Literal["choice", "generative"] = "choice"
+
+    def __init__(self, name: str, table: Table, read: Callable[[Mapping[str, Any]], Problem]):
+        self.name = name
+        self._table = table
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def problem(self, i: int) -> Problem:
+        """Problem i, checked: at least two choices, and the answer among them."""
+        problem = self._read(self._table[i])
+        if not (2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)):
+            raise UserError(f"{self._table.source}: the answer of a row must be one of its choices, got {problem}")
+        return problem
+
+    def __getitem__(self, i: int) -> Conversation:
+        problem = self.problem(i)
+        return chat(render_choices(problem.question, problem.choices), LETTERS[problem.answer])
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return tuple(LETTERS[: len(self.problem(i).choices)])
+
+    def grade(self, i: int, reply: str) -> float:
+        return float(reply.strip() == LETTERS[self.problem(i).answer])
+
+
+# --- numbers and conversations -------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a text ends on: the first after its last `####`, else its last; None if there is none."""
+    text = unicodedata.normalize("NFKC", text)
+    _, marker, after = text.rpartition("####")
+    found = _NUMBER.findall(after)
+    number = (found[0] if marker else found[-1]) if found else ""
+    return Fraction(number.replace(",", "")) if 0 < len(number) <= 64 else None
+
+
+def read_messages(messages: Any) -> Conversation:
+    """A conversation from a list of {"role", "content"}; ValueError with the rule that it breaks.
+
+    The rules: an optional system message, then user and assistant in turn, the last one the assistant's; every
+    content a text that is not empty.
+    """
+    if not isinstance(messages, list):
+        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    turns: list[Message] = []
+    for n, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ValueError(f'message {n} must be an object with "role" and "content"')
+        role, content = message["role"], message["content"]
+        spoken = len([turn for turn in turns if turn.role != "system"])
+        expected = "assistant" if spoken % 2 else "user"
+        if role != expected and not (role == "system" and n == 1):
+            raise ValueError(f"message {n} must be of the {expected} (user and assistant take turns), got {role!r}")
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f"the content of message {n} must be a text that is not empty")
+        turns.append(Message(role, (Part("text", content),)))
+    if not turns or turns[-1].role != "assistant":
+        raise ValueError("a conversation must end with a message of the assistant")
+    return Conversation(tuple(turns))
+
+
+class Ungraded:
+    """The part of a task that serves for training only."""
+
+    kind: Literal["choice", "generative"] = "generative"
+    name: str
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        raise UserError(f"{self.name} has no right answers: it serves for training, not for evaluation")
+
+
+# --- slices and mixtures -------------------------------------------------------------------------
+
+
+class Subset:
+    """Every `step`-th problem of a task from `start` to `stop`."""
+
+    def __init__(self, task: Task, start: int = 0, stop: int | None = None, step: int = 1):
+        self.task = task
+        self.name = task.name
+        self.kind: Literal["choice", "generative"] = task.kind
+        self._numbers = range(len(task))[start:stop:step]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Conversation:
+        return self.task[self._numbers[i]]
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return self.task.letters(self._numbers[i])
+
+    def grade(self, i: int, reply: str) -> float:
+        return self.task.grade(self._numbers[i], reply)
+
+
+class Mixture:
+    """Several tasks shuffled into one; a task given twice counts twice. The order depends on the seed alone."""
+
+    kind: Literal["choice", "generative"] = "generative"
+
+    def __init__(self, tasks: Sequence[Task], seed: int = 42):
+        self.tasks = list(tasks)
+        self.name = "+".join(task.name for task in self.tasks)
+        self._starts = np.cumsum([0] + [len(task) for task in self.tasks])
+        self._order = np.random.default_rng(seed).permutation(int(self._starts[-1]))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def locate(self, i: int) -> tuple[Task, int]:
+        """The task that problem i comes from, and its number there."""
+        number = self._order[i]
+        which = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self.tasks[which], int(number - self._starts[which])
+
+    def __getitem__(self, i: int) -> Conversation:
+        task, number = self.locate(i)
+        return task[number]
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        task, number = self.locate(i)
+        return task.letters(number)
+
+    def grade(self, i: int, reply: str) -> float:
+        task, number = self.locate(i)
+        return task.grade(number, reply)

@@ -1,0 +1,42 @@
+"""One's own conversations, one JSON line each."""
+
+import json
+from pathlib import Path
+
+from nanochat.common import UserError
+from nanochat.conversation import Conversation
+from tasks.common import Ungraded, read_messages
+
+_SHAPE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+
+
+class CustomJSON(Ungraded):
+    """A file of lines, each a list of messages or {"messages": [...]}; empty lines are skipped.
+
+    Everything is checked at once: UserError with file, line and rule for the first line that breaks one.
+    """
+
+    def __init__(self, filepath: str | Path):
+        path = Path(filepath).expanduser()
+        self.name = path.stem
+        if not path.is_file():
+            raise UserError(f"no file {path}; it should hold one conversation a line: {_SHAPE}", exit_code=2)
+        self._conversations: list[Conversation] = []
+        for n, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+            try:
+                text = line.decode("utf-8").strip()
+                if not text:
+                    continue
+                value = json.loads(text)
+                messages = value.get("messages") if isinstance(value, dict) else value
+                self._conversations.append(read_messages(messages))
+            except ValueError as broken:  # not UTF-8, not JSON, not a conversation
+                raise UserError(f"{path}, line {n}: {broken}. A line should look like {_SHAPE}") from broken
+        if not self._conversations:
+            raise UserError(f"{path} holds no conversation; it should hold one a line: {_SHAPE}")
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, i: int) -> Conversation:
+        return self._conversations[i]

@@ -1,0 +1,62 @@
+"""GSM8K: word problems of grade school, solved with a calculator (Cobbe et al. 2021, arXiv:2110.14168)."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from nanochat.calculator import calculate
+from nanochat.common import UserError
+from nanochat.conversation import Conversation, Part, chat
+from tasks.common import final_number, load_table, one_of
+
+_CALL = re.compile(r"<<([^<>]*)>>")
+
+
+def read_solution(solution: str) -> list[Part]:
+    """A published solution as parts: each `<<48/2=24>>` is a call of the calculator and its output.
+
+    The output is what our calculator says, as it will in a chat; what it cannot calculate is no call.
+    """
+    parts: list[Part] = []
+    end = 0
+    for call in _CALL.finditer(solution):
+        parts.append(Part("text", solution[end : call.start()]))
+        expression = call[1].rpartition("=")[0].strip()
+        output = calculate(expression)
+        if output is not None:
+            parts += [Part("python", expression), Part("python_output", output)]
+        end = call.end()
+    parts.append(Part("text", solution[end:]))
+    return [part for part in parts if part.text]
+
+
+class GSM8K:
+    """split: train or test. A reply is right if the number it ends on, after `####` if it has that, is the answer."""
+
+    name = "GSM8K"
+    kind: Literal["choice", "generative"] = "generative"
+
+    def __init__(self, split: str, subset: str = "main", folder: str | Path | None = None):
+        one_of("the split of GSM8K", split, ("train", "test"))
+        one_of("the subset of GSM8K", subset, ("main",))
+        self._table = load_table("openai/gsm8k", subset, split, ("question", "answer"), [subset, "."], folder)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, i: int) -> Conversation:
+        row = self._table[i]
+        return chat(row["question"], *read_solution(row["answer"]))
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        answer = final_number(self._table[i]["answer"])
+        if answer is None:
+            raise UserError(f"{self._table.source}: a row has no number after ####: {self._table[i]['answer']!r}")
+        return float(final_number(reply) == answer)
+
+    def reward(self, i: int, reply: str) -> float:
+        """The reward of a reply in reinforcement learning: whether it is right."""
+        return self.grade(i, reply)

@@ -1,0 +1,70 @@
+"""HumanEval: Python functions to be written, graded by running their tests (Chen et al. 2021, arXiv:2107.03374)."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Literal
+
+from nanochat import execution
+from nanochat.conversation import Conversation, chat
+from tasks.common import load_table
+
+_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def _defines(code: str, function: str) -> bool:
+    return re.search(rf"^def\s+{re.escape(function)}\b", code, re.MULTILINE) is not None
+
+
+def extract_code(reply: str, function: str) -> str:
+    """The code of a reply: the first fenced block that defines the function, else the first block, else all of it."""
+    blocks = _BLOCK.findall(reply) or [reply]
+    return next((block for block in blocks if _defines(block, function)), blocks[0])
+
+
+def build_program(prompt: str, reply: str, test: str, function: str) -> str:
+    """The program that decides: what the prompt gives, the reply's code, the tests, and their call.
+
+    A reply may repeat the function's head or continue the prompt. Either way what else the prompt defines
+    (imports, helper functions) is there.
+    """
+    code = extract_code(reply, function)
+    if _defines(code, function):
+        try:
+            ast.parse(prompt)  # a head with a doc string is a whole function
+            code = f"{prompt}\n{code}"
+        except SyntaxError:
+            imports = [line for line in prompt.splitlines() if line.startswith(("import ", "from "))]
+            code = "\n".join([*imports, code])
+    else:
+        code = prompt + code
+    return f"{code}\n\n{test}\n\ncheck({function})\n"
+
+
+class HumanEval:
+    """The only split is test. Replies are run: UserError at once if this machine cannot isolate them (execution.py)."""
+
+    name = "HumanEval"
+    kind: Literal["choice", "generative"] = "generative"
+
+    def __init__(self, folder: str | Path | None = None, unsafe_exec: bool = False, seconds: float = 5.0):
+        self._unsafe_exec = unsafe_exec
+        self._seconds = seconds
+        execution.tier(unsafe_exec)
+        repo, columns = "openai/openai_humaneval", ("prompt", "canonical_solution", "test", "entry_point")
+        self._table = load_table(repo, "openai_humaneval", "test", columns, ["openai_humaneval", "."], folder)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, i: int) -> Conversation:
+        row = self._table[i]
+        return chat(row["prompt"], f"```python\n{row['prompt']}{row['canonical_solution']}```")
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        row = self._table[i]
+        program = build_program(row["prompt"], reply, row["test"], row["entry_point"])
+        return float(execution.run_program(program, self._seconds, unsafe_exec=self._unsafe_exec).passed)

@@ -1,0 +1,29 @@
+"""SmolTalk: general conversations, the selection for small models (Allal et al. 2025, arXiv:2502.02737)."""
+
+from pathlib import Path
+
+from nanochat.common import UserError
+from nanochat.conversation import Conversation
+from tasks.common import Ungraded, load_table, one_of, read_messages
+
+
+class SmolTalk(Ungraded):
+    """split: train (460 K conversations) or test (24 K). A last question that has no answer is left out."""
+
+    name = "SmolTalk"
+
+    def __init__(self, split: str, folder: str | Path | None = None):
+        one_of("the split of SmolTalk", split, ("train", "test"))
+        self._table = load_table("HuggingFaceTB/smol-smoltalk", None, split, ("messages",), ["data", "."], folder)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, i: int) -> Conversation:
+        messages = self._table[i]["messages"]
+        if messages and messages[-1]["role"] == "user":
+            messages = messages[:-1]
+        try:
+            return read_messages(messages)
+        except ValueError as broken:
+            raise UserError(f"{self._table.source}: conversation {i}: {broken}") from broken

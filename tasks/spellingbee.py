@@ -1,0 +1,136 @@
+"""Spelling words, and counting a letter in a word by hand and then with the tool.
+
+Models read tokens, not letters, so they must be taught which letters a token is made of. SimpleSpelling teaches that,
+SpellingBee uses it. The words and sentences are our own; every problem is a pure function of its number.
+"""
+
+import random
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from nanochat.common import UserError
+from nanochat.conversation import Conversation, Part, chat
+from tasks.common import Ungraded, final_number, one_of
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+_COUNTING = (
+    "How many {letter} are in {word}?",
+    "How often does the letter {letter} occur in the word {word}?",
+    "Count the letter {letter} in {word}.",
+    "how many times is {letter} in {word}",
+    "In the word {word}, how many letters are {letter}?",
+    "What is the number of {letter} in {word}?",
+    "Please tell me how many {letter} the word {word} has.",
+    "{word} contains how many {letter}?",
+    "{word}里有几个{letter}？",
+    "单词{word}中字母{letter}出现了几次？",
+    "请数一数{word}里有多少个{letter}。",
+    "{word}这个词有几个{letter}",
+)
+_SPELLING = (
+    "Spell {word}.",
+    "How is the word {word} spelled?",
+    "Please spell the word {word} letter by letter.",
+    "what are the letters of {word}",
+    "请拼写单词{word}。",
+    "{word}怎么拼？",
+)
+_QUOTES = ("{}", "'{}'", '"{}"')
+
+
+@lru_cache(maxsize=1)
+def words() -> tuple[str, ...]:
+    """About two thousand common English words, in order."""
+    return tuple(Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split())
+
+
+@lru_cache(maxsize=2)
+def words_of(split: str) -> tuple[str, ...]:
+    """One word in ten is counted in only in the test split; which, its checksum says."""
+    return tuple(word for word in words() if (zlib.crc32(word.encode()) % 10 == 0) == (split == "test"))
+
+
+def _is_chinese(text: str) -> bool:
+    return any("一" <= character <= "鿿" for character in text)
+
+
+def _solution(word: str, letter: str, chinese: bool) -> list[str | Part]:
+    """Spell, go through the letters with a running count, check with the tool, answer after ####."""
+    count, lines = 0, []
+    for one in word:
+        count += one == letter
+        lines.append(f"{one} {count}" if one == letter else f"{one} -")
+    steps = "\n".join(lines)
+    if chinese:
+        before = f"先拼写{word}：{' '.join(word)}。再逐个数{letter}：\n{steps}\n一共{count}个。用工具检查："
+    else:
+        before = f"I spell {word}: {' '.join(word)}. Now I count {letter}:\n{steps}\nThat makes {count}. The tool says "
+    call, answer = f"'{word}'.count('{letter}')", str(word.count(letter))
+    return [before, Part("python", call), Part("python_output", answer), f"\n\n#### {answer}"]
+
+
+class SpellingBee:
+    """How often does a letter occur in a word? split: train or test; their words differ."""
+
+    name = "SpellingBee"
+    kind: Literal["choice", "generative"] = "generative"
+
+    def __init__(self, size: int = 1000, split: str = "train"):
+        self.split = one_of("the split of SpellingBee", split, ("train", "test"))
+        self._size = _checked(size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _draw(self, i: int) -> tuple[random.Random, str, str]:
+        if not 0 <= i < self._size:
+            raise IndexError(i)
+        draw = random.Random(f"spelling bee {self.split} {i}")
+        word = draw.choice(words_of(self.split))
+        # One time in ten any letter, so that the answer is sometimes 0.
+        return draw, word, draw.choice(word if draw.random() < 0.9 else _ALPHABET)
+
+    def __getitem__(self, i: int) -> Conversation:
+        draw, word, letter = self._draw(i)
+        sentence = draw.choice(_COUNTING)
+        question = sentence.format(letter=draw.choice(_QUOTES).format(letter), word=draw.choice(_QUOTES).format(word))
+        return chat(question, *_solution(word, letter, _is_chinese(sentence)))
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        _, word, letter = self._draw(i)
+        return float(final_number(reply) == word.count(letter))
+
+    def reward(self, i: int, reply: str) -> float:
+        """The reward of a reply in reinforcement learning: whether it is right."""
+        return self.grade(i, reply)
+
+
+class SimpleSpelling(Ungraded):
+    """Spell a word. Both splits use all words: a spelling that was never shown cannot be known."""
+
+    name = "SimpleSpelling"
+
+    def __init__(self, size: int = 1000, split: str = "train"):
+        self.split = one_of("the split of SimpleSpelling", split, ("train", "test"))
+        self._size = _checked(size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> Conversation:
+        if not 0 <= i < self._size:
+            raise IndexError(i)
+        draw = random.Random(f"simple spelling {self.split} {i}")
+        word = draw.choice(words())
+        return chat(draw.choice(_SPELLING).format(word=draw.choice(_QUOTES).format(word)), f"{word}: {' '.join(word)}")
+
+
+def _checked(size: int) -> int:
+    if size < 1:
+        raise UserError(f"the size of a spelling task must be at least 1, got {size}")
+    return size
