@@ -283,11 +283,12 @@ class GPT(nn.Module):
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
-    def _begin(self, idx: Tensor, cache: Cache, slots: slice) -> CacheCall:
+    def _begin(self, idx: Tensor, cache: Cache, slots: slice, held: int | None) -> CacheCall:
         """Where the tokens of this pass go and what they see."""
         T = idx.size(1)
+        held = int(cache.positions[slots].max()) if held is None else held
         places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        keys = min(-(-(int(cache.positions[slots].max()) + T) // 64) * 64, cache.length)
+        keys = min(-(-(held + T) // 64) * 64, cache.length)
         masks = {window: kernels.cache_mask(places, keys, window) for window in set(self.config.windows)}
         return CacheCall(cache, slots, places, masks, keys)
 
@@ -297,6 +298,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         slots: slice | None = None,  # B contiguous slots of the cache
         lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
+        held: int | None = None,  # tokens in the fullest of the slots, if known: saves waiting for the device
     ) -> Tensor:  # (B, T, C)
         """The normed activations that the head reads.
 
@@ -309,7 +311,7 @@ class GPT(nn.Module):
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         else:
             slots = slots or slice(0, idx.size(0))
-            call, before = self._begin(idx, cache, slots), cache.previous[slots, None].clone()
+            call, before = self._begin(idx, cache, slots, held), cache.previous[slots, None].clone()
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
             last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
             cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]

@@ -14,7 +14,7 @@ LAYERS = {
     0: "calculator common conversation execution_child policy progress schedule",
     1: "chat_api device download engine_thread sampling shards textfiles tinyworld tracking",
     2: "adamw dataset execution kernels muon tokenizer",
-    3: "gpt lora optim parallel prepare qwen",
+    3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop",
     5: "core_eval engine export loss_eval",
     6: "chat_eval report server web",

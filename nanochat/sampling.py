@@ -1,0 +1,78 @@
+"""Choosing tokens from logits: greedy or drawn, every row by its own settings and random numbers."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanochat.common import UserError
+
+UNIFORM_BITS = 23  # a product of such a number and an fp32 value is always below the value
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a reply is chosen. Temperature 0 takes the likeliest token; top_k None leaves all tokens in play."""
+
+    temperature: float = 1.0
+    top_k: int | None = 50
+    max_tokens: int = 256
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature must be 0 or more, got {self.temperature}", exit_code=2)
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be 1 or more, or None for all tokens, got {self.top_k}", exit_code=2)
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens must be 1 or more, got {self.max_tokens}", exit_code=2)
+
+
+def uniform(generator: random.Random) -> float:
+    """A number in [0, 1) for `choose`, the same on every device."""
+    return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
+
+
+def choose(
+    logits: Tensor,  # (B, V) fp32
+    samplings: Sequence[Sampling],
+    uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
+    banned: Tensor,  # (n,) token ids that are never chosen
+) -> tuple[list[int], list[float]]:
+    """A token per row, and the natural log of its probability at temperature 1 among all tokens.
+
+    Works on the device of the logits and copies to the host once. A row's choice does not depend on the others.
+    """
+    allowed = logits.index_fill(1, banned, float("-inf"))
+    choice = allowed.argmax(dim=1)
+    rows = [(u, s.temperature, s.top_k or 0) for u, s in zip(uniforms, samplings, strict=True)]
+    settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
+    drawn = settings[:, 1] > 0
+    warm = {s.top_k for s in samplings if s.temperature > 0}
+    if widest := max((k for k in warm if k), default=0):
+        choice = torch.where(drawn & (settings[:, 2] > 0), _draw_top(allowed, settings, widest), choice)
+    if None in warm:
+        choice = torch.where(drawn & (settings[:, 2] == 0), _draw(allowed, settings), choice)
+    logprob = logits.gather(1, choice[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    both = torch.stack((choice.int(), logprob.view(torch.int32))).cpu()  # as bits, so that one copy does
+    return both[0].tolist(), both[1].view(torch.float32).tolist()
+
+
+def _draw_top(
+    logits: Tensor,  # (B, V)
+    settings: Tensor,  # (B, 3): uniform number, temperature, top_k
+    widest: int,  # the largest top_k
+) -> Tensor:  # (B,) token ids
+    """Draw among the top_k likeliest tokens."""
+    top, index = logits.topk(min(widest, logits.size(1)), dim=1)
+    beyond = torch.arange(top.size(1), device=top.device) >= settings[:, 2:].clamp_min(1)
+    return index.gather(1, _draw(top.masked_fill(beyond, float("-inf")), settings)[:, None]).squeeze(1)
+
+
+def _draw(logits: Tensor, settings: Tensor) -> Tensor:
+    """Draw from softmax(logits / temperature), (B, K) -> (B,), by inverting the cumulative distribution."""
+    temperature = torch.where(settings[:, 1:2] > 0, settings[:, 1:2], 1)
+    cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
+    return (cumulative <= settings[:, :1] * cumulative[:, -1:]).sum(dim=1)

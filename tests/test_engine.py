@@ -1,0 +1,393 @@
+"""The batched engine against plain recomputation without a cache, one request at a time."""
+
+import random
+
+import pytest
+import torch
+from tiny_model import tiny_gpt, tiny_tokenizer
+
+from nanochat.calculator import calculate
+from nanochat.common import UserError
+from nanochat.conversation import Part
+from nanochat.engine import FAILED, Completion, Engine, reply_parts
+from nanochat.gpt import GPT, Cache, GPTConfig
+from nanochat.sampling import Sampling, choose, uniform
+
+TOKENIZER = tiny_tokenizer()
+LENGTH = 160
+GREEDY = Sampling(temperature=0.0, max_tokens=24)
+
+
+def mark(role: str) -> int:
+    return TOKENIZER.special(role)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """A model that often opens and closes calculator calls, and sometimes ends its turn."""
+    model = tiny_gpt(TOKENIZER.vocab_size, LENGTH)
+    with torch.no_grad():
+        for role in ("python_start", "python_end"):
+            model.lm_head.weight[mark(role)] *= 3
+    return model
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(TOKENIZER.vocab_size - 9) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def recomputed(model: GPT, prompt: list[int], sampling: Sampling, length: int = LENGTH) -> Completion:
+    """The reference: the whole sequence through the model for every token, no cache, no batch."""
+    ids, reply, generator = list(prompt), Completion(), random.Random(sampling.seed)
+    banned = torch.tensor([mark("output_start"), mark("output_end")])
+    expression: list[int] | None = None
+    queue: list[int] = []
+    while reply.finish is None:
+        forced = bool(queue)
+        if forced:
+            token, logprob = queue.pop(0), 0.0
+        else:
+            logits = model(torch.tensor([ids]))[:, -1]
+            (token,), (logprob,) = choose(logits, [sampling], [uniform(generator)], banned)
+        if token == mark("python_start"):
+            expression = []
+        elif token == mark("python_end") and expression is not None:
+            answer = calculate(TOKENIZER.decode(expression)) or FAILED
+            queue = [mark("output_start"), *TOKENIZER.encode(answer), mark("output_end")]
+            expression = None
+        elif expression is not None:
+            expression.append(token)
+        ids.append(token)
+        reply.tokens.append(token)
+        reply.forced.append(forced)
+        reply.logprobs.append(logprob)
+        if token in (mark("assistant_end"), mark("bos")):
+            reply.finish = "stop"
+        elif len(reply.tokens) == sampling.max_tokens or len(ids) == length:
+            reply.finish = "length"
+    return reply
+
+
+def run(engine: Engine, ids: list[int]) -> dict[int, Completion]:
+    """Step until all requests are done."""
+    replies = {request: Completion() for request in ids}
+    while engine.busy:
+        for event in engine.step():
+            replies[event.request].add(event)
+    return replies
+
+
+def assert_same(got: Completion, expected: Completion) -> None:
+    assert got.tokens == expected.tokens
+    assert got.forced == expected.forced
+    assert got.finish == expected.finish
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+# --- batched = unbatched -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_greedy_replies_of_mixed_lengths_equal_recomputation(model, pad):
+    asked = prompts([1, 2, 3, 17, 40, 64, 65, 100, 130, 150, 5, 5])
+    engine = Engine(model, TOKENIZER, slots=12, pad=pad)
+    replies = engine.generate(asked, GREEDY)
+    for prompt, reply in zip(asked, replies, strict=True):
+        assert_same(reply, recomputed(model, prompt, GREEDY))
+    forced = [token for reply in replies for token, forced in zip(reply.tokens, reply.forced, strict=True) if forced]
+    assert mark("output_end") in forced  # the calculator took part
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_requests_that_join_and_leave_in_any_order_equal_recomputation(model, pad):
+    asked = prompts([30, 4, 90, 12, 140, 1, 7, 55, 20, 33], seed=1)
+    limits = [3, 20, 5, 31, 9, 14, 1, 22, 8, 12]
+    samplings = [Sampling(0.0, max_tokens=limit) for limit in limits]
+    engine = Engine(model, TOKENIZER, slots=4, prefill_tokens=37, pad=pad)
+    replies: dict[int, Completion] = {}
+    waiting = list(zip(asked, samplings, strict=True))
+    numbers = []
+    while waiting or engine.busy:
+        if waiting and (engine.passes % 3 == 0 or not engine.busy):
+            prompt, sampling = waiting.pop(0)
+            numbers.append(engine.submit(prompt, sampling))
+            replies[numbers[-1]] = Completion()
+        for event in engine.step():
+            replies[event.request].add(event)
+    for number, prompt, sampling in zip(numbers, asked, samplings, strict=True):
+        assert_same(replies[number], recomputed(model, prompt, sampling))
+
+
+def test_a_slot_is_as_new_after_a_longer_chat(model):
+    engine = Engine(model, TOKENIZER, slots=1)
+    long, short = prompts([LENGTH - 10, 6], seed=2)
+    engine.generate([long], GREEDY)
+    assert_same(engine.generate([short], GREEDY)[0], recomputed(model, short, GREEDY))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_cancelling_a_neighbour_changes_nothing(model, victim):
+    asked = prompts([20, 35, 50], seed=3)
+    engine = Engine(model, TOKENIZER, slots=3)
+    numbers = [engine.submit(prompt, GREEDY) for prompt in asked]
+    replies = {number: Completion() for number in numbers}
+    for step in range(100):
+        if step == 4:
+            assert engine.cancel(numbers[victim]) and engine.free_slots == 1
+        for event in engine.step():
+            replies[event.request].add(event)
+    for i, number in enumerate(numbers):
+        if i != victim:
+            assert_same(replies[number], recomputed(model, asked[i], GREEDY))
+    assert len(replies[numbers[victim]].tokens) == 4
+
+
+def test_a_prompt_longer_than_a_chunk_is_read_between_steps_of_others(model):
+    asked = prompts([10, 150], seed=4)
+    engine = Engine(model, TOKENIZER, slots=2, prefill_tokens=16)
+    first = engine.submit(asked[0], GREEDY)
+    replies = {first: Completion()}
+    for event in engine.step():
+        replies[event.request].add(event)
+    second = engine.submit(asked[1], GREEDY)
+    replies[second] = Completion()
+    while not replies[second].tokens:
+        for event in engine.step():
+            replies[event.request].add(event)
+    assert len(replies[first].tokens) == 1 + 10  # 149 tokens in chunks of 16 take ten steps
+    for number, reply in run(engine, [first, second]).items():
+        replies[number].tokens += reply.tokens
+        assert replies[number].tokens == recomputed(model, asked[number], GREEDY).tokens
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_a_seed_gives_the_same_text_whatever_the_neighbours(model, top_k):
+    prompt, *others = prompts([25, 3, 60, 110, 9], seed=5)
+    sampling = Sampling(1.0, top_k, max_tokens=30, seed=7)
+    engine = Engine(model, TOKENIZER, slots=5)
+    noise = [engine.submit(other, Sampling(1.3, 50, 40, seed=i)) for i, other in enumerate(others[:2])]
+    engine.step()
+    number = engine.submit(prompt, sampling)
+    noise += [engine.submit(other, Sampling(0.0)) for other in others[2:]]
+    reply = run(engine, [*noise, number])[number]
+    assert_same(reply, recomputed(model, prompt, sampling))
+    engine.submit(prompt, Sampling(1.0, top_k, max_tokens=30, seed=8))
+    assert run(engine, [number + 3])[number + 3].tokens != reply.tokens
+
+
+def test_generate_samples_differ_and_do_not_depend_on_order_slots_or_other_prompts(model):
+    asked = prompts([8, 30, 8], seed=6)
+    sampling = Sampling(1.0, 50, max_tokens=12)
+    wide = Engine(model, TOKENIZER, slots=9).generate(asked, sampling, samples=3)
+    assert len({tuple(reply.tokens) for reply in wide}) == 9
+    narrow = Engine(model, TOKENIZER, slots=2).generate(asked[::-1], sampling, samples=3)
+    assert [reply.tokens for reply in narrow] == [reply.tokens for i in (2, 1, 0) for reply in wide[3 * i : 3 * i + 3]]
+
+
+def test_logprobs_of_the_sampler_equal_the_trainers(model):
+    asked = prompts([12, 80, 40], seed=7)
+    for prompt, reply in zip(asked, Engine(model, TOKENIZER).generate(asked, Sampling(1.0, 20, 40)), strict=True):
+        ids = torch.tensor([prompt + reply.tokens])
+        with torch.no_grad():
+            trainer = -model(ids[:, :-1], ids[:, 1:], reduction="none")[0, len(prompt) - 1 :]
+        for logprob, forced, expected in zip(reply.logprobs, reply.forced, trainer.tolist(), strict=True):
+            assert forced or abs(logprob - expected) <= 1e-4
+
+
+def test_equal_prompts_are_read_once(model):
+    (prompt,) = prompts([50], seed=8)
+    engine = Engine(model, TOKENIZER, slots=8)
+    replies = engine.generate([prompt], GREEDY, samples=8)
+    assert engine.prompt_tokens_read == 49
+    for reply in replies:
+        assert_same(reply, recomputed(model, prompt, GREEDY))
+
+
+def test_equal_prompts_beside_others_and_beyond_the_slots_equal_recomputation(model):
+    asked = prompts([50, 20, 90], seed=9)
+    engine = Engine(model, TOKENIZER, slots=5, prefill_tokens=24)
+    for i, reply in enumerate(engine.generate(asked, GREEDY, samples=4)):
+        assert_same(reply, recomputed(model, asked[i // 4], GREEDY))
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_a_reply_ends_at_the_context_limit(model):
+    asked = prompts([LENGTH - 1, LENGTH - 2, LENGTH - 7], seed=10)
+    many = Sampling(0.0, max_tokens=1000)
+    replies = Engine(model, TOKENIZER).generate(asked, many)
+    for prompt, reply in zip(asked, replies, strict=True):
+        expected = recomputed(model, prompt, many)
+        assert_same(reply, expected)
+    assert [reply.finish for reply in replies] == ["length"] * 3
+    assert [len(reply.tokens) for reply in replies] == [1, 2, 7]
+
+
+def test_a_shorter_length_than_the_models_is_kept_to(model):
+    (prompt,) = prompts([20], seed=11)
+    reply = Engine(model, TOKENIZER, length=32).generate([prompt], Sampling(0.0, max_tokens=99))[0]
+    assert_same(reply, recomputed(model, prompt, Sampling(0.0, max_tokens=99), length=32))
+    assert len(reply.tokens) == 12
+
+
+@pytest.mark.parametrize(("length", "message"), [(0, "empty"), (LENGTH, "too long.*160 tokens.*Shorten")])
+def test_a_prompt_that_cannot_be_answered_is_refused_in_words(model, length, message):
+    engine = Engine(model, TOKENIZER)
+    with pytest.raises(UserError, match=message):
+        engine.submit([1] * length, GREEDY)
+    assert not engine.busy
+
+
+def test_a_tokenizer_of_another_size_is_refused(model):
+    with pytest.raises(UserError, match="do not belong together"):
+        Engine(model, tiny_tokenizer(280))
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"length": 1}, {"length": LENGTH + 1}])
+def test_an_impossible_engine_is_refused(model, wrong):
+    with pytest.raises(UserError):
+        Engine(model, TOKENIZER, **wrong)
+
+
+def test_generate_after_an_interruption_finds_an_empty_engine(model):
+    engine = Engine(model, TOKENIZER, slots=2)
+
+    def interrupt(index: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts([5, 6, 7]), GREEDY, done=interrupt)
+    assert not engine.busy and engine.free_slots == 2
+
+
+def test_no_prompts_give_no_completions(model):
+    assert Engine(model, TOKENIZER).generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_thousand_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
+    rng = random.Random(11)
+    pool = [
+        (prompt, Sampling(temperature, 20, max_tokens=rng.randint(1, 25), seed=rng.randrange(99)))
+        for prompt, temperature in zip(
+            prompts([1, 3, 3, 8, 20, 45, 80, 120, 150, 158], seed=12), [0.0, 1.0] * 5, strict=True
+        )
+    ]
+    expected = [recomputed(model, *request) for request in pool]
+    engine = Engine(model, TOKENIZER, slots=6, prefill_tokens=48, pad=pad)
+    alive: dict[int, tuple[int, Completion]] = {}
+    finished = cancelled = 0
+    for _ in range(1000):
+        action = rng.random()
+        if action < 0.35:
+            chosen = rng.randrange(len(pool))
+            alive[engine.submit(*pool[chosen])] = chosen, Completion()
+        elif action < 0.45 and alive:
+            request = rng.choice(list(alive))
+            assert engine.cancel(request) and not engine.cancel(request)
+            del alive[request]
+            cancelled += 1
+        for event in engine.step():
+            chosen, reply = alive[event.request]
+            reply.add(event)
+            if event.finish:
+                assert_same(reply, expected[chosen])
+                del alive[event.request]
+                finished += 1
+        assert engine.slots - engine.free_slots + engine.waiting == len(alive)
+    for request in list(alive):
+        engine.cancel(request)
+    assert not engine.busy and engine.free_slots == 6
+    assert finished > 50 and cancelled > 50
+
+
+# --- the calculator ------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Stands in for a GPT: says the script that the first token of its slot names, and proves on the way that every
+    slot holds exactly the tokens of one conversation."""
+
+    def __init__(self, scripts: dict[int, list[int]]):
+        self.config = GPTConfig(
+            sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=2
+        )
+        self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
+
+    def hidden(self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, held: int) -> torch.Tensor:
+        assert held == int(cache.positions[slots].max())
+        out = torch.zeros(*idx.shape, 2)
+        for row, slot in enumerate(range(slots.start, slots.stop)):
+            place, count = int(cache.positions[slot]), int(lengths[row])
+            assert place + idx.size(1) <= cache.length
+            cache.k[0, slot, place : place + idx.size(1), 0, 0] = idx[row].float()
+            first = int(cache.k[0, slot, 0, 0, 0])
+            script = [first, *self.scripts.get(first, [])]
+            if first in self.scripts:
+                assert cache.k[0, slot, : place + count, 0, 0].tolist() == script[: place + count]
+                assert place == 0 or int(cache.previous[slot, 0]) == script[place - 1]
+            for t in range(count):
+                out[row, t, 0] = script[place + t + 1] if place + t + 1 < len(script) else mark("assistant_end")
+            cache.previous[slot, 0] = idx[row, count - 1]
+            cache.positions[slot] += count
+        return out
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(x[:, 0].long(), TOKENIZER.vocab_size).float() * 10
+
+
+def call(expression: str, answer: str) -> list[int]:
+    inside = [mark("output_start"), *TOKENIZER.encode(answer), mark("output_end")]
+    return [mark("python_start"), *TOKENIZER.encode(expression), mark("python_end"), *inside]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_each_row_is_given_the_answer_of_its_own_call(pad):
+    words = TOKENIZER.encode
+    scripts = {
+        1: call("12*12", "144") + words(" cat") + [mark("assistant_end")],
+        2: words("the cat ") + call("'strawberry'.count('r')", "3") + call("90/4", "22.5"),
+        3: words("猫"),
+        4: call("__import__('os')", FAILED) + words("mat"),
+        5: [*call("", FAILED), mark("python_end"), *words("on")],
+    }
+    engine = Engine(Scripted(scripts), TOKENIZER, slots=4, pad=pad)  # type: ignore[arg-type]
+    replies = engine.generate([[number] for number in scripts], Sampling(0.0, max_tokens=60))
+    for script, reply in zip(scripts.values(), replies, strict=True):
+        expected = script if script[-1] == mark("assistant_end") else [*script, mark("assistant_end")]
+        assert reply.tokens == expected and reply.finish == "stop"
+        outputs = [token for token, forced in zip(reply.tokens, reply.forced, strict=True) if forced]
+        assert outputs.count(mark("output_start")) == script.count(mark("output_start"))
+        assert all(logprob == 0 for logprob, forced in zip(reply.logprobs, reply.forced, strict=True) if forced)
+    assert reply_parts(replies[1].tokens, TOKENIZER) == [
+        Part("text", "the cat "),
+        Part("python", "'strawberry'.count('r')"),
+        Part("python_output", "3"),
+        Part("python", "90/4"),
+        Part("python_output", "22.5"),
+    ]
+
+
+@pytest.mark.parametrize("room", range(1, 9))
+def test_forced_tokens_are_cut_where_the_reply_must_end(room):
+    script = call("12*12", "144")
+    start = script.index(mark("output_start"))
+    engine = Engine(Scripted({1: script}), TOKENIZER)  # type: ignore[arg-type]
+    (by_limit,) = engine.generate([[1]], Sampling(0.0, max_tokens=room))
+    engine = Engine(Scripted({1: script}), TOKENIZER, length=room + 1)  # type: ignore[arg-type]
+    (by_context,) = engine.generate([[1]], Sampling(0.0, max_tokens=60))
+    assert by_limit == by_context
+    assert by_limit.tokens == script[:room] and by_limit.finish == "length"
+    assert by_limit.forced == [i >= start for i in range(room)]
+
+
+def test_only_the_calculator_writes_its_output():
+    script = [mark("output_start"), mark("output_end")]
+    reply = Engine(Scripted({1: script}), TOKENIZER).generate([[1]], Sampling(1.0, 5, max_tokens=1))[0]  # type: ignore[arg-type]
+    assert reply.tokens[0] not in script
