@@ -1,0 +1,94 @@
+"""test.sh with every tool a stub: what it runs, what it prints at the end, and with which code it ends."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = """#!/bin/bash
+name=$(basename "$0")
+echo "$name $*" >>"$CALLS"
+case "$*" in *sched_getaffinity*) echo 2; exit ;; esac
+if [[ " $FAIL " == *" $name "* ]]; then echo "what $name says"; exit 1; fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "test.sh", tmp_path)
+    (tmp_path / "setup_env.sh").write_text('setup_env() { echo "setup $*" >>"$CALLS"; }\n')
+    for folder in ("bin", ".ci", "dev", "rustbpe"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rustbpe" / "Cargo.toml").touch()
+    for tool in ("ruff", "pyright", "shellcheck", "cargo", "python"):
+        path = tmp_path / "bin" / tool
+        path.write_text(TOOL)
+        path.chmod(0o755)
+    return tmp_path
+
+
+def run(clone: Path, *flags: str, fail: str = "", ci: str = "") -> tuple[int, str, str]:
+    """Exit code, output, and the calls of the tools."""
+    calls = clone / "calls"
+    calls.write_text("")
+    path = f"{clone / 'bin'}:/usr/bin:/bin"
+    environment = os.environ | {"PATH": path, "CALLS": str(calls), "FAIL": fail, "CI": ci}
+    done = subprocess.run(["bash", "test.sh", *flags], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.returncode, done.stdout, calls.read_text()
+
+
+def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
+    code, out, calls = run(clone)
+    assert code == 0
+    assert out.splitlines()[-1].startswith("test.sh: all 8 checks passed in ")
+    for words in ("setup --dev", "ruff format --check", "ruff check", "pyright", "shellcheck", "cargo fmt"):
+        assert words in calls
+    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2\n"):
+        assert words in calls
+
+
+def test_quick_leaves_the_slow_marks_out_and_hands_the_rest_to_pytest(clone: Path) -> None:
+    calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
+    marks = "not (slow or ranks or smoke or browser or contract or npu)"
+    assert f"python -m pytest -n 2 -m {marks} tests/test_common.py -k a b\n" in calls
+
+
+def test_lint_runs_no_tests(clone: Path) -> None:
+    code, out, calls = run(clone, "--lint")
+    assert (code, "pytest" in calls, "cargo test" in calls) == (0, False, False)
+    assert "all 6 checks passed" in out
+
+
+def test_a_failure_is_shown_and_the_others_run(clone: Path) -> None:
+    code, out, calls = run(clone, fail="ruff pyright")
+    assert code == 1
+    assert "what pyright says" in out
+    assert "test.sh: 5 checks passed, 3 FAILED (ruff format, ruff check, pyright) in " in out.splitlines()[-1]
+    assert "python -m pytest" in calls
+
+
+def test_failing_tests_fail_the_run(clone: Path) -> None:
+    code, out, _ = run(clone, fail="python")
+    assert code == 1
+    assert "FAILED (pytest)" in out.splitlines()[-1]
+
+
+def test_without_cargo_and_shellcheck_it_says_what_is_left_out(clone: Path) -> None:
+    (clone / "bin" / "cargo").unlink()
+    (clone / "bin" / "shellcheck").unlink()
+    code, out, calls = run(clone)
+    assert code == 0
+    assert "skipped: cargo fmt, clippy and test: no Rust toolchain" in out
+    assert "skipped: shellcheck: no wheel for this machine" in out
+    assert "cargo" not in calls
+
+
+def test_in_ci_nothing_is_left_out(clone: Path) -> None:
+    (clone / "bin" / "cargo").unlink()
+    code, out, _ = run(clone, ci="true")
+    assert code == 1
+    assert "FAILED (cargo fmt, clippy and test)" in out.splitlines()[-1]
