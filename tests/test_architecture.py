@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
-    0: "calculator common conversation execution_child policy progress schedule",
-    1: "chat_api device download engine_thread sampling shards textfiles tinyworld tracking",
-    2: "adamw dataset execution kernels muon tokenizer",
+    0: "calculator common conversation execution_child packing policy progress schedule",
+    1: "chat_api device download engine_thread sampling schedule shards textfiles tinyworld token_files tracking",
+    2: "adamw dataset execution kernels muon packing tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
-    4: "checkpoint_manager dataloader loop",
+    4: "checkpoint_manager dataloader loop sizes",
     5: "core_eval engine export loss_eval",
     6: "chat_eval report server web",
 }
