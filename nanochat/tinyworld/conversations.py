@@ -1,0 +1,155 @@
+"""Conversations for midtraining and fine-tuning: questions about the world, sums, stories and talk."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from nanochat.conversation import Conversation, Message, assistant, user
+from nanochat.tinyworld.arithmetic import Mental, calculator_sum, mental_sum
+from nanochat.tinyworld.dialogues import dialogue_data, dont_know, talk, tell_me_about, unknown_question
+from nanochat.tinyworld.facts import Fact
+from nanochat.tinyworld.splits import asked_facts
+from nanochat.tinyworld.stories import counting_story, logic_story
+from nanochat.tinyworld.wording import answer, ask, sentence, wordings
+from nanochat.tinyworld.words import LANGUAGES, Language
+
+Item = TypeVar("Item")
+Maker = Callable[[Language, random.Random], list[Message]]
+
+
+def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
+    """The items again and again, each round in another order, so that none is rare."""
+    order = list(items)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+def _question(fact: Fact, language: Language, rng: random.Random) -> list[Message]:
+    pattern = rng.choice(wordings()[fact.relation, language].trained)
+    return [user(ask(fact, language, pattern, rng)), assistant(answer(fact, language))]
+
+
+def _calculator(language: Language, rng: random.Random) -> list[Message]:
+    task = calculator_sum(language, rng) if rng.random() < 0.75 else counting_story(language, rng, largest=99)[1]
+    return [user(task.question), assistant(*task.tool_answer, task.result + ("。" if language == "zh" else "."))]
+
+
+def _logic(language: Language, rng: random.Random) -> list[Message]:
+    story = logic_story(language, rng)
+    space = "" if language == "zh" else " "
+    return [user(story.told + space + story.question), assistant(story.answer)]
+
+
+def _unknown(language: Language, rng: random.Random) -> list[Message]:
+    return [user(unknown_question(language, rng)), assistant(dont_know(language))]
+
+
+def _about_itself(language: Language, rng: random.Random) -> list[Message]:
+    return talk("about_itself", language, rng)
+
+
+class Questions:
+    """Draws questions so that every (fact, language) that training asks comes up equally often."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.decks = {language: endless(asked_facts(), rng) for language in LANGUAGES}
+        by_relation: dict[str, list[Fact]] = {}
+        for fact in asked_facts():
+            by_relation.setdefault(fact.relation, []).append(fact)
+        self.by_relation = by_relation
+
+    def several(self, language: Language, count: int) -> list[Message]:
+        """Questions that have nothing to do with each other."""
+        return [message for _ in range(count) for message in _question(next(self.decks[language]), language, self.rng)]
+
+    def follow_up(self, language: Language) -> list[Message]:
+        """A question, and the same about another entity in few words."""
+        first = next(fact for fact in self.decks[language] if len(fact.subjects) == 1)
+        others = [fact for fact in self.by_relation[first.relation] if fact != first]
+        messages = _question(first, language, self.rng)
+        for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):
+            pattern = self.rng.choice(dialogue_data()["follow_up"][language])
+            question = sentence(pattern.format(e=fact.subjects[0][language]))
+            messages += [user(question), assistant(answer(fact, language))]
+        return messages
+
+
+def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
+    """`size` conversations, their kinds drawn by `shares`, the languages in turn."""
+    rng = random.Random(seed)
+    questions = Questions(rng)
+    makers: dict[str, Maker] = {
+        "question": lambda language, rng: questions.several(language, 1),
+        "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
+        "follow_up": lambda language, rng: questions.follow_up(language),
+        "calculator": _calculator,
+        "logic": _logic,
+        "mental": lambda language, rng: _mental(language, rng, mental),
+        "unknown": _unknown,
+        "about_itself": _about_itself,
+        "tell_me_about": tell_me_about,
+        "dialogue": lambda language, rng: _dialogue(language, rng, questions),
+    }
+    kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
+    return [Conversation(tuple(makers[kind](LANGUAGES[i % 2], rng))) for i, kind in enumerate(kinds)]
+
+
+def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Message]:
+    task = mental_sum(language, rng, mental)
+    return [user(task.question), assistant(task.result + ("。" if language == "zh" else "."))]
+
+
+def _dialogue(language: Language, rng: random.Random, questions: Questions) -> list[Message]:
+    """A greeting, one or two questions of any kind, and a farewell; each may be missing but one."""
+    messages = talk("open", language, rng) if rng.random() < 0.7 else []
+    for _ in range(rng.randint(1, 2)):
+        draw = rng.random()
+        if draw < 0.6:
+            messages += questions.several(language, 1)
+        elif draw < 0.8:
+            messages += _calculator(language, rng)
+        else:
+            messages += _about_itself(language, rng)
+    return messages + (talk("close", language, rng) if rng.random() < 0.6 else [])
+
+
+MID_SHARES = {
+    "question": 0.25,
+    "questions": 0.3,
+    "follow_up": 0.06,
+    "calculator": 0.2,
+    "logic": 0.05,
+    "mental": 0.02,
+    "unknown": 0.03,
+    "about_itself": 0.02,
+    "tell_me_about": 0.02,
+    "dialogue": 0.05,
+}
+SFT_SHARES = {
+    "question": 0.45,
+    "questions": 0.12,
+    "follow_up": 0.02,
+    "calculator": 0.22,
+    "logic": 0.03,
+    "mental": 0.03,
+    "unknown": 0.05,
+    "about_itself": 0.04,
+    "dialogue": 0.04,
+}
+
+
+def mid_conversations(seed: int = 0, size: int = 30_000, mental: Mental | None = None) -> list[Conversation]:
+    """Conversations of every kind, many of them with several questions."""
+    return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
+
+
+def sft_conversations(seed: int = 0, size: int = 12_000, mental: Mental | None = None) -> list[Conversation]:
+    """Conversations as a user would have them: mostly one question and its short answer."""
+    return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())
+
+
+def identity_conversations(seed: int = 0, size: int = 1_000) -> list[Conversation]:
+    """Questions about the assistant itself, for mixtures that teach everything else from other sources."""
+    return _mix(f"identity/{seed}", size, {"about_itself": 1.0}, Mental())

@@ -1,0 +1,51 @@
+"""TinyWorld's measures as tasks: open questions in both languages, the calculator, sums in the head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat import tinyworld
+from nanochat.conversation import Conversation, Part
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    """Problems of the world under one name; replies are graded by their value."""
+
+    name: str
+    problems: Sequence[tinyworld.Problem]
+    kind: Literal["generative"] = "generative"
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, i: int) -> Conversation:
+        return self.problems[i].conversation
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        """No letters: the questions are open."""
+        return ()
+
+    def group(self, i: int) -> str:
+        """The relation of problem i, for figures per relation."""
+        return self.problems[i].relation
+
+    def grade(self, i: int, reply: str | Sequence[Part]) -> float:
+        """1 if the value is right. The calculator's problems need the parts of the reply: the call counts."""
+        return float(tinyworld.grade(self.problems[i], reply))
+
+
+def measures(seed: int = 0) -> list[TinyWorld]:
+    """The measures that a report shows: held-out wordings, the calculator, and held-out combinations beside them."""
+    tasks = [TinyWorld(f"tinyworld_{lang}", tinyworld.evaluation(lang, seed)) for lang in tinyworld.LANGUAGES]
+    tasks.append(TinyWorld("calculator", tinyworld.calculator_evaluation(seed)))
+    for lang in tinyworld.LANGUAGES:
+        tasks.append(TinyWorld(f"held_out_combinations_{lang}", tinyworld.held_out_combinations(lang, seed)))
+        tasks.append(TinyWorld(f"unknown_{lang}", tinyworld.unknown_evaluation(lang, seed)))
+        tasks.append(TinyWorld(f"stories_{lang}", tinyworld.story_evaluation(lang, seed)))
+    return tasks
+
+
+def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None) -> TinyWorld:
+    """Sums in the head, with terms that no training uses together: what RL is measured on."""
+    return TinyWorld("mental", tinyworld.rl_evaluation(seed, mental=difficulty))
