@@ -10,7 +10,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,36 +112,48 @@ def sha256_of(path: Path) -> str:
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def _is_bool(annotation: Any) -> bool:
-    """Whether a dataclass field takes True or False, alone or beside other types."""
+def _switch_kind(annotation: Any) -> str:
+    """How tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, "" for others."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return bool in typing.get_args(annotation)
-    return annotation is bool
+        return "value" if bool in typing.get_args(annotation) else ""
+    return "flag" if annotation is bool else ""
 
 
-def _plain_flags(argv: Sequence[str], switches: set[str]) -> list[str]:
-    """Drop the `--` that torchrun users write, and rewrite `--flag=True|1|False|0` as `--flag` or `--no-flag`."""
+def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
+    """Drop the `--` that torchrun users write, and write every form of a True-or-False flag the way tyro reads it.
+
+    The forms are `--flag`, `--no-flag`, `--flag=VALUE` and `--flag VALUE`, with True, False, 1, 0, yes, no as VALUE.
+    """
     rest = list(argv[1:] if argv[:1] == ["--"] else argv)
-    plain = []
-    for word in rest:
+    plain: list[str] = []
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
-        field = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and equals and field in switches:
-            if value.lower() not in _WORDS:
-                raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}", exit_code=2)
-            field = field.replace("_", "-")
-            plain.append(f"--{field}" if _WORDS[value.lower()] else f"--no-{field}")
-        else:
+        field = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        on = field in switches
+        field = field if on else field.removeprefix("no_")
+        if field not in switches or (equals and not on):
             plain.append(word)
+            continue
+        if equals and value.lower() not in _WORDS:
+            raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}", exit_code=2)
+        if not equals and on and rest and rest[0].lower() in _WORDS:
+            value = rest.pop(0)
+        wanted = _WORDS[value.lower()] if value else on
+        flag = field.replace("_", "-")
+        if switches[field] == "value":
+            plain += [f"--{flag}", str(wanted)]
+        else:
+            plain.append(f"--{flag}" if wanted else f"--no-{flag}")
     return plain
 
 
 def parse(config: type[Config], argv: Sequence[str] | None = None, description: str | None = None) -> Config:
     """Read a command line into a frozen dataclass; an unknown flag ends with code 2 and the nearest names."""
     hints = typing.get_type_hints(config, include_extras=True)
-    switches = {name for name, annotation in hints.items() if _is_bool(annotation)}
+    switches = {name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))}
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     return tyro.cli(config, args=words, description=description)
 

@@ -1,0 +1,279 @@
+"""The command-line parser, the edge of a script, and files that are whole or not there."""
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import tyro
+
+from nanochat import common
+from nanochat.common import UserError, atomic_path, parse, read_json, write_atomic, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration with every kind of field that the scripts use."""
+
+    device_batch_size: int | Literal["auto"] = "auto"
+    """rows of one pass"""
+    compile: bool | None = None
+    """torch.compile"""
+    verbose: bool = False
+    shuffle: bool = True
+    port: Annotated[int, tyro.conf.arg(aliases=["-p"])] = 8000
+    prompt: str | None = None
+    lr: float = 0.5
+
+
+# --- command lines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("", "device_batch_size", "auto"),
+        ("--device_batch_size=4", "device_batch_size", 4),
+        ("--device-batch-size 4", "device_batch_size", 4),
+        ("--device_batch_size auto", "device_batch_size", "auto"),
+        ("-- --lr=1e-3", "lr", 0.001),
+        ("--", "lr", 0.5),
+        ("-p 9000", "port", 9000),
+        ("--port=9000", "port", 9000),
+        ("--prompt=--no-verbose=1", "prompt", "--no-verbose=1"),
+        ("--prompt True", "prompt", "True"),
+    ],
+)
+def test_parse_reads_values_in_every_published_form(line: str, field: str, value: object) -> None:
+    assert getattr(parse(Config, line.split()), field) == value
+
+
+@pytest.mark.parametrize("flag", ["verbose", "shuffle", "compile"])
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("--{}", True), ("--no_{}", False), ("--no-{}", False), ("--{}=True", True), ("--{}=False", False),
+        ("--{}=1", True), ("--{}=0", False), ("--{}=true", True), ("--{} False", False), ("--{} 1", True),
+    ],
+)  # fmt: skip
+def test_parse_reads_a_switch_in_every_form(flag: str, form: str, value: bool) -> None:
+    config = parse(Config, [*form.format(flag).split(), "--lr", "2"])
+    assert getattr(config, flag) is value
+    assert config.lr == 2
+
+
+def test_a_switch_does_not_take_the_flag_after_it() -> None:
+    config = parse(Config, ["--compile", "--verbose", "--prompt", "1"])
+    assert (config.compile, config.verbose, config.prompt) == (True, True, "1")
+
+
+def test_an_optional_switch_left_out_stays_unset() -> None:
+    assert parse(Config, []).compile is None
+
+
+def test_a_switch_refuses_other_words() -> None:
+    with pytest.raises(UserError, match="--verbose takes True, False, 1 or 0, got 'maybe'") as refused:
+        parse(Config, ["--verbose=maybe"])
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("line", ["--device_batch_siz=4", "--devicebatchsize 4"])
+def test_an_unknown_flag_ends_with_2_and_names_the_nearest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Config, line.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--device-batch-size" in said.out + said.err
+
+
+@pytest.mark.parametrize("line", ["--device_batch_size=many", "--lr=fast", "word"])
+def test_a_wrong_value_ends_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Config, line.split())
+    assert ended.value.code == 2
+
+
+def test_help_shows_the_fields_and_their_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Config, ["--help"], description="What the script does.")
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for text in ("What the script does.", "--device-batch-size", "rows of one pass", "torch.compile", "default: auto"):
+        assert text in said
+
+
+def test_settings_give_back_the_command_line() -> None:
+    assert common.settings(parse(Config, ["--lr=2", "--compile"])) == {
+        "device_batch_size": "auto", "compile": True, "verbose": False, "shuffle": True, "port": 8000,
+        "prompt": None, "lr": 2.0,
+    }  # fmt: skip
+
+
+# --- the edge of a script ------------------------------------------------------------------------
+
+
+def end(failure: BaseException | None, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of a script whose main raises `failure`."""
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+
+    def main(config: Config) -> None:
+        if failure is not None:
+            raise failure
+
+    try:
+        common.run(main, Config)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_run_calls_main_with_the_parsed_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(sys, "argv", ["script", "--", "--lr=3"])
+    common.run(seen.append, Config)
+    assert seen[0].lr == 3
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_user_error_is_one_message_and_its_code(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end(UserError("no data; prepare some", code), monkeypatch) == code
+    assert capsys.readouterr().err == "error: no data; prepare some\n"
+
+
+def test_the_traceback_of_a_user_error_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
+    assert end(UserError("no data"), monkeypatch) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_switch_is_a_message_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(None, monkeypatch, "--verbose=perhaps") == 2
+    assert capsys.readouterr().err.startswith("error: --verbose takes")
+
+
+def test_a_full_disk_is_a_message_with_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/model.safetensors")
+    assert end(full, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "the disk is full (/data/model.safetensors)" in said
+    assert "NANOCHAT_BASE_DIR" in said
+
+
+def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="unreachable"):
+        end(OSError(errno.EHOSTUNREACH, "unreachable"), monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        end(ZeroDivisionError(), monkeypatch)
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    common.log("one")
+    common.warn("two")
+    monkeypatch.setenv("RANK", "1")
+    common.log("three")
+    common.warn("four")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("one\n", "warning: two\n")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_the_base_folder_is_the_one_of_the_environment(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert common.base_dir() == base_folder
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base_folder / "new" / "deep"))
+    assert common.base_dir().is_dir()
+    monkeypatch.delenv("NANOCHAT_BASE_DIR")
+    monkeypatch.setenv("HOME", str(base_folder))
+    assert common.base_dir() == base_folder / ".cache" / "nanochat"
+
+
+def test_write_atomic_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_atomic(path, "a long old content")
+    write_atomic(path, "新")
+    assert path.read_bytes() == "新".encode()
+    write_atomic(path, b"\xff\x00")
+    assert path.read_bytes() == b"\xff\x00"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_json_keeps_chinese_readable_and_values_equal(tmp_path: Path) -> None:
+    value = {"名": "北京", "n": 1e-12, "list": [1, None, True]}
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+    assert "北京" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+def test_an_exception_while_writing_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    with pytest.raises(RuntimeError, match="midway"), atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        raise RuntimeError("midway")
+    assert path.read_text() == "old"
+    assert list(tmp_path.glob("**/.file*")) == []
+
+
+def test_a_failing_sync_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.glob(".file*")) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nanochat import common
+path, phase = Path(sys.argv[1]), sys.argv[2]
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if phase == "writing":
+    with common.atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        die()
+setattr(os, {"sync": "fsync", "rename": "replace"}.get(phase, "none"), die)
+if phase == "after": common.fsync_dir = die
+common.write_atomic(path, "new")
+"""
+
+
+@pytest.mark.parametrize(("phase", "left"), [("writing", "old"), ("sync", "old"), ("rename", "old"), ("after", "new")])
+def test_a_kill_leaves_the_old_content_or_the_new(tmp_path: Path, phase: str, left: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), phase], cwd=ROOT, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert path.read_text() == left
+
+
+def test_sha256_of_a_file_larger_than_a_block(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    (tmp_path / "x").write_bytes(data)
+    assert common.sha256_of(tmp_path / "x") == hashlib.sha256(data).hexdigest()
