@@ -178,6 +178,15 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
         raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
 
 
+def count_rows(path: Path) -> int:
+    """How many rows a shard has, from its end alone. UserError if it is damaged."""
+    _check_size(path)
+    try:
+        return pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as failure:
+        raise _damaged(path, str(failure).splitlines()[0]) from failure
+
+
 def texts(paths: Iterable[Path]) -> Iterator[str]:
     """The documents of shards, one after another. UserError if a shard is damaged."""
     for path in paths:

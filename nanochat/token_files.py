@@ -1,0 +1,191 @@
+"""Token files: documents as numbers, memory-mapped, with their sizes and SHA-256s in a description."""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from nanochat.common import UserError, fsync_dir, log, read_json, sha256_of
+
+META = "meta.json"
+SUFFIXES = {"tokens": ".bin", "offsets": ".idx", "mask": ".mask"}
+SMALL_VOCABULARY = 65_536  # up to here a token fits into two bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """One token file and what belongs to it, memory-mapped."""
+
+    tokens: np.ndarray  # (tokens,) uint16 or uint32: documents one after another, without begin marks
+    offsets: np.ndarray  # (documents + 1,) int64: where in `tokens` each document begins
+    mask: np.ndarray | None  # (tokens,) uint8: 1 where a model is to be trained
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Documents as tokens, in the files of a folder; tokens are numbered through all parts."""
+
+    folder: Path
+    meta: dict[str, Any]
+    parts: tuple[Part, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return sum(part["tokens"] for part in self.meta["parts"])
+
+    @property
+    def documents(self) -> int:
+        """How many documents or conversations there are."""
+        return sum(part["documents"] for part in self.meta["parts"])
+
+    @property
+    def bytes(self) -> int:
+        """The UTF-8 length of all text."""
+        return sum(part["bytes"] for part in self.meta["parts"])
+
+    @cached_property
+    def key(self) -> str:
+        """A name of the content: equal keys, equal tokens."""
+        hashes = [sorted(part["sha256"].items()) for part in self.meta["parts"]]
+        return hashlib.sha256(str(hashes).encode()).hexdigest()
+
+    @cached_property
+    def part_starts(self) -> list[int]:
+        """The number of each part's first token."""
+        return [0, *itertools.accumulate(part["tokens"] for part in self.meta["parts"])][:-1]
+
+    def lengths(self) -> np.ndarray:
+        """The length of every document in tokens, int64 (documents,)."""
+        return np.concatenate([np.diff(part.offsets) for part in self.parts])
+
+
+def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
+    """Map the token files of a folder; sizes are always checked, hashes with `verify`.
+
+    UserError names the damaged file and the command that mends it.
+    """
+    meta = read_json(folder / META)
+    parts = []
+    for about in meta["parts"]:
+        arrays = {}
+        for kind, expected in about["sha256"].items():
+            path = folder / f"{about['name']}{SUFFIXES[kind]}"
+            dtype = {"tokens": meta["dtype"], "offsets": "int64", "mask": "uint8"}[kind]
+            count = about["documents"] + 1 if kind == "offsets" else about["tokens"]
+            size = path.stat().st_size if path.exists() else -1
+            if size != count * np.dtype(dtype).itemsize:
+                raise _damaged(path, f"it has {size:,} bytes, expected {count * np.dtype(dtype).itemsize:,}")
+            if verify and sha256_of(path) != expected:
+                raise _damaged(path, f"its SHA-256 is not {expected}")
+            # An empty file cannot be mapped; asarray drops the memmap class, whose slices are slow to make.
+            mapped = np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)
+            arrays[kind] = np.asarray(mapped)
+        parts.append(Part(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
+    return TokenSet(folder, meta, tuple(parts))
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"the token file {path} is damaged: {why}. Mend it with: rm -r {path.parent}\n"
+        "and type the same command again; the tokens are then made anew."
+    )
+
+
+class PartWriter:
+    """Writes one part under temporary names, and at the end its description, which makes it count."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, masked: bool):
+        self.folder, self.name, self.dtype = folder, name, dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open = contextlib.ExitStack()
+        self._files: dict[str, BinaryIO] = {}
+        self._digests: dict[str, Any] = {}
+        for kind in ["tokens", "mask"] if masked else ["tokens"]:
+            self._begin(kind)
+        self._lengths: list[np.ndarray] = []
+        self.tokens = self.bytes = 0
+
+    def _path(self, kind: str, temporary: bool = False) -> Path:
+        return self.folder / f"{'.tmp-' if temporary else ''}{self.name}{SUFFIXES[kind]}"
+
+    def _begin(self, kind: str) -> None:
+        file = open(self._path(kind, temporary=True), "wb")  # noqa: SIM115  # the stack closes it
+        self._files[kind] = self._open.enter_context(file)
+        self._digests[kind] = hashlib.sha256()
+
+    def add(self, documents: list[list[int]], token_bytes: np.ndarray, masks: list[list[int]] | None = None) -> None:
+        """Append documents; `token_bytes` (V,) holds each token's length in bytes."""
+        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
+        tokens = np.fromiter(itertools.chain.from_iterable(documents), self.dtype, int(lengths.sum()))
+        self._write("tokens", tokens)
+        if masks is not None:
+            self._write("mask", np.fromiter(itertools.chain.from_iterable(masks), np.uint8, len(tokens)))
+        self._lengths.append(lengths)
+        self.tokens += len(tokens)
+        self.bytes += int(token_bytes[tokens].sum(dtype=np.int64))
+
+    def _write(self, kind: str, values: np.ndarray) -> None:
+        self._files[kind].write(values.data)
+        self._digests[kind].update(values.data)
+
+    def finish(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Write the offsets, give all files their names, and return the description, which has `source` in it."""
+        lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
+        self._begin("offsets")
+        self._write("offsets", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        for kind, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(self._path(kind, temporary=True), self._path(kind))
+        fsync_dir(self.folder)
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "documents": len(lengths),
+            "bytes": self.bytes,
+            "sha256": {kind: digest.hexdigest() for kind, digest in self._digests.items()},
+            "source": source,
+        }
+
+    def discard(self) -> None:
+        """Close and remove what was not finished."""
+        self._open.close()
+        for kind in self._files:
+            self._path(kind, temporary=True).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def part_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[PartWriter]:
+    """A writer that leaves nothing behind if it is not finished."""
+    writer = PartWriter(folder, name, dtype, masked)
+    try:
+        yield writer
+    finally:
+        writer.discard()
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest type that holds every token of a vocabulary."""
+    return "uint16" if vocab_size <= SMALL_VOCABULARY else "uint32"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; ranks that come second wait here and then find the work done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"waiting for another process that prepares {path.parent}")
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,210 @@
+"""The loader: rows as planned, an order that is known beforehand, the same on any number of ranks."""
+
+import dataclasses
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.common import UserError, base_dir
+from nanochat.conversation import chat
+from nanochat.dataloader import IGNORED, Rows, epoch_order, make_step, steps
+from nanochat.dataset import Corpus
+from nanochat.device import Compute
+from nanochat.prepare import plan, prepare_conversations, prepare_documents
+from nanochat.shards import write_shards
+from nanochat.token_files import TokenSet
+from nanochat.tokenizer import Tokenizer
+
+DOCUMENTS = [f"Document {i} says {'ha ' * (i * 7 % 40)}and 第{i}号。" for i in range(400)]
+TOKENIZER = Tokenizer.train(DOCUMENTS, 360)
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CHATS = [chat(f"What is {i}?", f"It is {'so ' * (i % 9)}{i}.") for i in range(80)]
+
+
+def on_rank(rank: int, world_size: int) -> Compute:
+    return dataclasses.replace(CPU, rank=rank, world_size=world_size)
+
+
+@pytest.fixture
+def documents() -> TokenSet:
+    folder = base_dir() / "base_data" / "c"
+    write_shards(folder, DOCUMENTS, rows_per_shard=150)
+    return prepare_documents(Corpus("c", folder), TOKENIZER, "train")
+
+
+@pytest.fixture
+def chats(tmp_path) -> TokenSet:
+    return prepare_conversations(tmp_path / "chats", CHATS, TOKENIZER, "k")
+
+
+def rows_over(tokens: TokenSet, row_tokens: int = 65, seed: int | None = 7, masked: bool = False) -> Rows:
+    return Rows(tokens, plan(tokens, row_tokens, cut=not masked), TOKENIZER.bos, seed, masked)
+
+
+def cells(rows: Rows, number: int) -> list[int]:
+    """The T + 1 cells of an unmasked row; padding is left out."""
+    inputs, targets = rows.row(number)
+    return [int(inputs[0]), *(int(t) for t in targets if t != IGNORED)]
+
+
+def split_at_bos(row: list[int]) -> list[tuple[int, ...]]:
+    """The pieces of a row."""
+    pieces: list[list[int]] = []
+    for token in row:
+        if token == TOKENIZER.bos:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return [tuple(piece) for piece in pieces]
+
+
+def test_an_epoch_holds_every_token_once_and_begins_every_piece_with_bos(documents):
+    rows = rows_over(documents)
+    held = Counter(token for n in range(rows.count) for token in cells(rows, n) if token != TOKENIZER.bos)
+    assert held == Counter(token for part in documents.parts for token in part.tokens.tolist())
+    whole = {tuple(TOKENIZER.encode(text)) for text in DOCUMENTS}
+    pieces = [piece for n in range(rows.count) for piece in split_at_bos(cells(rows, n))]
+    assert sum(piece in whole for piece in pieces) > 0.9 * documents.documents
+
+
+def test_inputs_and_targets_are_shifted_by_one(documents):
+    rows = rows_over(documents)
+    for number in range(rows.count):
+        inputs, targets = rows.row(number)
+        assert inputs.shape == targets.shape == (64,) and inputs.dtype == targets.dtype == torch.int64
+        kept = targets != IGNORED
+        assert (inputs[1:] == targets[:-1])[kept[:-1]].all() and inputs[0] == TOKENIZER.bos
+        assert kept.all() or int(kept.sum()) == int(rows._plan.used.min()) - 1
+
+
+def test_masked_rows_train_what_the_mask_marks_and_nothing_else(chats):
+    rows = rows_over(chats, row_tokens=97, masked=True)
+    expected = Counter()
+    for conversation in CHATS:
+        rendered = TOKENIZER.render(conversation)
+        expected += Counter(t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m)
+    trained = Counter()
+    for number in range(rows.count):
+        inputs, targets = rows.row(number)
+        kept = targets != IGNORED
+        assert (inputs[1:] == targets[:-1])[kept[:-1]].all()
+        trained += Counter(targets[kept].tolist())
+    assert trained == expected
+    with_bos = rows_over(chats, row_tokens=97)
+    assert with_bos.targets_in(0, with_bos.count) > rows.targets_in(0, rows.count)
+
+
+def test_a_masked_chat_row_by_hand(tmp_path):
+    tokens = prepare_conversations(tmp_path / "one", [chat("ab", "c")], Tokenizer.train(["x"], 265), "k")
+    tokenizer = Tokenizer.train(["x"], 265)
+    rows = Rows(tokens, plan(tokens, 10, cut=False), tokenizer.bos, None, masked=True)
+    inputs, targets = rows.row(0)
+    mark = tokenizer.special
+    assert inputs.tolist() == [
+        mark("bos"), mark("user_start"), 97, 98, mark("user_end"), mark("assistant_start"), 99, mark("assistant_end"),
+        mark("bos"),
+    ]  # fmt: skip
+    assert targets.tolist() == [-1, -1, -1, -1, -1, 99, mark("assistant_end"), -1, -1]
+
+
+def test_documents_cannot_be_masked(documents):
+    with pytest.raises(UserError, match="without a mask"):
+        rows_over(documents, masked=True)
+
+
+def test_targets_in_equals_counting_them(documents, chats):
+    for rows in (rows_over(documents), rows_over(chats, 97, masked=True), rows_over(documents, seed=None)):
+        counts = [int((rows.row(n)[1] != IGNORED).sum()) for n in range(2 * rows.count + 3)]
+        for first, count in ((0, 1), (0, rows.count), (3, rows.count), (rows.count - 2, 5), (5, 0), (0, len(counts))):
+            assert rows.targets_in(first, count) == sum(counts[first : first + count])
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 1_000])
+def test_every_epoch_is_a_permutation_and_they_differ(count):
+    orders = [epoch_order(count, seed, epoch) for seed in (0, 1, 42) for epoch in range(3)]
+    assert all(sorted(order.tolist()) == list(range(count)) for order in orders)
+    if count >= 100:
+        assert len({tuple(order) for order in orders}) == len(orders)
+        assert abs(np.corrcoef(orders[0], np.arange(count))[0, 1]) < 0.3
+
+
+def test_the_order_never_changes_between_versions():
+    # A checkpoint stores a row number only: a change here would make old runs repeat and skip rows.
+    assert epoch_order(10, 42, 0).tolist() == [3, 6, 8, 0, 4, 9, 7, 1, 2, 5]
+    assert epoch_order(10, 42, 1).tolist() == [8, 0, 1, 9, 6, 5, 3, 7, 4, 2]
+
+
+def test_rows_follow_the_epoch_orders_without_repeat_or_skip(documents):
+    rows = rows_over(documents)
+    expected = np.concatenate([epoch_order(rows.count, 7, epoch) for epoch in range(3)])
+    assert (rows.plan_rows(0, 3 * rows.count) == expected).all()
+    assert (rows.plan_rows(rows.count - 5, 20) == expected[rows.count - 5 : rows.count + 15]).all()
+    assert len(rows.plan_rows(3, 0)) == 0
+    sequential = rows_over(documents, seed=None)
+    assert sequential.plan_rows(rows.count - 2, 4).tolist() == [rows.count - 2, rows.count - 1, 0, 1]
+
+
+def rows_seen(rows: Rows, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
+    """For each step the rows of all ranks put back into the order of their numbers, and the targets counted."""
+    per_rank = [list(islice(steps(rows, first_row, 8, 2, on_rank(r, world_size)), count)) for r in range(world_size)]
+    out = []
+    for parts in zip(*per_rank, strict=True):
+        assert len({part.num_targets for part in parts}) == 1
+        inputs = [torch.cat([inputs for inputs, _ in part.micro_batches]) for part in parts]
+        ordered = torch.stack(inputs, dim=1).flatten(0, 1)  # number n is row n // world_size of rank n % world_size
+        counted = sum(int((targets != IGNORED).sum()) for part in parts for _, targets in part.micro_batches)
+        assert counted == parts[0].num_targets
+        out.append(([tuple(row.tolist()) for row in ordered], counted))
+    return out
+
+
+def test_steps_hold_the_same_rows_on_one_two_and_four_ranks(documents, chats):
+    for rows in (rows_over(documents), rows_over(chats, 97, masked=True)):
+        count = rows.count // 8 + 3  # beyond one epoch
+        one = rows_seen(rows, 1, count)
+        assert one == rows_seen(rows, 2, count) == rows_seen(rows, 4, count)
+        flat = [row for step, _ in one for row in step]
+        assert flat == [tuple(rows.row(n)[0].tolist()) for n in range(len(flat))]
+
+
+def test_a_resumed_run_sees_what_an_unbroken_one_sees_even_on_other_ranks(documents):
+    rows = rows_over(documents)
+    unbroken = rows_seen(rows, 1, 10)
+    fresh = rows_over(documents)
+    assert unbroken[4:] == rows_seen(fresh, 4, 6, first_row=32)
+
+
+def test_micro_batches_have_the_device_batch_size_and_the_rest_comes_last(documents):
+    rows = rows_over(documents)
+    step = make_step(rows, 0, 10, 3, on_rank(1, 2))
+    assert [tuple(inputs.shape) for inputs, _ in step.micro_batches] == [(3, 64), (2, 64)]
+    assert step.first_row == 0
+
+
+def test_a_step_needs_a_row_for_each_rank(documents):
+    with pytest.raises(UserError, match=r"multiple of 4 rows .* got 6"):
+        next(steps(rows_over(documents), 0, 6, 2, on_rank(0, 4)))
+
+
+def test_a_failure_in_the_loader_reaches_the_caller(documents, monkeypatch):
+    rows = rows_over(documents)
+    stream = steps(rows, 0, 4, 2, CPU)
+    next(stream)
+    monkeypatch.setattr(Rows, "batch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(islice(stream, 3))
+
+
+def test_padding_is_begin_marks_without_targets(documents, tmp_path: Path):
+    rows = rows_over(documents, seed=None)
+    inputs, targets = rows.row(rows.count - 1)
+    used = int(rows._plan.used[-1])
+    assert used < 65
+    assert (inputs[used:] == TOKENIZER.bos).all() and (targets[used - 1 :] == IGNORED).all()
