@@ -154,14 +154,14 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab: int, chunk: int) -> Tensor:
         head = weight.to(x.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        x_grads, weight_grad = [], torch.zeros_like(weight)
+        x_grads, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
         for i in range(0, x.size(0), chunk):
             part = x[i : i + chunk]
             chunk_loss, gradient = _chunk_loss(part, head, targets[i : i + chunk], scale[i : i + chunk], vocab)
             loss = loss + chunk_loss
             x_grads.append(gradient @ head)
-            weight_grad += (gradient.mT @ part).to(weight.dtype)
-        ctx.save_for_backward(torch.cat(x_grads), weight_grad)
+            weight_grad += gradient.mT @ part
+        ctx.save_for_backward(torch.cat(x_grads), weight_grad.to(weight.dtype))
         return loss
 
     @staticmethod
