@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat import parallel
-from nanochat.common import UserError, base_dir, fsync_dir, read_json, sha256_of, warn, write_json
+from nanochat.common import UserError, base_dir, fsync_dir, log, read_json, sha256_of, warn, write_json
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers
@@ -31,6 +31,9 @@ from nanochat.tokenizer import Tokenizer
 FORMAT = 1
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+# Flags that do not change what is learned: a run may go on with other values of these.
+FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "device_batch_size",
+              "eval_every", "eval_tokens", "sample_every", "core_metric_every", "data")  # fmt: skip
 KEEP = 2  # newest steps kept of a running stage
 
 
@@ -189,6 +192,56 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     return meta
 
 
+def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
+    """Whether this stage was trained to its end with these settings; says so. UserError if the settings differ."""
+    step = latest_step(folder)
+    if step is None:
+        return False
+    meta = read_meta(folder, step)
+    _same(folder, meta, settings)
+    if step < meta["steps"]:
+        return False
+    if compute.main:
+        log(f"already done: {folder} has all {step:,} steps")
+    return True
+
+
+def _same(folder: Path, meta: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse to go on with other settings than a run was begun with."""
+    known = {key: value for key, value in meta["config"].items() if key not in FREE_FLAGS}
+    asked = {key: value for key, value in settings.items() if key not in FREE_FLAGS}
+    changed = [f"--{key}: {known.get(key)} before, {asked.get(key)} now" for key in sorted({*known, *asked})
+               if known.get(key) != asked.get(key)]  # fmt: skip
+    if changed:
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, another "
+            f"--model_tag to begin beside it, or delete the folder to begin anew."
+        )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a stage goes on."""
+
+    step: int
+    state: dict[str, Any]  # what the script gave to save()
+
+
+def resume(
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute
+) -> Resumed:
+    """Load the newest whole step into model and optimizers; step 0 and no state where there is none."""
+    sweep(folder, compute)
+    step = newest_whole(folder, compute)
+    if step is None:
+        return Resumed(0, {})
+    _same(folder, read_meta(folder, step), settings)
+    meta = restore(folder, step, model, optimizers)
+    if compute.main:
+        log(f"going on from step {step:,} of {folder}")
+    return Resumed(step, meta["state"])
+
+
 def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
     """Load parameters, and optimizer state where given, into a model of any sharding; return meta."""
     where = step_dir(folder, step)
@@ -260,6 +313,36 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
     )
 
 
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a stage starts from; `identity` differs where its parameters do."""
+
+    tag: str
+    step: int
+    identity: str
+    corpus: str
+
+
+def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
+    """The newest checkpoint of an earlier stage, or the one named; UserError (code 2) if missing or unfinished."""
+    _, folder = find(stage, tag)
+    newest = latest_step(folder)
+    if step is None and newest is not None:
+        step = newest
+        meta = read_meta(folder, step)
+        if step < meta["steps"]:
+            raise UserError(
+                f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with `python -m {MADE_BY[stage]}`, or "
+                f"name a step of it",
+                exit_code=2,
+            )
+    if step is None or step not in steps(folder):
+        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+    meta = read_meta(folder, step)
+    digest = meta["files"]["model.safetensors"]["sha256"]
+    return Parent(folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"])
+
+
 def load_model(
     stage: str | None, tag: str | None, step: int | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
@@ -298,6 +381,19 @@ def held_in(model: GPT, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def model_meta(model: GPT) -> dict[str, Any]:
-    """What meta.json says of a model."""
-    return asdict(model.config)
+def make_meta(
+    stage: str,
+    model: GPTConfig,
+    settings: dict[str, Any],
+    steps: int,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """What a training script says of a step: stage, shape, settings (parent and corpus among them), steps of the
+    whole run, and its own state (loop figures, row of the data)."""
+    return {
+        "stage": stage,
+        "model": asdict(model),
+        "config": settings,
+        "steps": steps,
+        "state": state,
+    }

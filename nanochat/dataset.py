@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from nanochat import tinyworld
 from nanochat.common import UserError, base_dir, log, run, write_json
 from nanochat.download import Patience, Remote, check_space, fetch_all, part_size, probe_size
 from nanochat.progress import Progress, amount
@@ -116,19 +117,17 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
 
 def make_tinyworld() -> Corpus:
     """Write the embedded corpus, unless it is there in the form that this version of the package makes."""
-    from nanochat import tinyworld
-
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
-    about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": _folder_digest(Path(tinyworld.__path__[0]))}
+    about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld_fingerprint()}
     if _is_made(corpus, about):
         return corpus
-    return _make(corpus, tinyworld.documents(), about)  # pyright: ignore[reportAttributeAccessIssue]
+    return _make(corpus, tinyworld.documents(), about)
 
 
-def _folder_digest(package: Path) -> str:
-    """What a package's code and data files hold, so that a corpus made by an older version is noticed."""
+def tinyworld_fingerprint() -> str:
+    """A hash of TinyWorld's code and data files, so that what an older version made is noticed."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
+    for path in sorted((Path(__file__).parent / "tinyworld").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

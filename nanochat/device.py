@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nanochat.common import UserError
 
+MASTER = torch.float32  # the format parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.

@@ -3,8 +3,9 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from nanochat import device, parallel
 from nanochat.common import UserError, base_dir, log, warn
 from nanochat.device import Compute
 from nanochat.optim import Optimizers
-from nanochat.tracking import progress_on_terminal
+from nanochat.tracking import Tracker, progress_on_terminal
 
 BAD_STEPS = 10  # non-finite updates in a row after which a run stops
 
@@ -43,8 +44,10 @@ class LossScale:
     growing: bool = False
 
     @staticmethod
-    def start(compute: Compute) -> "LossScale":
-        return LossScale(65536.0, 0, True) if compute.scaler else LossScale()
+    def start(compute: Compute, state: Mapping[str, Any]) -> "LossScale":
+        """Begin, or go on from what state() kept."""
+        fresh = LossScale(65536.0, 0, True) if compute.scaler else LossScale()
+        return replace(fresh, **state["scale"]) if "scale" in state and compute.scaler else fresh
 
     def update(self, finite: bool) -> None:
         """Halve after an overflow, double after 2,000 good steps, as torch's GradScaler does."""
@@ -115,15 +118,14 @@ class Meter:
     skipped: int = 0
     _recent: list[float] = field(default_factory=list)
 
-    def state(self) -> dict[str, Any]:
-        """What a resume needs."""
-        kept = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")
-        return {name: value for name, value in asdict(self).items() if name in kept}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        for name, value in state.items():
-            setattr(self, name, value)
+    @staticmethod
+    def start(
+        steps: int, tokens_per_step: int, flops_per_token: int, compute: Compute, state: Mapping[str, Any]
+    ) -> "Meter":
+        """Begin, or go on from what state() kept."""
+        peak, source = device.peak_flops(compute)
+        log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
+        return Meter(steps, tokens_per_step, flops_per_token, peak * compute.world_size, **state.get("meter", {}))
 
     def tick(self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float) -> dict[str, Any]:
         """Take in a step (from 1) and return its line for metrics.jsonl; ten bad steps in a row stop the run."""
@@ -166,6 +168,15 @@ class Meter:
     def eta(self, step: int) -> float:
         """Seconds left, from the pace of the last twenty steps."""
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
+
+
+METER_STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")
+
+
+def state(meter: Meter, scale: LossScale) -> dict[str, Any]:
+    """What a resume needs of the loop's own figures."""
+    return {"meter": {name: getattr(meter, name) for name in METER_STATE},
+            "scale": {"value": scale.value, "good_steps": scale.good_steps}}  # fmt: skip
 
 
 def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
@@ -224,6 +235,69 @@ class SaveClock:
         self.cost, self.last = cost, time.monotonic()
 
 
+@dataclass(frozen=True)
+class StageFlags:
+    """Flags that all training scripts share."""
+
+    run: str = "dummy"
+    """name of a wandb run; dummy = no wandb"""
+    device_type: str = ""
+    """npu, cuda or cpu; empty = the first that is usable"""
+    data: str | None = None
+    """corpus by name, or a folder of one's own; default: the only one prepared"""
+    model_tag: str | None = None
+    """folder of the checkpoints, such as d4"""
+    save_every: int = 0
+    """steps between saves; 0 = by time and at the end only"""
+    save_seconds: float = 60.0
+    """seconds between saves, longer where saving takes longer; 0 = never by time"""
+    stop_at: int | None = None
+    """save and stop after this step; the same command without it goes on"""
+    compile: bool | None = None
+    """torch.compile; default: where it works and pays"""
+    seed: int = 42
+    """of parameters, of the order of rows, of sampling"""
+
+
+class Stage:
+    """What a training script carries from step to step: figures, log, progress bar and the clock of saves."""
+
+    def __init__(self, name: str, folder: Path, flags: StageFlags, meter: Meter, step: int, compute: Compute):
+        self.meter, self.compute, self.flags = meter, compute, flags
+        self.stop = min(flags.stop_at or meter.steps, meter.steps)
+        self.tracker = Tracker(folder, flags.run, asdict(flags), step, compute.main)
+        self.progress = Progress(name, meter.steps, step, compute.main)
+        self.clock = SaveClock(flags.save_seconds)
+        self._mark = (time.perf_counter(), time.process_time())
+
+    def start(self) -> None:
+        """A step begins now."""
+        self._mark = (time.perf_counter(), time.process_time())
+
+    def tick(self, step: int, outcome: Outcome, lrm: float) -> dict[str, Any]:
+        """A step (counted from 1) ended now; returns its figures, and shows them."""
+        seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
+        line = self.meter.tick(step, outcome, seconds, cpu, lrm)
+        self.progress.show(line, self.meter.eta(step))
+        return line
+
+    def save_due(self, step: int) -> bool:
+        """Whether step `step` is to be saved: the last, every `save_every`, or by the clock."""
+        last = step == self.stop
+        return last or due(step, self.flags.save_every, last) or self.clock.due(self.compute)
+
+    def close(self) -> None:
+        """End the bar and the files."""
+        self.progress.close()
+        self.tracker.close()
+
+
+def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    for block in blocks:
+        block._compiled_call_impl = None
+    return model
+
+
 def use_compile_cache() -> None:
     """Keep compiled kernels in the base folder, so that later stages and runs find them."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base_dir() / "compile_cache"))
@@ -234,7 +308,7 @@ def compiled(
     wanted: bool | None,
     shape: tuple[int, int],
     compute: Compute,
-    blocks: Callable[[], Iterator[nn.Module]],
+    blocks: Sequence[nn.Module],
 ) -> nn.Module:
     """The model to train with: compiled where that works, else the model itself, with one line that says why.
 
@@ -251,19 +325,19 @@ def compiled(
     start = time.monotonic()
     try:
         if compute.world_size > 1:
-            for block in blocks():
+            for block in blocks:
                 block.compile(dynamic=False)
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
         tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
-        fast(tokens, tokens, "sum").backward()
+        fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if wanted:
             raise
         warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")
-        fast = model
+        fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
-    log(f"compiled in {time.monotonic() - start:.1f} s" if fast is not model else "not compiled")
+    log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast

@@ -2,6 +2,7 @@
 
 from nanochat.tinyworld.arithmetic import Mental
 from nanochat.tinyworld.conversations import identity_conversations, mid_conversations, sft_conversations
+from nanochat.tinyworld.dialogues import identity_conversations
 from nanochat.tinyworld.documents import documents
 from nanochat.tinyworld.problems import (
     Problem,
@@ -26,6 +27,7 @@ __all__ = [
     "evaluation",
     "grade",
     "held_out_combinations",
+    "identity_conversations",
     "identity_conversations",
     "mid_conversations",
     "rl_evaluation",

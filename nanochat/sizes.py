@@ -1,0 +1,84 @@
+"""What `auto` means: the shape of a model and the split of a step, from depth, corpus, device and memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat import device, schedule
+from nanochat.common import UserError, log
+from nanochat.device import Compute
+from nanochat.gpt import GPTConfig
+
+Auto = Literal["auto"]
+CPU_PASS_TOKENS = 4096  # tokens of a pass on a CPU: larger ones only fall out of its caches
+ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
+
+
+def model_config(
+    depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
+    vocab_size: int, corpus: str, compute: Compute,
+) -> GPTConfig:  # fmt: skip
+    """The shape that `depth` and the overrides ask for."""
+    if depth < 1:
+        raise UserError(f"depth must be at least 1, got {depth}", exit_code=2)
+    # 128 channels a head feed matrix units best; below eight layers they would leave too few heads
+    head = head_dim if head_dim != "auto" else (128 if depth >= 8 else 64)
+    dim = model_dim if model_dim != "auto" else -(-depth * 64 // head) * head
+    if dim % head:
+        raise UserError(f"model_dim must be a multiple of head_dim, got {dim} and {head}", exit_code=2)
+    length = max_seq_len
+    if length == "auto":
+        length, why = (256, "TinyWorld's documents are short") if corpus == "tinyworld" else (2048, "the default")
+        if corpus != "tinyworld" and compute.device_type == "cpu":
+            length, why = 512, "a CPU"
+        log(f"max_seq_len: {length} ({why})")
+    heads = dim // head
+    return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a step is split."""
+
+    tokens_per_step: int
+    rows_per_step: int
+    device_batch_size: int  # rows of one pass on one rank
+    passes: int
+
+
+def batch(
+    total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int, tokens: float | None,
+    corpus: str, compute: Compute,
+) -> Batch:  # fmt: skip
+    """Tokens of a step and rows of a pass; `tokens` is the expected horizon, None if the steps are given."""
+    unit = shape.sequence_len * compute.world_size
+    total = total_batch_size
+    if total == "auto":
+        if corpus == "tinyworld":
+            total, why = 8192, "TinyWorld is small"
+        elif tokens is None:
+            total, why = schedule.REFERENCE_BATCH, "the default"
+        else:
+            reference = 12.0 * schedule.REFERENCE_SCALING_PARAMETERS
+            total, why = schedule.batch_tokens(tokens, reference), f"for {tokens:,.0f} tokens"
+        total = max(round(total / unit), 1) * unit
+        log(f"total_batch_size: {total:,} tokens a step ({why})")
+    rows = device_batch_size
+    if rows == "auto":
+        rows, why = _device_rows(shape, parameters, compute)
+        log(f"device_batch_size: at most {rows} rows a pass ({why})")
+    per_pass, passes = schedule.micro_batches(total, shape.sequence_len, rows, compute.world_size)
+    if device_batch_size != "auto" and per_pass < rows:
+        log(f"device_batch_size: lowered from {rows} to {per_pass}, a divisor of each rank's rows of a step")
+    log(f"step: {total:,} tokens = {passes} pass(es) x {per_pass} rows x {shape.sequence_len} tokens x "
+        f"{compute.world_size} rank(s)")  # fmt: skip
+    return Batch(total, total // shape.sequence_len, per_pass, passes)
+
+
+def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:
+    """Rows of a pass that fit: on a CPU what its caches like, elsewhere what is left beside 16 bytes a parameter."""
+    if compute.device_type == "cpu":
+        return max(CPU_PASS_TOKENS // shape.sequence_len, 1), f"{CPU_PASS_TOKENS:,} tokens a pass suit a CPU"
+    memory = device.memory_total(compute)
+    row = ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len
+    fit = max(int((0.8 * memory - 16 * parameters) // row), 1)
+    return 2 ** (fit.bit_length() - 1), f"{memory / 2**30:.0f} GiB of memory"

@@ -1,0 +1,145 @@
+"""Pretraining: a GPT from nothing, on the documents of a corpus.
+
+python -m scripts.base_train --depth=4
+torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, prepare, report, schedule, sizes
+from nanochat.common import log, run, settings
+from nanochat.device import Compute
+from nanochat.gpt import GPT
+from nanochat.optim import Optimizers, Rates
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Config(loop.StageFlags, Rates):
+    """Flags of pretraining; `auto` is decided by corpus, device and memory, and printed."""
+
+    depth: int = 20
+    """layers, the one dial of size: channels are 64 x depth, rounded up to heads"""
+    model_dim: int | Auto = "auto"
+    """channels"""
+    head_dim: int | Auto = "auto"
+    """channels of a head"""
+    max_seq_len: int | Auto = "auto"
+    """tokens of a row"""
+    window_pattern: str = "SSSL"
+    """tiled over layers: L sees the whole row, S a quarter of it"""
+    num_iterations: int | None = None
+    """steps; takes precedence over target_flops and target_param_data_ratio"""
+    target_flops: float | None = None
+    """train for this many FLOPs"""
+    target_param_data_ratio: float = 12.0
+    """train for this many tokens per parameter of the matrices and the head"""
+    total_batch_size: int | Auto = "auto"
+    """tokens of a step, over all devices"""
+    device_batch_size: int | Auto = "auto"
+    """rows of a pass on one device, at most"""
+    warmup_steps: int | None = None
+    """steps of linear warmup; default 40, in short runs a fifth"""
+    warmdown_ratio: float = 0.65
+    """the last part of the run, in which the learning rate falls"""
+    final_lr_frac: float = 0.05
+    """the learning rate at the end, as a part of its peak"""
+    eval_every: int = 250
+    """steps between validations; 0 = never"""
+    eval_tokens: int | None = None
+    """tokens of a validation; default: all of them, at most 20 steps' worth"""
+
+
+def train(cfg: Config, compute: Compute) -> None:
+    """Train to the horizon, going on from the newest checkpoint if there is one."""
+    tag = cfg.model_tag or f"d{cfg.depth}"
+    folder = checkpoints.checkpoint_dir("base", tag)
+    corpus = dataset.resolve(cfg.data)
+    wanted = {**settings(cfg), "corpus": corpus.name}
+    if checkpoints.finished(folder, wanted, compute):
+        return
+    tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
+
+    # The model's shape, how a step is split, and how long the run is
+    shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
+                               tokenizer.vocab_size, corpus.name, compute)  # fmt: skip
+    model = GPT(shape, dtype=compute.dtype)
+    counts, flops = model.parameter_counts(), model.flops_per_token()
+    horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
+    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
+                        corpus.name, compute)  # fmt: skip
+    horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
+                               counts["scaling"], batch.tokens_per_step)  # fmt: skip
+    steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
+    log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
+        f"{counts['total']:,} parameters, {flops:,} FLOPs a token")  # fmt: skip
+    log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
+
+    # Tokenised once; a row is a pure function of (seed, row number)
+    T = shape.sequence_len
+    documents = {split: prepare.prepare_documents(corpus, tokenizer, split) for split in ("train", "val")}
+    plans = {split: prepare.plan(tokens, T + 1, cut=True) for split, tokens in documents.items()}
+    rows = dataloader.Rows(documents["train"], plans["train"], tokenizer.bos, cfg.seed, masked=False)
+    val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
+    val_rows = dataloader.Rows(documents["val"], plans["val"], tokenizer.bos, None, masked=False)
+    log(
+        f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {steps * batch.rows_per_step / rows.count:.2f} epochs"
+    )
+
+    # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
+    model.init_weights(cfg.seed)
+    model.to(compute.device)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
+                                  cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, dataclasses.replace(cfg, weight_decay=decay),
+                            schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
+
+    # Go on where a run was stopped
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
+    scale = loop.LossScale.start(compute, resumed.state)
+    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    stage = loop.Stage("base", folder, cfg, meter, step, compute)
+    batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
+
+    while step < stage.stop:
+        stage.start()
+        lrm = schedule.trapezoid(step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
+        optimizers.schedule(lrm, schedule.momentum(step, steps, cfg.warmdown_ratio), schedule.decay_factor(step, steps))
+        outcome = loop.update(fast, optimizers, next(batches), scale, compute)
+        step += 1
+        line = stage.tick(step, outcome, lrm)
+        if stage.save_due(step):  # before the evaluation, which may fail
+            state = {**loop.state(meter, scale), "row": step * batch.rows_per_step}
+            meta = checkpoints.make_meta("base", shape, wanted, steps, state)
+            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
+        if loop.due(step, cfg.eval_every, step == steps):
+            val = dataloader.one_pass(val_rows, val_tokens, batch.device_batch_size, compute)
+            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
+            log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte")
+        stage.tracker.log(**line)
+    stage.close()
+    if step == steps:
+        report.training_section("base", tag, folder, wanted, counts, compute)
+    log(
+        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
+    )
+
+
+def main(cfg: Config) -> None:
+    """One process of pretraining."""
+    compute = device.compute_init(cfg.device_type)
+    try:
+        train(cfg, compute)
+    finally:
+        device.compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

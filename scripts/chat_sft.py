@@ -1,0 +1,107 @@
+"""Supervised fine-tuning: only what the assistant says is trained; rows hold several whole conversations.
+
+python -m scripts.chat_sft
+torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat import dataloader, device, loop, loss_eval, parallel, report, sizes
+from nanochat.common import log, run, settings
+from nanochat.device import Compute
+from nanochat.optim import Optimizers, Rates
+from tasks.mixtures import mix
+
+
+@dataclass(frozen=True)
+class Config(loop.StageFlags, Rates):
+    """Flags of fine-tuning."""
+
+    source: Literal["mid", "base"] = "mid"
+    """stage to start from"""
+    source_step: int | None = None
+    """step of the checkpoint to start from; default the newest"""
+    conversations: str | None = None
+    """a JSONL file of one's own conversations, instead of the mixture"""
+    num_epochs: float = 1.0
+    """passes over the mixture"""
+    num_iterations: int | None = None
+    """steps; takes precedence over num_epochs"""
+    target_examples_per_step: int = 32
+    """rows of a step, over all devices; a row holds several whole conversations"""
+    device_batch_size: int | Literal["auto"] = 4
+    """rows of a pass on one device, at most"""
+    init_lr_frac: float = 0.02
+    """factor on all learning rates, which then fall linearly to 0"""
+    weight_decay: float = 0.0
+    """Muon's decay"""
+    eval_every: int = 100
+    """steps between validations; 0 = never"""
+
+
+def train(cfg: Config, compute: Compute) -> None:
+    """Fine-tune over the mixture, going on from the newest checkpoint if there is one."""
+    parent = checkpoints.find_parent(cfg.source, cfg.model_tag, cfg.source_step)
+    folder = checkpoints.checkpoint_dir("sft", parent.tag)
+    corpus = cfg.data or parent.corpus
+    wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    if checkpoints.finished(folder, wanted, compute):
+        return
+    loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
+    model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
+    counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
+
+    tokens = cfg.target_examples_per_step * T
+    batch = sizes.batch(tokens, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
+    mixture = mix("sft", corpus, cfg.seed, cfg.conversations)
+    rows = dataloader.conversation_rows("sft", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=True)
+    val_rows = dataloader.conversation_rows("sft-val", mixture.val, mixture.key, tokenizer, T, None, masked=True)
+    steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
+    log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
+
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
+    scale = loop.LossScale.start(compute, resumed.state)
+    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    stage = loop.Stage("sft", folder, cfg, meter, step, compute)
+    batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
+
+    while step < stage.stop:
+        stage.start()
+        lrm = 1 - step / steps
+        optimizers.schedule(lrm, 0.95, 1.0)
+        outcome = loop.update(fast, optimizers, next(batches), scale, compute)
+        step += 1
+        line = stage.tick(step, outcome, lrm)
+        if stage.save_due(step):
+            state = {**loop.state(meter, scale), "row": step * batch.rows_per_step}
+            meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
+            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
+        if loop.due(step, cfg.eval_every, step == steps):
+            val = dataloader.one_pass(val_rows, 20 * batch.tokens_per_step, batch.device_batch_size, compute)
+            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
+            log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte of the answers")
+        stage.tracker.log(**line)
+    stage.close()
+    if step == steps:
+        report.training_section("sft", parent.tag, folder, wanted, counts, compute)
+    log(
+        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
+    )
+
+
+def main(cfg: Config) -> None:
+    """One process of fine-tuning."""
+    compute = device.compute_init(cfg.device_type)
+    try:
+        train(cfg, compute)
+    finally:
+        device.compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

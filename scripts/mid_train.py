@@ -1,0 +1,109 @@
+"""Midtraining: the base model learns the form of a chat, tools and tasks; every token is trained.
+
+python -m scripts.mid_train
+torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat import dataloader, device, loop, loss_eval, parallel, report, schedule, sizes
+from nanochat.common import log, run, settings
+from nanochat.device import Compute
+from nanochat.optim import Optimizers, Rates
+from tasks.mixtures import mix
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Config(loop.StageFlags, Rates):
+    """Flags of midtraining; the model is the base stage's."""
+
+    base_step: int | None = None
+    """step of the base checkpoint; default the newest"""
+    conversations: str | None = None
+    """a JSONL file of one's own conversations, instead of the mixture"""
+    num_epochs: float = 1.0
+    """passes over the mixture"""
+    num_iterations: int | None = None
+    """steps; takes precedence over num_epochs"""
+    total_batch_size: int | Auto = "auto"
+    """tokens of a step, over all devices"""
+    device_batch_size: int | Auto = "auto"
+    """rows of a pass on one device, at most"""
+    init_lr_frac: float = 1.0
+    """factor on all learning rates"""
+    weight_decay: float = 0.0
+    """Muon's decay"""
+    warmdown_ratio: float = 0.2
+    """the last part of the run, in which the learning rate falls to 0"""
+    eval_every: int = 150
+    """steps between validations; 0 = never"""
+
+
+def train(cfg: Config, compute: Compute) -> None:
+    """Train over the mixture, going on from the newest checkpoint if there is one."""
+    parent = checkpoints.find_parent("base", cfg.model_tag, cfg.base_step)
+    folder = checkpoints.checkpoint_dir("mid", parent.tag)
+    corpus = cfg.data or parent.corpus
+    wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    if checkpoints.finished(folder, wanted, compute):
+        return
+    loaded = checkpoints.load_model("base", parent.tag, parent.step, compute, dtype=device.MASTER)
+    model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
+    counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
+
+    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
+    mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
+    rows = dataloader.conversation_rows("mid", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=False)
+    val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, None, masked=False)
+    steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
+    log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
+
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg,
+                            cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
+    scale = loop.LossScale.start(compute, resumed.state)
+    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    stage = loop.Stage("mid", folder, cfg, meter, step, compute)
+    batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
+
+    while step < stage.stop:
+        stage.start()
+        lrm = schedule.trapezoid(step, steps, 0, cfg.warmdown_ratio, 0.0)
+        optimizers.schedule(lrm, schedule.momentum(step, steps, cfg.warmdown_ratio), 1.0)
+        outcome = loop.update(fast, optimizers, next(batches), scale, compute)
+        step += 1
+        line = stage.tick(step, outcome, lrm)
+        if stage.save_due(step):
+            state = {**loop.state(meter, scale), "row": step * batch.rows_per_step}
+            meta = checkpoints.make_meta("mid", shape, wanted, steps, state)
+            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
+        if loop.due(step, cfg.eval_every, step == steps):
+            val = dataloader.one_pass(val_rows, 20 * batch.tokens_per_step, batch.device_batch_size, compute)
+            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
+            log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte")
+        stage.tracker.log(**line)
+    stage.close()
+    if step == steps:
+        report.training_section("mid", parent.tag, folder, wanted, counts, compute)
+    log(
+        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
+    )
+
+
+def main(cfg: Config) -> None:
+    """One process of midtraining."""
+    compute = device.compute_init(cfg.device_type)
+    try:
+        train(cfg, compute)
+    finally:
+        device.compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)
