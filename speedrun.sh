@@ -11,7 +11,9 @@ usage() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
 
+# shellcheck disable=SC2034  # the stages take them
 preset=auto
+# shellcheck disable=SC2034
 data=auto
 while [ $# -gt 0 ]; do
     case $1 in
