@@ -1,7 +1,6 @@
 """Corpora by name: made, fetched or imported, found again, and what is said when there is none."""
 
 import io
-import sys
 import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,15 +32,11 @@ def own_files(folder: Path, count: int = 30) -> Path:
 
 
 @pytest.fixture
-def tinyworld(tmp_path, monkeypatch) -> types.ModuleType:
-    """A stand-in for the package, with a folder whose content is its version."""
-    module = types.ModuleType("nanochat.tinyworld")
-    module.__path__ = [str(tmp_path / "package")]
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "facts.tsv").write_text("1")
-    module.documents = lambda seed=0: iter([f"fact {i}" for i in range(200)])  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nanochat.tinyworld", module)
-    monkeypatch.setattr("nanochat.tinyworld", module, raising=False)
+def tinyworld(monkeypatch) -> types.SimpleNamespace:
+    """A stand-in for the package, of which a test can change the documents and the version."""
+    module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), version="1")
+    monkeypatch.setattr(dataset, "tinyworld", module)
+    monkeypatch.setattr(dataset, "tinyworld_fingerprint", lambda: module.version)
     return module
 
 
@@ -103,7 +98,7 @@ def test_shards_are_split_into_training_and_the_last_one(base):
 # --- TinyWorld and one's own files ---------------------------------------------------------------
 
 
-def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, tmp_path, capsys):
+def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, capsys):
     corpus = make_tinyworld()
     assert resolve("tinyworld") == corpus
     everything = set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
@@ -112,10 +107,16 @@ def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, tm
     make_tinyworld()
     assert (corpus.folder / "corpus.json").stat().st_mtime_ns == before
     assert "tinyworld is there" in capsys.readouterr().out
-    (tmp_path / "package" / "facts.tsv").write_text("2")
-    tinyworld.documents = lambda seed=0: iter(["new 1", "new 2"])  # type: ignore[attr-defined]
+    tinyworld.version = "2"
+    tinyworld.documents = lambda: iter(["new 1", "new 2"])
     make_tinyworld()
     assert set(texts(shards(corpus, "train"))) < {"new 1", "new 2"}
+
+
+def test_the_real_tinyworld_has_both_sides_and_no_document_on_both():
+    corpus = make_tinyworld()
+    train, val = (set(texts(shards(corpus, split))) for split in ("train", "val"))
+    assert len(train) > 10_000 and len(val) > 100 and not train & val
 
 
 def test_a_lost_shard_is_noticed_and_made_again(tinyworld):
