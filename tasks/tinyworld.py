@@ -34,6 +34,8 @@ class TinyWorld:
         """1 if the value is right. The calculator's problems need the parts of the reply: the call counts."""
         return float(tinyworld.grade(self.problems[i], reply))
 
+    grade_parts = grade
+
 
 def measures(seed: int = 0) -> list[TinyWorld]:
     """The measures that a report shows: held-out wordings, the calculator, and held-out combinations beside them."""

@@ -1,7 +1,7 @@
 """TinyWorld: a small bilingual world of true facts, its documents, conversations and questions."""
 
 from nanochat.tinyworld.arithmetic import Mental
-from nanochat.tinyworld.conversations import identity_conversations, mid_conversations, sft_conversations
+from nanochat.tinyworld.conversations import mid_conversations, sft_conversations
 from nanochat.tinyworld.dialogues import identity_conversations
 from nanochat.tinyworld.documents import documents
 from nanochat.tinyworld.problems import (
@@ -27,7 +27,6 @@ __all__ = [
     "evaluation",
     "grade",
     "held_out_combinations",
-    "identity_conversations",
     "identity_conversations",
     "mid_conversations",
     "rl_evaluation",

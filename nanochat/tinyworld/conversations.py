@@ -148,8 +148,3 @@ def mid_conversations(seed: int = 0, size: int = 30_000, mental: Mental | None =
 def sft_conversations(seed: int = 0, size: int = 12_000, mental: Mental | None = None) -> list[Conversation]:
     """Conversations as a user would have them: mostly one question and its short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())
-
-
-def identity_conversations(seed: int = 0, size: int = 1_000) -> list[Conversation]:
-    """Questions about the assistant itself, for mixtures that teach everything else from other sources."""
-    return _mix(f"identity/{seed}", size, {"about_itself": 1.0}, Mental())

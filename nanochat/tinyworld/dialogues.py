@@ -4,11 +4,11 @@ import functools
 import json
 import random
 
-from nanochat.conversation import Message, assistant, user
+from nanochat.conversation import Conversation, Message, assistant, chat, user
 from nanochat.tinyworld.facts import Fact, facts_by_relation
 from nanochat.tinyworld.splits import asked_facts, kept_for_evaluation
 from nanochat.tinyworld.wording import ask, sentence, state, wordings
-from nanochat.tinyworld.words import Language, Word, chinese, data_text, english, lexicon
+from nanochat.tinyworld.words import LANGUAGES, Language, Word, chinese, data_text, english, lexicon
 
 # Relations that are also asked of things that do not exist, and how such a thing's name is used in English.
 UNKNOWN_RELATIONS = {
@@ -31,6 +31,16 @@ UNKNOWN_RELATIONS = {
 def dialogue_data() -> dict:
     """The patterns of the dialogues."""
     return json.loads(data_text("dialogues.json"))
+
+
+def identity_conversations() -> list[Conversation]:
+    """Every question about nanochat itself and its answer, in both languages."""
+    return [
+        chat(question, item[language]["answer"])
+        for item in dialogue_data()["about_itself"]
+        for language in LANGUAGES
+        for question in item[language]["ask"]
+    ]
 
 
 def talk(group: str, language: Language, rng: random.Random) -> list[Message]:
