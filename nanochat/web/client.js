@@ -1,0 +1,78 @@
+// The server's API: which model it has, and streamed answers.
+
+import { events } from "./sse.js";
+
+/** What went wrong, by a code that i18n.js has words for; `detail` is the server's own sentence. */
+export class ChatError extends Error {
+  constructor(code, detail = "", values = {}) {
+    super(detail || code);
+    this.code = code;
+    this.detail = detail;
+    this.values = values;
+  }
+}
+
+async function refusal(response) {
+  const values = { status: response.status, seconds: Number(response.headers.get("Retry-After")) || 5 };
+  try {
+    const { error } = await response.json();
+    return new ChatError(error.code, error.message, values);
+  } catch {
+    return new ChatError("http", "", values);
+  }
+}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (failure) {
+    if (failure.name === "AbortError") throw failure;
+    throw new ChatError("unreachable");
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** The model that is loaded: {id, stage, tag, step, context_length, defaults}. */
+export async function loadedModel() {
+  const response = await request("v1/models", { cache: "no-store" });
+  return (await response.json()).data[0];
+}
+
+/**
+ * A streamed answer: yields {text}, {tool: {expression, result}}, {tokens} as they come and {finish} at the end;
+ * {forgotten} first, if that many of the oldest messages did not fit the model's context.
+ * Aborting the signal closes the connection, at which the server stops computing.
+ */
+export async function* answer(messages, maxTokens, signal) {
+  const stream_options = { include_usage: true, continuous_usage_stats: true };
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ messages, max_tokens: maxTokens, truncation: "auto", stream: true, stream_options }),
+    signal,
+  });
+  let [started, finished] = [false, false];
+  try {
+    for await (const data of events(response.body)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ChatError(chunk.error.code, chunk.error.message);
+      if (!started && chunk.truncated_messages) yield { forgotten: chunk.truncated_messages };
+      started = true;
+      if (chunk.usage) yield { tokens: chunk.usage.completion_tokens };
+      const choice = chunk.choices[0];
+      if (choice?.delta.content) yield { text: choice.delta.content };
+      if (choice?.delta.tool) yield { tool: choice.delta.tool };
+      if (choice?.finish_reason) {
+        finished = true;
+        yield { finish: choice.finish_reason };
+      }
+    }
+  } catch (failure) {
+    if (failure instanceof ChatError || failure.name === "AbortError") throw failure;
+    throw new ChatError("broken");
+  }
+  if (!finished) throw new ChatError("broken");
+}

@@ -1,0 +1,185 @@
+"""Chat with a trained model in the browser, and through an API that OpenAI's clients speak.
+
+python -m scripts.chat_web                      # the latest stage, at http://127.0.0.1:8000
+python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
+python -m scripts.chat_web --host 0.0.0.0       # other machines may use it too
+"""
+
+import errno
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.common import UserError, log, run, warn
+from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
+from nanochat.engine import Engine
+from nanochat.server import Settings, create_app, serve
+
+
+@dataclass(frozen=True)
+class Config:
+    """Chat with a trained model in the browser."""
+
+    source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
+    """Stage of the model. Unset: the latest there is of rl > sft > mid > base."""
+    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
+    """Tag of the model, such as d20. Unset: the newest."""
+    step: Annotated[int | None, arg(aliases=["-s"])] = None
+    """Step of the checkpoint. Unset: the last."""
+    temperature: Annotated[float, arg(aliases=["-t"])] = 0.8
+    """How freely words are drawn, 0 to 2; 0 takes the likeliest. A request may ask for another."""
+    top_k: Annotated[int, arg(aliases=["-k"])] = 50
+    """Draw among the k likeliest tokens; 0 takes all. A request may ask for another."""
+    max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
+    """Longest answer in tokens, unless a request asks for another."""
+    num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
+    """Must be 1: one model answers many chats at once."""
+    slots: int = 32
+    """Chats that are answered at once; more wait."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
+    """Number format of the computation. auto: the device's best."""
+    device_type: str = ""
+    """Device to use. Unset: the best there is."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines in."""
+    port: Annotated[int, arg(aliases=["-p"])] = 8000
+    """Port to listen on; 0 takes any free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """More names under which browsers may reach this server, such as that of a proxy before it."""
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError (code 2) for settings that cannot be."""
+    if cfg.num_gpus != 1:
+        raise UserError(
+            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs one model on one device and answers "
+            f"{cfg.slots} chats with it at once. For more devices start one server on each, every one with its "
+            "own --port.",
+            exit_code=2,
+        )
+    limits = {
+        "temperature": (0, 2),
+        "top_k": (0, 10**6),
+        "max_tokens": (1, 10**6),
+        "slots": (1, 1024),
+        "port": (0, 65535),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(cfg, name)
+        if not low <= value <= high:
+            raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
+
+
+# --- the address ---------------------------------------------------------------------------------
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded, so that a taken one is known at once. UserError says what to do."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as failure:
+        raise UserError(f"--host must be an address of this machine, got {host!r} ({failure.strerror})") from None
+    try:
+        return _bound(family, address)
+    except OSError as failure:
+        if failure.errno == errno.EADDRINUSE:
+            free = next(_free_ports(family, address))
+            text = f"port {port} is taken by another program. Port {free} is free: add --port {free}"
+        elif failure.errno == errno.EACCES:
+            text = f"port {port} needs administrator rights; use one from 1024 on, such as --port 8000"
+        elif failure.errno == errno.EADDRNOTAVAIL:
+            text = f"--host must be an address of this machine, got {host}; 127.0.0.1 is this machine alone"
+        else:
+            raise
+        raise UserError(text) from None
+
+
+def _bound(family: int, address: tuple) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _free_ports(family: int, address: tuple) -> Iterator[int]:
+    """Free ports, those just above the wanted one first."""
+    host, port, *rest = address
+    for other in (*range(port + 1, min(port + 100, 65535)), 0):
+        try:
+            with _bound(family, (host, other, *rest)) as listener:
+                yield listener.getsockname()[1]
+        except OSError:
+            continue
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def addresses(listener: socket.socket, host: str) -> list[str]:
+    """What to type into a browser."""
+    port = listener.getsockname()[1]
+    everywhere = host in ("0.0.0.0", "::", "")
+    names = ["127.0.0.1", socket.gethostname()] if everywhere else [f"[{host}]" if ":" in host else host]
+    return [f"http://{name}:{port}" for name in names]
+
+
+# --- serving -------------------------------------------------------------------------------------
+
+
+def settings_of(cfg: Config, loaded: Loaded) -> Settings:
+    """What the server needs to know about the model and the defaults."""
+    return Settings(
+        model=f"nanochat-{loaded.stage}-{loaded.tag}",
+        stage=loaded.stage,
+        tag=loaded.tag,
+        step=loaded.step,
+        temperature=cfg.temperature,
+        top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
+        max_tokens=cfg.max_tokens,
+        hosts=(cfg.host, socket.gethostname(), *cfg.allowed_hosts),
+    )
+
+
+def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
+    """Load the model and serve it until Ctrl-C."""
+    if cfg.dtype != "auto":
+        compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
+    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots)
+    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded))
+    log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}, context of {engine.length} tokens")
+    if not is_local(cfg.host):
+        warn(
+            f"--host {cfg.host} lets everyone who can reach this machine use the model; there is no password, and "
+            "what is said travels unencrypted. The default, 127.0.0.1, is for this machine alone."
+        )
+    for address in addresses(listener, cfg.host):
+        log(f"在浏览器中打开 / open in a browser: {address}")
+    log("按 Ctrl-C 停止 / Ctrl-C stops")
+    serve(app, listener)
+    log("已停止 / stopped")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    with listen(cfg.host, cfg.port) as listener:
+        compute = compute_init(cfg.device_type or None)
+        try:
+            chat_web(cfg, compute, listener)
+        finally:
+            compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config)
