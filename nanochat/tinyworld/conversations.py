@@ -6,7 +6,14 @@ from typing import TypeVar
 
 from nanochat.conversation import Conversation, Message, assistant, user
 from nanochat.tinyworld.arithmetic import Mental, calculator_sum, mental_sum
-from nanochat.tinyworld.dialogues import dialogue_data, dont_know, talk, tell_me_about, unknown_question
+from nanochat.tinyworld.dialogues import (
+    WORD_RELATIONS,
+    dialogue_data,
+    dont_know,
+    talk,
+    tell_me_about,
+    unknown_question,
+)
 from nanochat.tinyworld.facts import Fact
 from nanochat.tinyworld.splits import asked_facts
 from nanochat.tinyworld.stories import counting_story, logic_story
@@ -66,7 +73,9 @@ class Questions:
 
     def follow_up(self, language: Language) -> list[Message]:
         """A question, and the same about another entity in few words."""
-        first = next(fact for fact in self.decks[language] if len(fact.subjects) == 1)
+        first = next(
+            fact for fact in self.decks[language] if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS
+        )
         others = [fact for fact in self.by_relation[first.relation] if fact != first]
         messages = _question(first, language, self.rng)
         for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):

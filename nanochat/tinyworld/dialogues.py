@@ -25,6 +25,8 @@ UNKNOWN_RELATIONS = {
     "tool_use": "a",
     "job_task": "a",
 }
+# Relations about a word and not about the thing it names: "And a car?" would not ask for the spelling of "car".
+WORD_RELATIONS = ("spelling", "letter_count", "to_chinese", "to_english", "opposite", "left_of", "right_of")
 
 
 @functools.cache
@@ -77,10 +79,10 @@ def dont_know(language: Language) -> str:
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """The facts that training asks about, by subject, for subjects with at least three."""
+    """The facts about things that training asks about, by subject, for subjects with at least three."""
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():
-        if len(fact.subjects) == 1:
+        if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS and not fact.subjects[0].key.isdigit():
             groups.setdefault(fact.subjects[0].key, []).append(fact)
     return {key: tuple(facts) for key, facts in groups.items() if len(facts) >= 3}
 
