@@ -279,7 +279,8 @@ class GPT(nn.Module):
         """Rotary tables (length, D/2), made once per device."""
         if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
             size = max(length, self.config.sequence_len)
-            self._tables = kernels.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
+            with torch.inference_mode(False):  # tables made while sampling must serve training too
+                self._tables = kernels.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
