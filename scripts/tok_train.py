@@ -1,0 +1,149 @@
+"""Train the tokenizer of a corpus.
+
+python -m scripts.tok_train                                    # of the only corpus there is
+python -m scripts.tok_train --data fineweb --vocab_size 65536
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from nanochat.common import UserError, log, read_json, run, settings, write_json
+from nanochat.dataset import resolve, shards, texts
+from nanochat.progress import Progress, duration
+from nanochat.report import write_section
+from nanochat.shards import read_about
+from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
+
+Auto = Literal["auto"]
+SMALL_CORPUS = 50_000_000  # characters; up to there a small vocabulary, as the models are small too
+NOTE = "training.json"  # beside tokenizer.json: what it was trained with, so that a second call knows
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train the tokenizer of a corpus."""
+
+    data: str | None = None
+    """The corpus: a name, or the folder it was imported from. Unset: the only one there is."""
+    max_chars: int = 2_000_000_000
+    """Characters to read, at most."""
+    doc_cap: int = 10_000
+    """Characters to read of one document, at most."""
+    vocab_size: int | Auto = "auto"
+    """Tokens in the vocabulary, special tokens included. auto: 32,768, or 4,096 for less than 50 million characters."""
+    pattern: str = DEFAULT_PATTERN
+    """How text is cut before merging, by name."""
+
+
+def sample(paths: list[Path], cfg: Config, used: dict[str, int]) -> Iterator[str]:
+    """Documents cut to `doc_cap`, until `max_chars` are read; counts characters and documents in `used`."""
+    for path in paths:
+        used["shards"] += 1
+        for text in texts([path]):
+            text = text[: cfg.doc_cap]
+            used["characters"] += len(text)
+            used["documents"] += 1
+            yield text
+            if used["characters"] >= cfg.max_chars:
+                return
+
+
+def identity(paths: list[Path]) -> list[list[Any]]:
+    """What tells shards from others of the same names: their sizes, and SHA-256s where they are known."""
+    known = read_about(paths[0].parent).get("shards", {})
+    return [[path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths]
+
+
+def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
+    """The size asked for, or one that suits the corpus, with the reason printed."""
+    if asked != "auto":
+        return asked
+    size = 4_096 if characters is not None and characters < SMALL_CORPUS else 32_768
+    log(f"vocab_size: {size:,} (the corpus has {f'{characters:,}' if characters else 'many'} characters)")
+    return size
+
+
+def compression(tokenizer: Tokenizer, paths: list[Path]) -> float:
+    """Bytes per token on the first 1,000 documents, each of which must come back from its tokens."""
+    some = list(islice(texts(paths), 1_000))
+    tokens = tokenizer.encode_batch(some)
+    if [tokenizer.decode(ids) for ids in tokens] != some:
+        raise AssertionError("a text does not come back from its tokens")
+    return sum(len(text.encode()) for text in some) / sum(map(len, tokens))
+
+
+def done_before(folder: Path, cfg: Config, paths: list[Path]) -> Tokenizer | None:
+    """The tokenizer that these settings gave on these shards, if it is there; shards added since do not count."""
+    if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
+        return None
+    note = read_json(folder / NOTE)
+    asked = {**settings(cfg), "data": None}
+    if note["settings"] != asked or note["shards"] != identity(paths[: len(note["shards"])]):
+        return None
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer if tokenizer.hash == note["tokenizer"] else None
+
+
+def train(cfg: Config) -> Tokenizer:
+    """Train, check, save, and leave a section for the report; or find that all of it is done."""
+    for name in ("max_chars", "doc_cap"):
+        if getattr(cfg, name) <= 0:
+            raise UserError(f"--{name} must be positive, got {getattr(cfg, name)}", exit_code=2)
+    if cfg.pattern not in PATTERNS:
+        raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
+    corpus = resolve(cfg.data)
+    paths = shards(corpus, "train")
+    folder = tokenizer_dir(corpus.name)
+    known = read_about(corpus.folder).get("characters", {}).get("train")
+    if tokenizer := done_before(folder, cfg, paths):
+        log(f"the tokenizer of {corpus.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
+        return tokenizer
+
+    vocab_size = choose_vocab_size(cfg.vocab_size, known)
+    used = {"shards": 0, "documents": 0, "characters": 0}
+    start = time.monotonic()
+    with Progress(f"read {corpus.name}", min(cfg.max_chars, known) if known else None, "characters") as progress:
+
+        def counted() -> Iterator[str]:
+            for text in sample(paths, cfg, used):
+                yield text
+                progress.advance(len(text))
+            progress.say(f"merging to {vocab_size:,} tokens")
+
+        tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern)
+    seconds = time.monotonic() - start
+
+    ratios = {split: compression(tokenizer, shards(corpus, split)) for split in ("train", "val")}
+    tokenizer.save(folder)
+    note = {
+        "settings": {**settings(cfg), "data": None},  # the folder is the corpus's own
+        "shards": identity(paths[: used["shards"]]),
+        "tokenizer": tokenizer.hash,
+    }
+    write_json(folder / NOTE, note)
+    lengths = tokenizer.token_bytes()
+    lengths = lengths[lengths > 0]
+    section = {
+        "settings": {**settings(cfg), "data": corpus.name},
+        "seconds": seconds,
+        **used,
+        "vocab_size": tokenizer.vocab_size,
+        "bytes_per_token": ratios,
+        "token_bytes": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
+        "tokenizer": tokenizer.hash,
+    }
+    write_section("tok_train", section)
+    log(
+        f"trained {tokenizer.vocab_size:,} tokens on {used['documents']:,} documents "
+        f"({used['characters']:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
+        f"held-out text; saved in {folder}"
+    )
+    return tokenizer
+
+
+if __name__ == "__main__":
+    run(train, Config, __doc__)
