@@ -1,0 +1,115 @@
+"""CORE of a base model, where there is an eval bundle, and bits per byte on the validation split.
+
+python -m scripts.base_eval
+python -m scripts.base_eval --max_per_task=100                 # a quick look
+python -m scripts.base_eval --download                         # fetches the bundle first, 162 MB
+torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=DIR
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nanochat import core_eval, dataset, device, loss_eval, report
+from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.common import UserError, base_dir, log, run, write_atomic
+from nanochat.core_eval import Core
+from nanochat.device import Compute
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of the evaluation of a base model."""
+
+    device_type: str = ""
+    """npu, cuda or cpu; empty = the first that is usable"""
+    data: str | None = None
+    """corpus by name, or a folder of one's own; default: the one that the model was trained on"""
+    model_tag: str | None = None
+    """folder of the checkpoints, such as d20; default: the newest"""
+    step: int | None = None
+    """step of the checkpoint; default: the newest"""
+    eval_bundle: str | None = None
+    """folder of CORE's tasks; default: eval_bundle in the base folder"""
+    download: bool = False
+    """fetch the bundle into the base folder first, if it is not there"""
+    max_per_task: int = -1
+    """problems of each task, at most; -1 = all"""
+    device_batch_size: int | Literal["auto"] = "auto"
+    """rows of a pass on one device"""
+    split_tokens: int | Literal["auto"] = "auto"
+    """tokens to measure bits per byte on, at most all: 10 M, on a CPU 262,144"""
+
+
+def table(core: Core) -> str:
+    """The scores as the published CSV file: Task, Accuracy, Centered."""
+    lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
+    lines += [f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks]
+    return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {core.core:<10.6f}", ""])
+
+
+def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
+    """CORE, written to <base>/base_eval/<tag>_<step>.csv; None without a bundle."""
+    bundle = core_eval.find_bundle(cfg.eval_bundle)
+    if bundle is None:
+        log(
+            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. --download fetches it, "
+            "--eval_bundle DIR takes one that was carried in"
+        )
+        return None
+    length = loaded.model.config.sequence_len
+    rows = (4 if compute.device_type == "cpu" else 32) if cfg.device_batch_size == "auto" else cfg.device_batch_size
+    limit = cfg.max_per_task if cfg.max_per_task > 0 else None
+    core = core_eval.evaluate_core(loaded.model, loaded.tokenizer, bundle, compute, limit, rows * length)
+    if compute.main:
+        path = base_dir() / "base_eval" / f"{loaded.tag}_{loaded.step:06d}.csv"
+        write_atomic(path, table(core))
+        log(f"CORE {core.core:.4f} ({path})")
+    return core
+
+
+def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Loss | None:
+    """Bits per byte on the validation split; None if the corpus is not on this machine and none was asked for."""
+    try:
+        corpus = dataset.resolve(cfg.data or loaded.meta["config"]["corpus"])
+    except UserError as missing:
+        if cfg.data is not None:
+            raise
+        log(f"bits per byte are left out: {missing}")
+        return None
+    tokens, rows = cfg.split_tokens, cfg.device_batch_size
+    loss = loss_eval.evaluate_split(loaded.model, loaded.tokenizer, corpus, "val", tokens, rows, compute)
+    log(f"val bpb: {loss.bits_per_byte:.4f} ({corpus.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+    return loss
+
+
+def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
+    """Evaluate what there is, and leave a section for the report; the section."""
+    if cfg.download:
+        if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
+            core_eval.download_bundle()
+        device.barrier(compute)
+    loaded = load_model("base", cfg.model_tag, cfg.step, compute)
+    log(f"base model {loaded.tag}, step {loaded.step:,}")
+    core = evaluate_core(cfg, loaded, compute)
+    bits = evaluate_bits(cfg, loaded, compute)
+    if core is None and bits is None:
+        raise UserError("nothing was evaluated: neither an eval bundle nor the corpus is here, see above", exit_code=2)
+    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step}
+    section["core"] = None if core is None else {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
+    section["val"] = None if bits is None else asdict(bits)
+    if compute.main:
+        report.write_section("base_eval", section)
+    return section
+
+
+def main(cfg: Config) -> None:
+    """One process of the evaluation."""
+    compute = device.compute_init(cfg.device_type)
+    try:
+        evaluate(cfg, compute)
+    finally:
+        device.compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)
