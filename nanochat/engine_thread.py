@@ -107,6 +107,11 @@ class EngineThread(Generic[E]):
         self.jobs.discard(job)
         self._inbox.put((job, False))
 
+    def dismiss(self, reason: Exception) -> None:
+        """Tell all jobs that they will not be finished; their owners release them."""
+        for job in self.jobs:
+            job.tell(reason)
+
     # --- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:

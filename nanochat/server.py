@@ -29,7 +29,7 @@ from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 
 BODY_BYTES = 256 * 1024
-DRAIN_SECONDS = 5
+DRAIN_SECONDS = 3
 ASSETS = {
     "app.js": "text/javascript",
     "client.js": "text/javascript",
@@ -114,6 +114,8 @@ class Answer(Response):
             deltas: list[dict[str, Any]] = []
             try:
                 events = await self.job.events()
+            except ApiError:
+                raise
             except Exception as failure:  # whatever the engine raised; it is in the log
                 text = f"the engine failed with {type(failure).__name__}; see the server's log"
                 raise ApiError(500, "engine_failed", text) from failure
@@ -304,7 +306,15 @@ def assets() -> Mapping[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("index.html", *ASSETS)}
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
+@dataclass(frozen=True)
+class App:
+    """The web application, and the thread that works for it."""
+
+    asgi: ASGIApp
+    thread: EngineThread[Event]
+
+
+def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
     """The whole web application; the engine's thread runs as long as it does."""
     server, files = ChatServer(engine, tokenizer, settings), assets()
 
@@ -334,7 +344,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> ASGI
     app.add_api_route("/health", server.health)
     app.add_api_route("/v1/models", server.models)
     app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"])
-    return Guard(app, settings.hosts)
+    return App(Guard(app, settings.hosts), server.thread)
 
 
 def _refusal(failure: Exception) -> ApiError:
@@ -346,24 +356,36 @@ def _refusal(failure: Exception) -> ApiError:
     return ApiError(500, "server_failed", "the server failed; see its log")
 
 
-def http_server(app: ASGIApp) -> uvicorn.Server:
-    """uvicorn without access log, name or websockets; answers under way have DRAIN_SECONDS when it must stop."""
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        loop="asyncio",
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-    )
-    return uvicorn.Server(config)
+class Server(uvicorn.Server):
+    """uvicorn without access log, name or websockets, which ends the answers under way before it shuts down."""
+
+    def __init__(self, app: App):
+        config = uvicorn.Config(
+            app.asgi,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # for clients that do not read the end
+        )
+        super().__init__(config)
+        self.thread = app.thread
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests; answers have DRAIN_SECONDS to end by themselves, then they are told to."""
+        stopping = ApiError(503, "server_stopping", "the server was stopped before the answer was complete")
+        ending = asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.thread.dismiss, stopping)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
-def serve(app: ASGIApp, listener: socket.socket) -> None:
+def serve(app: App, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     # uvicorn raises the signal again when it has shut down; these handlers make that a normal end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    http_server(app).run(sockets=[listener])
+    Server(app).run(sockets=[listener])

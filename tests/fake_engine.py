@@ -6,13 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanochat.conversation import Conversation, Part
 from nanochat.engine import Event
 from nanochat.sampling import Sampling
-from nanochat.server import Settings, create_app, http_server
+from nanochat.server import Server, Settings, create_app
 from nanochat.tokenizer import ROLES
 
 CHAT = "/v1/chat/completions"
@@ -144,15 +144,15 @@ def running(engine: Any, tokenizer: Any = None, settings: Settings = SETTINGS, w
     """A real server on a free port of this machine, in a thread; gives its address. `wrap` may wrap the app."""
     app = create_app(engine, tokenizer or engine.tokenizer, settings)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = http_server(wrap(app) if wrap else app)
+    server = Server(replace(app, asgi=wrap(app.asgi)) if wrap else app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
         if isinstance(engine, FakeEngine):
             engine.allow(100_000)
+        server.should_exit = True
         thread.join(timeout=30)
 
 

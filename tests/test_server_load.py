@@ -1,5 +1,6 @@
 """The server with several clients: side by side, in a queue, leaving half-way, and with an engine that fails."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
 
+from nanochat import server
 from nanochat.conversation import Part
 
 REPLIES = {"hello": ["你好，世界"], "sum": [Part("python", "37*48"), Part("python_output", "1776")]}
@@ -158,3 +160,25 @@ def test_client_that_never_sends_its_body_holds_nothing(gated):
     with socket.create_connection((host, int(port))) as half:
         half.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n" % CHAT.encode())
         assert httpx.get(f"{url}/health").json()["chats"] == 0
+
+
+def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
+    monkeypatch.setattr(server, "DRAIN_SECONDS", 0.2)
+    engine = FakeEngine(REPLIES, slots=2, gated=True)
+    app = server.create_app(engine, engine.tokenizer, SETTINGS)
+    http_server = server.Server(app)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=lambda: asyncio.run(http_server.serve(sockets=[listener])))
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with httpx.stream("POST", url + CHAT, json=ask("hello", stream=True)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        http_server.should_exit = True
+        engine.allow(3)
+        rest = [line for line in lines if line]
+    thread.join(timeout=30)
+    assert not thread.is_alive() and not app.thread.alive
+    assert "你" in rest[0]
+    assert '"code":"server_stopping"' in rest[-2] and rest[-1] == "data: [DONE]"
+    assert capfd.readouterr().err == ""
