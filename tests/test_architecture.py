@@ -12,12 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: "calculator common conversation execution_child packing policy progress",
-    1: "chat_api device download engine_thread sampling schedule shards textfiles tinyworld token_files tracking",
+    1: "chat_api device download engine_thread measure sampling "
+    "schedule shards textfiles tinyworld token_files tracking",
+    "transcript",
     2: "adamw dataset execution kernels muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop sizes",
     5: "core_eval engine export loss_eval",
     6: "chat_eval report server web",
+    7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}
 HIGHEST_FOR_TASKS = 2
