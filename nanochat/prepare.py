@@ -211,7 +211,7 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
         "used": np.add.reduceat(packing.lengths + 1, packing.first[:-1]).astype(np.int32),
         "trained": np.add.reduceat(marked, packing.first[:-1]).astype(np.int32),
     }
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    temporary = folder.with_name(f".{folder.name}.tmp")  # the lock is held, so the name is ours
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:

@@ -98,8 +98,9 @@ def write_shards(
     UserError if there are not two different documents, or one is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(folder)
+    temporary.mkdir()
     try:
         train = _Writer(temporary, "train-", rows_per_shard)
         held_out = _Writer(temporary, "val-", rows_per_shard)
@@ -125,7 +126,7 @@ def write_shards(
         }
         write_json(temporary / ABOUT, content)
         if folder.exists():  # renamed away first, so that no half-deleted folder has the name
-            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+            old = folder.with_name(f".{folder.name}.tmp-old-{os.getpid()}")
             folder.rename(old)
             temporary.rename(folder)
             shutil.rmtree(old)
@@ -135,6 +136,17 @@ def write_shards(
         return content
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove what killed processes left of writing this folder."""
+    for path in folder.parent.glob(f".{folder.name}.tmp-*"):
+        try:
+            os.kill(int(path.name.rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path)
+        except PermissionError:
+            pass  # it runs, and is another user's
 
 
 def _digest(text: str) -> int:

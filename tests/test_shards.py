@@ -1,6 +1,8 @@
 """Shards: what is written comes back, the held-out part is apart and stable, damage is named."""
 
+import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -82,6 +84,15 @@ def test_a_failure_leaves_the_old_corpus_and_nothing_half_written(tmp_path):
     assert set(texts(shard_paths(tmp_path / "c"))) == {"old 1", "old 2"}
     write_shards(tmp_path / "c", ["new 1", "new 2"])
     assert set(texts(shard_paths(tmp_path / "c"))) == {"new 1", "new 2"}
+
+
+def test_what_a_killed_process_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for pid in (ended.pid, os.getppid()):
+        (tmp_path / f".c.tmp-{pid}").mkdir()
+    write_shards(tmp_path / "c", MANY)
+    assert listing(tmp_path) == [f".c.tmp-{os.getppid()}", "c"]
 
 
 def test_half_a_surrogate_pair_is_refused_with_its_document(tmp_path):
