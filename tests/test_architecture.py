@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: "calculator common conversation execution_child packing policy progress",
-    1: "chat_api device download engine_thread measure sampling "
-    "schedule shards textfiles tinyworld token_files tracking",
-    "transcript",
+    1: """
+        chat_api device download engine_thread measure sampling schedule shards textfiles tinyworld token_files
+        tracking transcript
+    """,
     2: "adamw dataset execution kernels muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop sizes",
