@@ -1,6 +1,5 @@
-"""TinyWorld: the facts are true to each other, and what is held out never reaches training."""
+"""TinyWorld: the facts agree with each other, the wordings are clean, and grading is strict."""
 
-import functools
 import itertools
 import operator
 import random
@@ -9,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tinyworld_rows import corpus, normalise, training
 
 from nanochat import tinyworld
 from nanochat.conversation import Conversation, Part, assistant, chat, user
@@ -16,9 +16,9 @@ from nanochat.tinyworld import problems
 from nanochat.tinyworld.arithmetic import calculator_sum
 from nanochat.tinyworld.dialogues import dialogue_data
 from nanochat.tinyworld.documents import documents
-from nanochat.tinyworld.facts import Fact, all_facts, facts_by_relation, sequences
+from nanochat.tinyworld.facts import all_facts, facts_by_relation, sequences
 from nanochat.tinyworld.stories import counting_story, story_kinds
-from nanochat.tinyworld.wording import ask, state, wordings
+from nanochat.tinyworld.wording import state, wordings
 from nanochat.tinyworld.words import (
     LANGUAGES,
     article,
@@ -29,32 +29,9 @@ from nanochat.tinyworld.words import (
     plural,
 )
 
-MID, SFT = 4000, 2000
-
 
 def values(relation: str) -> dict[str, str]:
     return {fact.subjects[0].key: fact.value.key for fact in facts_by_relation()[relation]}
-
-
-@functools.cache
-def training() -> tuple[Conversation, ...]:
-    """Rows of every stage that trains on questions."""
-    rl = [problem.conversation for problem in tinyworld.rl_problems(1, 500)]
-    return (*tinyworld.mid_conversations(1, MID), *tinyworld.sft_conversations(1, SFT), *rl)
-
-
-@functools.cache
-def corpus() -> tuple[str, ...]:
-    return tuple(documents(1, copies=2))
-
-
-def normalise(text: str) -> str:
-    return re.sub(r"[\W_]+", " ", problems.normalise(text)).strip()
-
-
-def renderings(fact: Fact, language: tinyworld.Language, patterns: tuple[str, ...]) -> set[str]:
-    """The fact's questions in these patterns, in both orders where two things are compared."""
-    return {normalise(ask(fact, language, pattern, random.Random(i))) for pattern in patterns for i in range(6)}
 
 
 # --- the facts -----------------------------------------------------------------------------------

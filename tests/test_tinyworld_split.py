@@ -1,39 +1,18 @@
 """What TinyWorld holds out never reaches training: checked on the rendered rows, whatever made them."""
 
-import functools
 import itertools
 import random
 import re
 
 import pytest
+from tinyworld_rows import corpus, normalise, training
 
 from nanochat import tinyworld
-from nanochat.conversation import Conversation
-from nanochat.tinyworld import problems
 from nanochat.tinyworld.dialogues import UNKNOWN_RELATIONS, invented_name
-from nanochat.tinyworld.documents import documents
 from nanochat.tinyworld.facts import Fact, all_facts, facts_by_relation
 from nanochat.tinyworld.splits import asked_facts, held_out_facts, held_out_keys, kept_for_evaluation
 from nanochat.tinyworld.wording import ask, state, wordings
 from nanochat.tinyworld.words import LANGUAGES
-
-MID, SFT = 4000, 2000
-
-
-@functools.cache
-def training() -> tuple[Conversation, ...]:
-    """Rows of every stage that trains on questions."""
-    rl = [problem.conversation for problem in tinyworld.rl_problems(1, 500)]
-    return (*tinyworld.mid_conversations(1, MID), *tinyworld.sft_conversations(1, SFT), *rl)
-
-
-@functools.cache
-def corpus() -> tuple[str, ...]:
-    return tuple(documents(1, copies=2))
-
-
-def normalise(text: str) -> str:
-    return re.sub(r"[\W_]+", " ", problems.normalise(text)).strip()
 
 
 def renderings(fact: Fact, language: tinyworld.Language, patterns: tuple[str, ...]) -> set[str]:
