@@ -49,11 +49,11 @@ class Corpus:
 
 
 def corpora() -> list[Corpus]:
-    """Every corpus in the base folder, by name."""
+    """Every corpus in the base folder that has a shard, by name."""
     root = base_dir() / "base_data"
     folders = sorted(root.iterdir()) if root.is_dir() else []
     known = [f for f in folders if f.is_dir() and not f.name.startswith(".")]
-    return [Corpus(f.name, f) for f in known if (f / ABOUT).exists() or shard_paths(f)]
+    return [Corpus(f.name, f) for f in known if shard_paths(f)]
 
 
 def resolve(data: str | None) -> Corpus:
@@ -199,13 +199,13 @@ def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = 
         write_json(corpus.folder / ABOUT, {**about, "shards": dict(sorted(files.items()))})
 
     if missing:
-        note()  # so that a stopped download is known to be incomplete
         hint = _network_hint(missing[0].url)
         token = os.environ.get("HF_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         size = probe_size(missing[0].url, headers, patience, hint) or 0  # the shards are nearly equal
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(corpus.folder, size * len(missing) - begun)
+        note()  # so that a stopped download is known to be incomplete
         with Progress(f"{corpus.name}, {len(missing)} shards", size * len(missing), "B") as progress:
             progress.advance(begun, skipped=True)
             arrived = fetch_all(

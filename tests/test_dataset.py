@@ -251,6 +251,7 @@ def test_no_network_names_the_mirror_and_tinyworld(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError) as raised:
         dataset.download_fineweb(2, patience=Patience(first_wait_seconds=0.01))
+    assert corpora() == []
     for words in ("connection refused", "HF_ENDPOINT=https://hf-mirror.com", "--data tinyworld", "shard_00000"):
         assert words in str(raised.value)
 
