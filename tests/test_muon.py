@@ -76,7 +76,8 @@ def test_steps_equal_the_formulas_under_changing_settings() -> None:
         torch.testing.assert_close(parameter.detach().double(), slow[name].p, atol=1e-6, rtol=1e-6, msg=name)
     state = muon.named_state()
     for name, reference in slow.items():
-        torch.testing.assert_close(state[f"{name}.momentum"][0].double(), reference.momentum, atol=1e-6, rtol=1e-5)
+        momentum = state[f"{name}.momentum"][0].double()
+        assert (momentum - reference.momentum).norm() < 1e-6 * reference.momentum.norm()
         variance = state[f"{name}.variance"][0].flatten().double()
         torch.testing.assert_close(variance, reference.variance, atol=1e-6, rtol=1e-5)
 
