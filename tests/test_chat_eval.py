@@ -176,6 +176,7 @@ def on_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.ranks
 def test_two_ranks_find_the_score_of_one(tmp_path):
     torch.multiprocessing.spawn(on_rank, (tmp_path,), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
