@@ -244,8 +244,10 @@ class Reply:
             deltas += self.end()
             if part.kind == "python":
                 self._expression = part.text
+            elif deltas and "content" in deltas[-1]:
+                deltas[-1]["content"] += self._said(part.text)
             else:
-                deltas.append(self._said(part.text))
+                deltas.append({"content": self._said(part.text)})
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
@@ -259,12 +261,12 @@ class Reply:
         self.parts.append({"type": "tool", **call})
         return [{"tool": call}]
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _said(self, text: str) -> str:
         if self.parts and self.parts[-1]["type"] == "text":
             self.parts[-1]["text"] += text
         else:
             self.parts.append({"type": "text", "text": text})
-        return {"content": text}
+        return text
 
 
 @dataclass(frozen=True)

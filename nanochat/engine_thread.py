@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +18,8 @@ class EngineEvent(Protocol):
     @property
     def finish(self) -> str | None: ...
 
+
+NEWS_SECONDS = 0.02  # too short to see
 
 E = TypeVar("E", bound=EngineEvent)
 E_co = TypeVar("E_co", bound=EngineEvent, covariant=True)
@@ -66,8 +69,9 @@ class Job(Generic[E]):
 class EngineThread(Generic[E]):
     """The only thread that touches the engine; its methods are called on the event loop.
 
-    Commands go in through a queue that is emptied before every step, and one callback per step brings the events
-    back, so the loop never waits for the model and the model never waits for a client.
+    Commands go in through a queue that is emptied before every step, and one callback for the events of all jobs
+    brings them back, at most every NEWS_SECONDS: Python runs one thread at a time, and what the loop spends on every
+    piece it sends, the engine waits. So the loop never waits for the model, nor the model for a client.
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
@@ -77,7 +81,9 @@ class EngineThread(Generic[E]):
         self._engine = engine
         self._most = self.slots + waiting
         self._inbox: queue.SimpleQueue[tuple[Job[E], bool] | None] = queue.SimpleQueue()
-        self._running: dict[int, Job[E]] = {}  # by the engine's number; the engine's thread alone uses it
+        self._running: dict[int, Job[E]] = {}  # by the engine's number; this and the next are its thread's own
+        self._news: list[tuple[Job[E], E | Exception]] = []  # not published yet
+        self._published = 0.0  # when
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -122,15 +128,19 @@ class EngineThread(Generic[E]):
                 traceback.print_exc()
                 self._fail(failure)
             else:
-                self._publish([(self._running[event.request], event) for event in events])
+                self._news += [(self._running[event.request], event) for event in events]
                 for event in events:
                     if event.finish is not None:
                         del self._running[event.request]
             self.free_slots = self._engine.free_slots
+            if time.monotonic() - self._published >= NEWS_SECONDS:
+                self._publish()
 
     def _obey(self) -> bool:
         """Carry out the commands, waiting for one if there is nothing to compute. False: the thread must end."""
         while not self._inbox.empty() or not self._engine.busy:
+            if self._inbox.empty():
+                self._publish()  # a cancel may have left news behind
             command = self._inbox.get()
             if command is None:
                 return False
@@ -147,20 +157,21 @@ class EngineThread(Generic[E]):
             job.request = self._engine.submit(job.prompt, job.sampling)
         except Exception as failure:  # as in _run; the caller has checked the prompt, so none is expected
             traceback.print_exc()
-            self._publish([(job, failure)])
+            self._news.append((job, failure))
         else:
             self._running[job.request] = job
 
     def _fail(self, failure: Exception) -> None:
-        self._publish([(job, failure) for job in self._running.values()])
+        self._news += [(job, failure) for job in self._running.values()]
         for request in self._running:
             self._engine.cancel(request)
         self._running.clear()
 
-    def _publish(self, news: Sequence[tuple[Job[E], E | Exception]]) -> None:
+    def _publish(self) -> None:
         assert self._loop is not None
-        if news:
-            self._loop.call_soon_threadsafe(_deliver, news)
+        if self._news:
+            self._loop.call_soon_threadsafe(_deliver, self._news)
+            self._news, self._published = [], time.monotonic()
 
 
 def _deliver(news: Sequence[tuple[Job[Any], Any]]) -> None:

@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanochat import chat_api
 from nanochat.chat_api import ApiError, ChatRequest, Head, Limits, Reply
 from nanochat.conversation import Conversation
-from nanochat.engine import Engine, Event, TextStream
+from nanochat.engine import Engine, Event
 from nanochat.engine_thread import EngineThread, Job
+from nanochat.reply import TextStream
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 
@@ -111,7 +112,6 @@ class Answer(Response):
     async def _deltas(self) -> AsyncIterator[list[dict[str, Any]]]:
         """What there is to say after each visit of the engine, until `finish` is set. Raises ApiError if it fails."""
         while self.finish is None:
-            deltas: list[dict[str, Any]] = []
             try:
                 events = await self.job.events()
             except ApiError:
@@ -119,13 +119,12 @@ class Answer(Response):
             except Exception as failure:  # whatever the engine raised; it is in the log
                 text = f"the engine failed with {type(failure).__name__}; see the server's log"
                 raise ApiError(500, "engine_failed", text) from failure
-            for event in events:
-                self.tokens += 1
-                self.finish = event.finish
-                deltas += self.reply.add(self.decoder.push(event.token))
+            parts = [part for event in events for part in self.decoder.push(event.token)]
+            self.tokens += len(events)
+            self.finish = events[-1].finish
             if self.finish:
-                deltas += self.reply.add(self.decoder.flush()) + self.reply.end()
-            yield deltas
+                parts += self.decoder.flush()
+            yield self.reply.add(parts) + (self.reply.end() if self.finish else [])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -166,6 +166,10 @@ def test_words_and_tool_calls_become_deltas_in_order():
     assert reply.end() == []
 
 
+def test_words_that_come_together_are_one_delta():
+    assert Reply().add([Part("text", "你"), Part("text", "好")]) == [{"content": "你好"}]
+
+
 @pytest.mark.parametrize("after", [[Part("text", "x")], [CALL, RESULT]])
 def test_call_without_a_result_is_shown_when_the_reply_goes_on(after):
     reply = Reply()

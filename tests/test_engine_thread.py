@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_engine import ByteTokenizer, FakeEngine
 
+from nanochat import engine_thread
 from nanochat.conversation import Conversation, user
 from nanochat.engine_thread import EngineThread, Job
 from nanochat.sampling import Sampling
@@ -79,6 +80,22 @@ def test_release_frees_the_slot_of_a_running_job_and_the_place_of_a_waiting_one(
             await until(lambda: thread.free_slots == 1)
             assert [seen.cancelled for seen in engine.seen] == [True, True, False]
 
+    run(main())
+
+
+def test_news_is_not_left_behind_when_the_last_other_job_goes(monkeypatch):
+    async def main() -> None:
+        engine = FakeEngine(slots=2, gated=True)
+        async with started(engine) as thread:
+            short, long = job("x"), job("something longer")
+            thread.submit(short)
+            thread.submit(long)
+            engine.allow(2)  # the end of the short one, held back for the news to come
+            await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
+            thread.release(long)
+            assert await said(short) == "x"
+
+    monkeypatch.setattr(engine_thread, "NEWS_SECONDS", float("inf"))
     run(main())
 
 

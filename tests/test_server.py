@@ -54,7 +54,7 @@ def test_streamed_answer_is_the_same_in_pieces_of_whole_characters(client):
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     first, *middle, last = [chunk["choices"][0] for chunk in chunks]
     assert first["delta"] == {"role": "assistant", "content": ""}
-    assert [choice["delta"]["content"] for choice in middle] == list("你好，世界")
+    assert "".join(choice["delta"]["content"] for choice in middle) == "你好，世界"
     assert [choice["finish_reason"] for choice in middle] == [None] * len(middle)
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     assert [chunk.get("usage") for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
