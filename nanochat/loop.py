@@ -323,6 +323,9 @@ def compiled(
         return model
     use_compile_cache()
     start = time.monotonic()
+    tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
+    with torch.no_grad():  # what a model makes on its first pass, made while tracing, would trace the second anew
+        model(tokens[:1])
     try:
         if compute.world_size > 1:
             for block in blocks:
@@ -330,7 +333,6 @@ def compiled(
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
-        tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
         fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if wanted:

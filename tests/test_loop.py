@@ -1,0 +1,484 @@
+"""The shared arithmetic of training: when, how large, what is skipped, what is shown, what is compiled."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat import device, loop
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.loop import LossScale, Meter, Outcome, SaveClock, Stage, StageFlags, due, step_line
+from nanochat.optim import Optimizers, Rates
+from nanochat.tracking import read_metrics
+
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+FP16 = replace(CPU, dtype=torch.float16)
+CONFIG = GPTConfig(sequence_len=16, vocab_size=60, n_layer=2, n_head=2, n_kv_head=2, n_embd=32)
+
+
+@pytest.fixture(autouse=True)
+def compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """compiled() sets this variable for good; here it is put back."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@dataclass
+class Batches:
+    """A step's micro-batches."""
+
+    num_targets: int
+    micro_batches: list[tuple[Tensor, ...]]
+
+
+def gpt(dtype: torch.dtype = torch.float32, seed: int = 1) -> GPT:
+    model = GPT(CONFIG, dtype)
+    model.init_weights(seed)
+    with torch.no_grad():  # projections start at zero and would hide the layers
+        for block in model.blocks:
+            block.attn.c_proj.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+            block.mlp.c_proj.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+        model.lm_head.weight.mul_(100)
+    return model
+
+
+def optimizers_of(model: GPT) -> Optimizers:
+    return Optimizers(model, model.parameter_roles(), CONFIG.n_embd, Rates(), 1.0, torch.float32)
+
+
+def rows(seed: int = 0, count: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets with unequal numbers of ignored ones in every row, and token weights."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randint(0, 60, (count, 16), generator=generator) for _ in range(2))
+    for row in range(count):
+        targets[row, : 2 * row] = -1
+    return inputs, targets, torch.randn(count, 16, generator=generator)
+
+
+def split(columns: tuple[Tensor, ...], sizes: list[int]) -> Batches:
+    parts = list(zip(*(column.split(sizes) for column in columns), strict=True))
+    return Batches(int((columns[1] >= 0).sum()), parts)
+
+
+class Recorder:
+    """Stands in for the optimizers: keeps the gradients that a step would use."""
+
+    def __init__(self, model: GPT):
+        self.model, self.gradients = model, {}
+
+    def step(self) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+def gradients_of(
+    model: GPT, batches: Batches, compute: Compute = CPU, scale: LossScale | None = None
+) -> tuple[Outcome, dict[str, Tensor]]:
+    recorder = Recorder(model)
+    outcome = loop.update(model, recorder, batches, scale or LossScale(), compute)  # type: ignore[arg-type]
+    return outcome, recorder.gradients
+
+
+def snapshot(model: GPT, optimizers: Optimizers) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()] + [v.clone() for v, _, _ in optimizers.state().values()]
+
+
+# --- when ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "last", "expected"),
+    [
+        (0, 10, False, False), (1, 10, False, False), (10, 10, False, True), (20, 10, False, True),
+        (15, 10, True, True), (0, 10, True, True), (0, 0, True, False), (5, 0, False, False), (5, 0, True, False),
+        (5, -1, False, False), (5, -1, True, False), (1, 1, False, True),
+    ],
+)  # fmt: skip
+def test_due_is_the_one_predicate(step: int, every: int, last: bool, expected: bool) -> None:
+    assert due(step, every, last) is expected
+
+
+class Clock:
+    """A clock that stands still unless moved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
+
+
+def test_saves_are_a_minute_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    saves = SaveClock(60.0)
+    for passed, expected in ((0, False), (59.9, False), (60, True), (300, True)):
+        clock.now = 1000 + passed
+        assert saves.due(CPU) is expected
+    saves.saved(cost=0.5)
+    clock.now += 59
+    assert not saves.due(CPU)
+    clock.now += 1
+    assert saves.due(CPU)
+
+
+def test_costly_saves_are_further_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    saves = SaveClock(60.0)
+    saves.saved(cost=10.0)
+    clock.now += 299
+    assert not saves.due(CPU)
+    clock.now += 1
+    assert saves.due(CPU)
+
+
+def test_no_saves_by_time_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    saves = SaveClock(0.0)
+    clock.now += 1e9
+    assert not saves.due(CPU)
+
+
+def meter(**changes: Any) -> Meter:
+    return Meter(**{"steps": 100, "tokens_per_step": 1000, "flops_per_token": 10**6, "peak": 1e9, **changes})
+
+
+def test_a_stage_saves_at_its_end_by_step_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    stage = Stage("base", tmp_path, StageFlags(save_every=20), meter(), 0, CPU)
+    assert [step for step in range(1, 101) if stage.save_due(step)] == [20, 40, 60, 80, 100]
+    clock.now += 61
+    assert stage.save_due(7)
+    stage.close()
+    stage = Stage("base", tmp_path, StageFlags(stop_at=30), meter(), 0, CPU)
+    assert stage.stop == 30
+    assert [step for step in range(1, 31) if stage.save_due(step)] == [30]
+    stage.close()
+    assert Stage("base", tmp_path, StageFlags(stop_at=500), meter(), 0, CPU).stop == 100
+
+
+# --- the update ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[8], [1] * 8, [5, 3], [3, 3, 2]])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_does_not_depend_on_the_split(sizes: list[int], weighted: bool) -> None:
+    """Rows have unequal numbers of targets, so a mean of means would differ."""
+    columns = rows() if weighted else rows()[:2]
+    model, reference = gpt(), gpt()
+    total = reference(columns[0], columns[1], "sum", *columns[2:])
+    mean = total / (columns[1] >= 0).sum()
+    mean.backward()
+    outcome, gradients = gradients_of(model, split(columns, sizes))
+    assert outcome.loss == pytest.approx(mean.item(), rel=1e-5)
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert not outcome.skipped
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_an_update_steps_the_optimizers_and_leaves_no_gradient() -> None:
+    model = gpt()
+    optimizers = optimizers_of(model)
+    before = snapshot(model, optimizers)
+    outcome = loop.update(model, optimizers, split(rows()[:2], [4, 4]), LossScale(), CPU)
+    assert not outcome.skipped
+    assert sum(not torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizers), strict=True)) > 30
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_updates_lower_the_loss_of_a_row_seen_again() -> None:
+    model = gpt()
+    optimizers = optimizers_of(model)
+    losses = [loop.update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU).loss for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_step_without_targets_changes_no_gradient() -> None:
+    inputs, targets, _ = rows()
+    outcome, gradients = gradients_of(gpt(), split((inputs, torch.full_like(targets, -1)), [8]))
+    assert (outcome.loss, outcome.grad_norm, outcome.skipped) == (0, 0, False)
+    assert all(not g.any() for g in gradients.values())
+
+
+def break_loss(model: GPT) -> None:
+    with torch.no_grad():
+        model.wte.weight[:] = float("nan")
+
+
+def break_one_gradient(model: GPT) -> None:
+    model.x0_lambdas.register_hook(lambda g: torch.full_like(g, float("inf")))
+
+
+@pytest.mark.parametrize("break_it", [break_loss, break_one_gradient])
+def test_a_step_that_is_not_finite_touches_nothing(break_it: Callable[[GPT], None]) -> None:
+    model = gpt()
+    optimizers = optimizers_of(model)
+    loop.update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU)
+    break_it(model)
+    before = snapshot(model, optimizers)
+    outcome = loop.update(model, optimizers, split(rows(1)[:2], [4, 4]), LossScale(), CPU)
+    assert outcome.skipped
+    for one, two in zip(before, snapshot(model, optimizers), strict=True):
+        assert torch.equal(one, two) or (one.isnan().all() and two.isnan().all())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- fp16 ----------------------------------------------------------------------------------------
+
+
+def test_fp16_gradients_are_lifted_and_put_back() -> None:
+    """Against fp32: with the scale close, without it too small for the format and mostly lost."""
+    batches = split(rows()[:2], [8])
+    tiny = replace(batches, num_targets=10**7)  # gradients of a very large step: 1e-7 of a sum
+    _, exact = gradients_of(gpt(), tiny)
+    scale = LossScale.start(FP16, {})
+    outcome, lifted = gradients_of(gpt(torch.float16), tiny, FP16, scale)
+    _, lost = gradients_of(gpt(torch.float16), tiny, FP16, LossScale())
+    assert not outcome.skipped
+
+    def distance(gradients: dict[str, Tensor], name: str) -> float:
+        return float((gradients[name] - exact[name]).norm() / exact[name].norm())
+
+    names = [name for name in exact if name.startswith("h.") and "gate" not in name]
+    assert max(distance(lifted, name) for name in names) < 0.05
+    assert max(distance(lost, name) for name in names) > 0.5
+    assert outcome.grad_norm == pytest.approx(
+        math.sqrt(sum(float(g.double().square().sum()) for g in exact.values())), rel=0.02
+    )
+
+
+def test_an_overflow_halves_the_scale_and_skips() -> None:
+    model = gpt(torch.float16)
+    scale = LossScale(2.0**40, 5, growing=True)
+    outcome, gradients = gradients_of(model, split(rows()[:2], [8]), FP16, scale)
+    assert outcome.skipped and not gradients
+    assert (scale.value, scale.good_steps) == (2.0**39, 0)
+
+
+def test_the_scale_doubles_after_2000_good_steps() -> None:
+    scale = LossScale.start(FP16, {})
+    assert scale.value == 65536
+    for _ in range(1999):
+        scale.update(finite=True)
+    assert scale.value == 65536
+    scale.update(finite=True)
+    assert (scale.value, scale.good_steps) == (131072, 0)
+    scale.update(finite=True)
+    scale.update(finite=False)
+    assert (scale.value, scale.good_steps) == (65536, 0)
+
+
+def test_other_formats_have_no_scale() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        scale = LossScale.start(replace(CPU, dtype=dtype), {"scale": {"value": 7.0, "good_steps": 3}})
+        scale.update(finite=False)
+        assert scale.value == 1
+
+
+def test_the_scale_goes_on_where_it_was() -> None:
+    kept = loop.state(meter(), LossScale(1024.0, 17, True))
+    assert LossScale.start(FP16, json.loads(json.dumps(kept))) == LossScale(1024.0, 17, True)
+
+
+# --- the meter -----------------------------------------------------------------------------------
+
+
+def test_the_smooth_loss_is_a_debiased_average() -> None:
+    m, losses = meter(), [4.0, 3.0, 2.0, 5.0]
+    for step, loss in enumerate(losses, 1):
+        line = m.tick(step, Outcome(loss, 1.0, False), 0.5, 0.4, 1.0)
+        weights = [0.1 * 0.9 ** (step - 1 - i) for i in range(step)]
+        expected = sum(w * x for w, x in zip(weights, losses, strict=False)) / sum(weights)
+        assert line["smooth_loss"] == pytest.approx(expected)
+    assert line["loss"] == 5.0
+
+
+def test_a_constant_loss_is_smooth_from_the_first_step() -> None:
+    m = meter()
+    assert [m.tick(i, Outcome(2.5, 1.0, False), 1, 1, 1.0)["smooth_loss"] for i in (1, 2, 3)] == pytest.approx(
+        [2.5] * 3
+    )
+
+
+def test_speed_utilisation_and_time_left() -> None:
+    m = meter()
+    line = m.tick(1, Outcome(2.0, 1.0, False), 0.5, 0.3, 1.0)
+    assert line["tokens_per_second"] == 2000
+    assert line["mfu"] == pytest.approx(100 * 2000 * 1e6 / 1e9)
+    assert (line["total_seconds"], line["seconds"], line["cpu_seconds"]) == (0.5, 0.5, 0.3)
+    assert m.eta(1) == pytest.approx(99 * 0.5)
+    for step in range(2, 23):
+        m.tick(step, Outcome(2.0, 1.0, False), 2.0, 1.0, 1.0)
+    assert m.eta(22) == pytest.approx(78 * 2.0)  # the first, quick step is older than the last twenty
+    assert m.seconds == pytest.approx(42.5)
+
+
+def test_a_meter_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "0.5")
+    begun = Meter.start(100, 1000, 10**6, replace(CPU, world_size=2), {})
+    assert begun.peak == 1e12  # of both ranks
+    assert "0.5 TFLOP/s a rank (NANOCHAT_PEAK_TFLOPS)" in capsys.readouterr().out
+    for step, loss in ((1, 4.0), (2, float("nan")), (3, 3.0)):
+        begun.tick(step, Outcome(loss, 1.0, math.isnan(loss)), 0.5, 0.4, 1.0)
+    kept = json.loads(json.dumps(loop.state(begun, LossScale())))
+    resumed = Meter.start(100, 1000, 10**6, replace(CPU, world_size=2), kept)
+    assert (resumed.smooth, resumed.seconds, resumed.skipped) == (begun.smooth, begun.seconds, 1)
+    lines = [m.tick(4, Outcome(2.0, 1.0, False), 0.5, 0.4, 1.0) for m in (begun, resumed)]
+    assert lines[0] == lines[1]
+
+
+def test_skipped_steps_do_not_enter_the_average(capsys: pytest.CaptureFixture[str]) -> None:
+    m = meter()
+    m.tick(1, Outcome(2.0, 1.0, False), 1, 1, 1.0)
+    line = m.tick(2, Outcome(float("nan"), float("inf"), True), 1, 1, 1.0)
+    assert line["smooth_loss"] == pytest.approx(2.0)
+    assert line["skipped"] and m.skipped == 1
+    assert "step 2: loss nan, gradient norm inf: not finite, update skipped" in capsys.readouterr().err
+
+
+def test_ten_bad_steps_in_a_row_stop_the_run() -> None:
+    m, bad = meter(), Outcome(float("nan"), 1.0, True)
+    for step in range(1, 10):
+        m.tick(step, bad, 1, 1, 1.0)
+    m.tick(10, Outcome(2.0, 1.0, False), 1, 1, 1.0)  # a good one begins the count anew
+    for step in range(11, 20):
+        m.tick(step, bad, 1, 1, 1.0)
+    with pytest.raises(UserError, match="10 updates in a row were not finite, last at step 20"):
+        m.tick(20, bad, 1, 1, 1.0)
+
+
+LINE = {
+    "step": 1000, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
+    "total_seconds": 192.0,
+}  # fmt: skip
+
+
+def test_a_step_is_printed_in_the_published_format() -> None:
+    assert step_line(LINE, 5000, 600) == (
+        "step 01000/05000 (20.00%) | loss: 3.456 | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | mfu: 1.35 | "
+        "total time: 3.2m | eta: 10.0m"
+    )
+
+
+def test_a_log_gets_one_line_a_step_from_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "progress_on_terminal", lambda: False)
+    for main in (True, False):
+        progress = loop.Progress("base", 5000, 0, main)
+        progress.show(LINE, 600)
+        progress.close()
+    assert capsys.readouterr().out == step_line(LINE, 5000, 600) + "\n"
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "progress_on_terminal", lambda: True)
+    progress = loop.Progress("base", 5000, 10, True)
+    progress.show(LINE, 600)
+    assert progress.bar is not None
+    (task,) = progress.bar.tasks
+    assert (task.completed, task.total) == (1000, 5000)
+    assert task.fields["note"] == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"
+    progress.close()
+    assert progress.bar.finished or not progress.bar.live.is_started
+
+
+def test_a_stage_measures_its_steps_and_keeps_their_figures(tmp_path: Path) -> None:
+    stage = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU)
+    stage.start()
+    line = stage.tick(1, Outcome(2.0, 1.0, False), 0.5)
+    stage.tracker.log(**line, val_bpb=1.5)
+    stage.close()
+    (kept,) = read_metrics(tmp_path)
+    assert kept == {**line, "val_bpb": 1.5}
+    assert 0 < kept["seconds"] < 60 and kept["lrm"] == 0.5
+
+
+# --- compiling -----------------------------------------------------------------------------------
+
+
+def compile_it(model: GPT, wanted: bool | None) -> Any:
+    return loop.compiled(model, wanted, (2, 16), CPU, model.blocks)
+
+
+def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the compiler is broken\nsecond line")
+
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
+    monkeypatch.setattr(torch, "compile", broken)
+
+
+def test_a_failing_compiler_is_named_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_compiler(monkeypatch)
+    model = gpt()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert compile_it(model, None) is model
+    said = capsys.readouterr().err
+    assert "torch.compile failed, the run goes on uncompiled: the compiler is broken" in said
+    assert "second line" not in said
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_failing_compiler_stops_a_run_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_compiler(monkeypatch)
+    with pytest.raises(RuntimeError, match="the compiler is broken"):
+        compile_it(gpt(), True)
+
+
+def test_a_missing_compiler_is_refused_only_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler (g++) was found")
+    model = gpt()
+    with pytest.raises(UserError, match="--compile was asked for, but cannot be used: no C\\+\\+ compiler"):
+        compile_it(model, True)
+    assert compile_it(model, None) is model
+    assert "not compiled: no C++ compiler (g++) was found" in capsys.readouterr().out
+
+
+def test_switched_off_means_not_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failing_compiler(monkeypatch)
+    model = gpt()
+    assert compile_it(model, False) is model
+    assert "not compiled: switched off" in capsys.readouterr().out
+
+
+def test_compiled_kernels_are_kept_in_the_base_folder(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    loop.use_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(base_folder / "compile_cache")
+
+
+@pytest.mark.slow
+def test_compiled_updates_equal_eager_ones_and_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced through dynamo and autograd, with the generated code left out: that is what takes a compiler's time."""
+    real = torch.compile
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
+    monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="aot_eager", **rest))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    models = [gpt(), gpt()]
+    fast = compile_it(models[0], True)
+    assert fast is not models[0]
+    pairs = [(fast, optimizers_of(models[0])), (models[1], optimizers_of(models[1]))]
+    for seed in range(3):
+        outcomes = [
+            loop.update(model, optimizers, split(rows(seed)[:2], [2] * 4), LossScale(), CPU)
+            for model, optimizers in pairs
+        ]
+        assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
