@@ -176,15 +176,25 @@ def _write(
     completions = engine.generate(list(prompts.values()), sampling, samples, done=lambda index: advance(1))
     grades: dict[int, list[float]] = {i: [] for i in prompts}
     numbers = [i for i in prompts for _ in range(samples)]
-    grade_parts = getattr(task, "grade_parts", None)
     for i, completion in zip(numbers, completions, strict=True):
         parts = reply_parts(completion.tokens, tokenizer)
-        text = "".join(part.text for part in parts if part.kind == "text")
-        grade = grade_parts(i, parts) if grade_parts else task.grade(i, text)
+        grade = _grade(task, i, parts)
         grades[i].append(grade)
         if heard:
             heard(i, parts, grade)
     return grades
+
+
+def _grade(task: Task, i: int, parts: list[Part]) -> float:
+    """The grade of a reply, by its words or, where the task looks at them, by all its parts."""
+    if hasattr(task, "grade_parts"):
+        return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]  # not in the protocol
+    return task.grade(i, "".join(part.text for part in parts if part.kind == "text"))
+
+
+def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:
+    """A function from a problem and the tokens of a reply to the grade that evaluate() would give it."""
+    return lambda i, tokens: _grade(task, i, reply_parts(tokens, tokenizer))
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -196,6 +206,15 @@ def wilson(right: float, total: int, z: float = 1.96) -> tuple[float, float]:
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def by_group(task: Task, score: Score) -> dict[str, tuple[float, int]]:
+    """Right and total of each of the groups that `task.group(i)` names, in alphabetical order; none without it."""
+    found: dict[str, list[float]] = {}
+    if hasattr(task, "group"):
+        for i, row in enumerate(score.grades):
+            found.setdefault(task.group(i), []).append(max(row))  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: (sum(grades), len(grades)) for name, grades in sorted(found.items())}
 
 
 def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:

@@ -1,7 +1,6 @@
 """The terminal chat on a tiny checkpoint: clean output, commands, Ctrl-C, chats that outgrow the context."""
 
 import io
-import json
 import os
 import pty
 import re
@@ -16,24 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_model import tiny_gpt, tiny_tokenizer
+from tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
-from nanochat import checkpoint_manager as checkpoints
 from nanochat.common import UserError
-from nanochat.conversation import Message, Part, assistant, system, user
-from nanochat.device import Compute
+from nanochat.conversation import Part, assistant, system, user
 from nanochat.engine import Engine
-from nanochat.optim import Optimizers, Rates
 from nanochat.reply import reply_parts
 from nanochat.sampling import Sampling
-from nanochat.transcript import read_transcript, write_transcript
 from scripts import chat_cli
 from scripts.chat_cli import TEXTS, Chat, Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = tiny_tokenizer()
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +36,9 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LC_ALL", raising=False)
 
 
-def make_checkpoint(stage: str = "sft", step: int = 3) -> None:
-    model = tiny_gpt(TOKENIZER.vocab_size)
-    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
-    meta = checkpoints.make_meta(stage, model.config, {"corpus": "tinyworld"}, step, {})
-    checkpoints.save(checkpoints.checkpoint_dir(stage, "d2"), step, model, optimizers, TOKENIZER, meta, CPU)
-
-
 def open_chat(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Chat, io.StringIO, io.StringIO]:
     """A chat whose replies and notes are kept."""
-    make_checkpoint()
+    tiny_checkpoint()
     out, notes = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     return chat_cli.open_chat(Config(max_tokens=8, temperature=0.0, **flags), notes), out, notes
@@ -86,8 +72,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(typed, monkeypatch):
-    make_checkpoint("mid")
-    make_checkpoint("sft")
+    tiny_checkpoint("mid")
+    tiny_checkpoint("sft")
     prompt = [TOKENIZER.bos, TOKENIZER.special("user_start"), *TOKENIZER.encode("the cat 猫")]
     prompt += [TOKENIZER.special("user_end"), TOKENIZER.special("assistant_start")]
     (expected,) = Engine(tiny_gpt(TOKENIZER.vocab_size), TOKENIZER).generate([prompt], Sampling(0.0, max_tokens=8))
@@ -111,20 +97,20 @@ def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(t
     ],
 )
 def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code, message, typed):
-    make_checkpoint()
+    tiny_checkpoint()
     ended, out, err = typed(*flags, stdin=stdin)
     assert ended == code and out == ""
     assert re.search(message, err) and err.count("error:") == 1 and "Traceback" not in err
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_chat(typed):
-    make_checkpoint()
+    tiny_checkpoint()
     assert typed(stdin=b"cat \xff\xfe mat")[0] == 0
 
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error():
-    make_checkpoint()
+    tiny_checkpoint()
     command = f"{sys.executable} -m scripts.chat_cli -m 60 -p cat | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=120)
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
@@ -255,36 +241,6 @@ def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        '{"messages": 3}',
-        '{"messages": [{"role": "user", "content": "a"}]}',
-        '{"messages": [{"role": "robot", "content": "a"}]}',
-        '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "b"}]}',
-        '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}',
-        b"\xff\xfe",
-    ],
-)
-def test_a_file_that_is_no_chat_is_refused_in_words(content, tmp_path):
-    path = tmp_path / "chat.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match="is no chat"):
-        read_transcript(path)
-
-
-def test_other_programs_chats_are_read(tmp_path):
-    path = tmp_path / "chat.json"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    assert read_transcript(path) == [user("a"), assistant("b")]
-    messages: list[Message] = []
-    write_transcript(path, messages)
-    assert read_transcript(path) == []
-
-
 def test_both_languages_have_the_same_texts_with_the_same_values():
     def values(text: str) -> set[str]:
         return set(re.findall(r"{(\w+)", text))
@@ -315,7 +271,7 @@ def test_the_language_is_the_flag_or_the_terminals(asked, environment, lang, mon
 
 @pytest.mark.slow
 def test_a_terminal_chat_from_hello_to_quit(base_folder):
-    make_checkpoint()
+    tiny_checkpoint()
     keyboard, screen = pty.openpty()
     command = [sys.executable, "-m", "scripts.chat_cli", "-m", "8", "-t", "0", "--lang", "zh"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=screen, stdout=screen, stderr=subprocess.PIPE)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from tiny_model import tiny_gpt, tiny_tokenizer
+from tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
-from nanochat.chat_eval import Score, chat_core, evaluate, pass_at, wilson
+from nanochat.chat_eval import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
 from nanochat.common import UserError
 from nanochat.conversation import Conversation, Part, chat
 from nanochat.device import Compute
@@ -21,10 +21,6 @@ from nanochat.sampling import Sampling
 TOKENIZER = tiny_tokenizer()
 MODEL = tiny_gpt(TOKENIZER.vocab_size)
 SHORT = Sampling(0.0, max_tokens=6)
-
-
-def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
-    return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
 
 
 def question(i: int) -> str:
@@ -123,6 +119,24 @@ def test_a_problem_with_several_samples_counts_its_best():
 def test_a_task_may_grade_calculator_calls():
     score = evaluate(Called(), MODEL, TOKENIZER, on_cpu(), SHORT)
     assert score.total == 9
+
+
+def test_the_grader_of_single_replies_is_that_of_the_evaluation():
+    tokens = [*TOKENIZER.encode("cat"), TOKENIZER.special("python_start"), *TOKENIZER.encode("12"),
+              TOKENIZER.special("python_end")]  # fmt: skip
+    assert grader(Words(), TOKENIZER)(0, tokens) == 0.0  # three characters
+    assert grader(Called(), TOKENIZER)(0, tokens) == 0.0
+    assert grader(Called(), TOKENIZER)(0, tokens[:3]) == 1.0
+
+
+def test_groups_are_counted_apart():
+    class Grouped(Words):
+        def group(self, i: int) -> str:
+            return ("odd", "even")[i % 2]
+
+    score = Score("x", 3, 5, 0, 1, 0, 0, ((1.0,), (0.0, 0.5), (0.0,), (1.0,), (1.0,)))
+    assert by_group(Grouped(), score) == {"even": (1.5, 2), "odd": (2.0, 3)}
+    assert by_group(Words(), score) == {}
 
 
 def test_the_first_problems_are_asked_under_a_limit():

@@ -2,7 +2,10 @@
 
 import torch
 
+from nanochat import checkpoint_manager as checkpoints
+from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import Optimizers, Rates
 from nanochat.tokenizer import Tokenizer
 
 TEXT = "the cat sat on the mat 猫坐在垫子上 strawberry 12 34 56 78 90 + - * / ( ) ' . count\n"
@@ -34,3 +37,17 @@ def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: tor
         scatter(model.smear_lambda, 1.0)
         scatter(model.smear_gate.weight, 0.2)
     return model.eval()
+
+
+def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
+    """The CPU in fp32, as any rank."""
+    return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
+
+
+def tiny_checkpoint(stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160) -> None:
+    """A checkpoint of the tiny model, tag d2, in the base folder."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_gpt(tokenizer.vocab_size, sequence_len)
+    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
+    meta = checkpoints.make_meta(stage, model.config, {"corpus": corpus}, step, {})
+    checkpoints.save(checkpoints.checkpoint_dir(stage, "d2"), step, model, optimizers, tokenizer, meta, on_cpu())

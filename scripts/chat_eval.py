@@ -1,0 +1,204 @@
+"""How many problems of each task a chat model answers rightly.
+
+python -m scripts.chat_eval                                   # the latest stage, the tasks that fit its corpus
+python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
+torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from nanochat import report
+from nanochat.chat_eval import Score, by_group, chat_core, evaluate
+from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.common import UserError, log, read_json, run, warn
+from nanochat.conversation import Part, Task
+from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
+from nanochat.sampling import Sampling
+from tasks import tinyworld
+from tasks.arc import ARC
+from tasks.gsm8k import GSM8K
+from tasks.humaneval import HumanEval
+from tasks.mmlu import MMLU
+from tasks.spellingbee import SpellingBee
+
+SAMPLES = 6  # replies of each task kept for the report
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many problems of each task a chat model answers rightly."""
+
+    source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
+    """Stage of the model. Unset: the latest there is of rl > sft > mid > base."""
+    task_name: Annotated[str | None, arg(aliases=["-a"])] = None
+    """Tasks, with | between them. Unset: those that fit the corpus of the model."""
+    temperature: Annotated[float, arg(aliases=["-t"])] = 0.0
+    """How freely words are drawn; 0 takes the likeliest."""
+    max_new_tokens: Annotated[int, arg(aliases=["-m"])] = 512
+    """Longest reply in tokens."""
+    num_samples: Annotated[int, arg(aliases=["-n"])] = 1
+    """Replies to each problem, which counts as right if one of them is; needs a temperature above 0."""
+    top_k: Annotated[int, arg(aliases=["-k"])] = 50
+    """Draw among the k likeliest tokens; 0 takes all."""
+    batch_size: Annotated[int, arg(aliases=["-b"])] = 32
+    """Problems or replies that are computed together on each device."""
+    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
+    """Tag of the model, such as d20. Unset: the newest."""
+    step: Annotated[int | None, arg(aliases=["-s"])] = None
+    """Step of the checkpoint. Unset: the last."""
+    max_problems: Annotated[int | None, arg(aliases=["-x"])] = None
+    """Ask only so many problems of each task."""
+    show: int = 0
+    """Print so many wrong replies of each task."""
+    unsafe_exec: bool = False
+    """HumanEval: run the model's programs even where this machine cannot isolate them."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
+    """Number format of the computation. auto: the device's best."""
+    device_type: str = ""
+    """Device to use. Unset: the best there is."""
+
+
+def published(unsafe_exec: bool) -> dict[str, Callable[[], Task]]:
+    """The tasks of ChatCORE; each is read when it is called."""
+    return {
+        "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
+        "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
+        "MMLU": lambda: MMLU("all", "test"),
+        "GSM8K": lambda: GSM8K("test"),
+        "HumanEval": lambda: HumanEval(unsafe_exec=unsafe_exec),
+        "SpellingBee": lambda: SpellingBee(256, "test"),
+    }
+
+
+def choose_tasks(asked: str | None, corpus: str, unsafe_exec: bool) -> list[Task]:
+    """The tasks that were named, or those that fit a corpus, without those whose rows are not to be had here.
+
+    UserError (code 2) for an unknown name, for a named task without rows, or if no task is left.
+    """
+    makers = published(unsafe_exec)
+    names = [name.strip() for name in asked.split("|") if name.strip()] if asked is not None else []
+    small: dict[str, Any] = {}  # frozen dataclasses, which fit the protocol in all but being assignable
+    if any(name not in makers for name in names) or (asked is None and corpus == "tinyworld"):
+        small = {task.name: task for task in (*tinyworld.measures(), tinyworld.mental())}
+    unknown = [name for name in names if name not in makers and name not in small]
+    if unknown or (asked is not None and not names):
+        raise UserError(
+            f"--task_name takes {', '.join((*makers, *small))}, with | between several; got {asked!r}", exit_code=2
+        )
+    if asked is not None:
+        return [small[name] if name in small else makers[name]() for name in names]
+    if small:
+        return list(small.values())
+    tasks = []
+    for name, make in makers.items():
+        try:
+            tasks.append(make())
+        except UserError as missing:
+            warn(f"{name} is left out: {missing}")
+    if not tasks:
+        raise UserError("none of the tasks can be evaluated here; the warnings say what each of them needs", 2)
+    return tasks
+
+
+def words(parts: Sequence[Part]) -> str:
+    """A reply for people: calculator calls and answers in brackets."""
+    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
+    return "".join(shown[part.kind].format(part.text) for part in parts)
+
+
+class Listener:
+    """Keeps the first replies of a task for the report, and prints the first wrong ones."""
+
+    def __init__(self, task: Task, show: int):
+        self.task, self.show = task, show
+        self.samples: list[dict[str, Any]] = []
+
+    def hear(self, i: int, parts: list[Part], grade: float) -> None:
+        if len(self.samples) < SAMPLES or (self.show and grade < 1):
+            question = self.task[i].prompt.messages[-1].text
+            if len(self.samples) < SAMPLES:
+                self.samples.append({"question": question, "reply": words(parts), "grade": grade})
+            if self.show and grade < 1:
+                self.show -= 1
+                log(f"  wrong: {question!r} -> {words(parts)!r}, expected {words(self.task[i].messages[-1].parts)!r}")
+
+
+def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the report keeps of a task."""
+    groups = {name: {"right": right, "total": total} for name, (right, total) in by_group(task, score).items()}
+    return {
+        "accuracy": score.accuracy,
+        "right": score.right,
+        "total": score.total,
+        "low": score.low,
+        "high": score.high,
+        "baseline": score.baseline,
+        "too_long": score.too_long,
+        "seconds": seconds,
+        "groups": groups,
+        "samples": samples,
+    }
+
+
+def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], core: float | None) -> None:
+    """Add figures to the report's section of the stage; those of another checkpoint or way of asking go."""
+    about = {"tag": loaded.tag, "step": loaded.step, "sampling": dict(sampling)}
+    path = report.report_dir() / "sections" / f"{loaded.stage}_eval.json"
+    before = read_json(path) if path.exists() else {}
+    same = all(before.get(name) == value for name, value in about.items())
+    section = {**about, "tasks": {**(before["tasks"] if same else {}), **tasks}}
+    core = before.get("chat_core") if core is None and same else core
+    report.write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
+
+
+def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
+    """Evaluate the tasks one after another and keep the figures for the report."""
+    if cfg.num_samples > 1 and cfg.temperature == 0:
+        raise UserError("--num_samples above 1 needs --temperature above 0: else all samples are the same", 2)
+    if cfg.dtype != "auto":
+        compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
+    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)
+    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+    log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
+    tasks = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec)
+    scores: dict[str, Score] = {}
+    kept: dict[str, Any] = {}
+    for task in tasks:
+        start, listener = time.monotonic(), Listener(task, cfg.show)
+        score = evaluate(
+            task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
+            listener.hear if compute.main else None,
+        )  # fmt: skip
+        scores[task.name] = score
+        log(str(score))
+        kept[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
+    core = None
+    if set(published(False)) <= set(scores):
+        core = chat_core([scores[name] for name in published(False)])
+        log(f"ChatCORE: {core:.4f}")
+    if compute.main:
+        how = {
+            "temperature": cfg.temperature,
+            "top_k": cfg.top_k,
+            "samples": cfg.num_samples,
+            "limit": cfg.max_problems,
+        }
+        keep(loaded, how, kept, core)
+    return scores
+
+
+def main(cfg: Config) -> None:
+    compute = compute_init(cfg.device_type or None)
+    try:
+        chat_eval(cfg, compute)
+    finally:
+        compute_cleanup()
+
+
+if __name__ == "__main__":
+    run(main, Config)
