@@ -41,6 +41,8 @@ class GPTConfig:
             raise UserError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
         if self.head_dim % 2:
             raise UserError(f"the head dimension must be even for rotary embeddings, got {self.head_dim}")
+        if self.n_embd < SMEAR_CHANNELS:
+            raise UserError(f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}")
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
             raise UserError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
 

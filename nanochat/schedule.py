@@ -29,6 +29,8 @@ def horizon(
     tokens_per_step: int,
 ) -> Horizon:
     """Steps to train: as given, else from a FLOP budget, else from tokens per scaling parameter."""
+    if num_iterations is not None and num_iterations < 1:
+        raise UserError(f"num_iterations must be at least 1, got {num_iterations}", exit_code=2)
     if num_iterations is not None:
         return Horizon(num_iterations, "given")
     if target_flops is not None:
@@ -40,6 +42,8 @@ def horizon(
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
     """Tokens a step for a horizon: grows as its power 0.383 (Power Lines, arXiv 2505.13738), to a power of two."""
+    if tokens <= 0:
+        raise UserError(f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens", exit_code=2)
     return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383))
 
 
@@ -99,7 +103,9 @@ def micro_batches(tokens_per_step: int, row_tokens: int, device_batch_size: int,
     `device_batch_size` is an upper bound: it is lowered where all ranks together would exceed the step, and to a
     divisor of a rank's share. Only a remainder is an error.
     """
-    if tokens_per_step % (row_tokens * world_size):
+    if device_batch_size < 1:
+        raise UserError(f"device_batch_size must be at least 1, got {device_batch_size}", exit_code=2)
+    if tokens_per_step < 1 or tokens_per_step % (row_tokens * world_size):
         raise UserError(
             f"total_batch_size must be a multiple of {row_tokens * world_size:,} (one row of {row_tokens:,} tokens on "
             f"each of {world_size} rank(s)), got {tokens_per_step:,}",

@@ -18,8 +18,10 @@ def model_config(
     vocab_size: int, corpus: str, compute: Compute,
 ) -> GPTConfig:  # fmt: skip
     """The shape that `depth` and the overrides ask for."""
-    if depth < 1:
-        raise UserError(f"depth must be at least 1, got {depth}", exit_code=2)
+    given = {"depth": depth, "model_dim": model_dim, "head_dim": head_dim, "max_seq_len": max_seq_len}
+    for flag, size in given.items():
+        if size != "auto" and size < 1:
+            raise UserError(f"{flag} must be at least 1, got {size}", exit_code=2)
     # 128 channels a head feed matrix units best; below eight layers they would leave too few heads
     head = head_dim if head_dim != "auto" else (128 if depth >= 8 else 64)
     dim = model_dim if model_dim != "auto" else -(-depth * 64 // head) * head
@@ -46,8 +48,8 @@ class Batch:
 
 
 def batch(
-    total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int, tokens: float | None,
-    corpus: str, compute: Compute,
+    total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int,
+    tokens: float | None, corpus: str, compute: Compute,
 ) -> Batch:  # fmt: skip
     """Tokens of a step and rows of a pass; `tokens` is the expected horizon, None if the steps are given."""
     unit = shape.sequence_len * compute.world_size

@@ -2,10 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, warn, write_atomic
 
 
 class Tracker:
@@ -20,10 +21,8 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         kept = [line for line in _lines(path) if line.get("step", 0) <= step]
-        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held for the life of the stage
-        for line in kept:
-            self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))  # a kill here must not lose them
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held for the life of the stage
         if run != "dummy":
             self.run = _wandb(run, settings)
 
@@ -32,19 +31,21 @@ class Tracker:
         if self.file is not None:
             self.file.write(json.dumps(figures) + "\n")
             self.file.flush()
-        if self.run is not None:
-            try:
-                self.run.log(figures, step=figures.get("step"))
-            except Exception as failure:  # the edge to a foreign service: it must never stop training
-                warn(f"wandb failed and is off for the rest of this run: {failure}")
-                self.run = None
+        self._tell(lambda run: run.log(figures, step=figures.get("step")))
 
     def close(self) -> None:
         """Finish the files and the run."""
         if self.file is not None:
             self.file.close()
+        self._tell(lambda run: run.finish())
+
+    def _tell(self, what: Callable[[Any], Any]) -> None:
         if self.run is not None:
-            self.run.finish()
+            try:
+                what(self.run)
+            except Exception as failure:  # the edge to a foreign service: it must never stop training
+                warn(f"wandb failed and is off for the rest of this run: {failure}")
+                self.run = None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -55,10 +56,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_bytes().splitlines():
             try:
                 lines.append(json.loads(text))
-            except json.JSONDecodeError:
+            except ValueError:  # not JSON, or a character cut in two
                 break
     return lines
 
