@@ -54,10 +54,10 @@ def _no_npu_reason() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     try:
-        torch_npu = importlib.import_module("torch_npu")
+        usable = importlib.import_module("torch_npu").npu.is_available()
     except Exception as failure:  # the edge to a foreign library, which raises anything; the reason is shown
-        return f"torch_npu could not be loaded: {str(failure).splitlines()[0] if str(failure) else failure!r}"
-    return "" if torch_npu.npu.is_available() else "torch_npu loaded, but sees no NPU"
+        return f"torch_npu could not be loaded: {(str(failure) or repr(failure)).splitlines()[0]}"
+    return "" if usable else "torch_npu loaded, but sees no NPU"
 
 
 def _cpu_dtype() -> tuple[torch.dtype, str]:
@@ -270,7 +270,10 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
     the speed of a matmul measured now.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
-        return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
+        try:
+            return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
+        except ValueError as mistake:
+            raise UserError(f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2) from mistake
     if compute.device_type == "cuda":
         name = torch.cuda.get_device_name(compute.local_rank)
         for part, tflops in CUDA_PEAKS.items():

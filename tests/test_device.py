@@ -1,0 +1,320 @@
+"""Which device is chosen and why, without initialising any; number formats; what differs per device."""
+
+import os
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.device import Compute, choose, compute_init
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the machine that runs the tests gets in."""
+    for name in (
+        "NANOCHAT_DEVICE",
+        "NANOCHAT_DTYPE",
+        "NANOCHAT_PEAK_TFLOPS",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "CXX",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def available(monkeypatch: pytest.MonkeyPatch, *usable: str) -> None:
+    """Pretend that of npu and cuda only these can be used."""
+    for name in ("npu", "cuda"):
+        why = "" if name in usable else f"{name} is broken"
+        monkeypatch.setitem(device.ROWS, name, replace(device.ROWS[name], unavailable=lambda why=why: why))
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usable", "expected"),
+    [
+        (("npu", "cuda"), ("npu", "hccl", "first choice")),
+        (("cuda",), ("cuda", "nccl", "no npu: npu is broken")),
+        ((), ("cpu", "gloo", "no npu: npu is broken; no cuda: cuda is broken")),
+    ],
+)
+def test_the_first_usable_device_is_chosen_and_the_others_are_named(
+    usable: tuple[str, ...], expected: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available(monkeypatch, *usable)
+    assert choose(None) == expected
+    assert choose("") == expected
+
+
+def test_a_device_asked_for_is_taken_over_better_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, "npu", "cuda")
+    assert choose("cuda") == ("cuda", "nccl", "asked for")
+    assert choose("cpu") == ("cpu", "gloo", "asked for")
+
+
+def test_a_device_asked_for_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, "cuda")
+    with pytest.raises(UserError, match="device npu was asked for but cannot be used: npu is broken") as refused:
+        choose("npu")
+    assert refused.value.exit_code == 1
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(UserError, match="the device must be one of npu, cuda, cpu, got 'tpu'") as refused:
+        choose("tpu")
+    assert refused.value.exit_code == 2
+
+
+def imported() -> dict[str, Any]:
+    """What a fresh import of the module would hold, the real one left alone."""
+    return runpy.run_path(str(ROOT / "nanochat" / "device.py"))
+
+
+def test_the_environment_chooses_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
+    module = imported()
+    assert (module["device_type"], module["backend"], module["reason"]) == ("cpu", "gloo", "asked for")
+
+
+def test_a_wrong_environment_ends_the_process_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_DEVICE", "gpu")
+    with pytest.raises(SystemExit) as ended:
+        imported()
+    assert ended.value.code == 2
+    assert "error: the device must be one of npu, cuda, cpu, got 'gpu' (NANOCHAT_DEVICE)" in capsys.readouterr().err
+
+
+# --- torch_npu that cannot be used ---------------------------------------------------------------
+
+BROKEN = "raise ImportError('libhccl.so: cannot open shared object file\\nmore lines')\n"
+NO_DRIVER = """
+class npu:
+    @staticmethod
+    def is_available():
+        raise RuntimeError('drvInit failed')
+"""
+NO_CARD = """
+class npu:
+    @staticmethod
+    def is_available():
+        return False
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of packages that is looked in first; a torch_npu imported from it is forgotten afterwards."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    yield folder
+    sys.modules.pop("torch_npu", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (BROKEN, "torch_npu could not be loaded: libhccl.so: cannot open shared object file"),
+        (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
+        (NO_CARD, "torch_npu loaded, but sees no NPU"),
+        ("raise OSError()\n", "torch_npu could not be loaded: OSError()"),
+    ],
+)
+def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: str) -> None:
+    (site / "torch_npu.py").write_text(code)
+    assert device.ROWS["npu"].unavailable() == reason
+    name, _, why = choose(None)
+    assert name != "npu"
+    assert f"no npu: {reason}" in why
+    with pytest.raises(UserError, match="device npu was asked for but cannot be used: torch_npu"):
+        choose("npu")
+
+
+FRESH = """
+import threading
+from nanochat import device
+import torch, torch.distributed
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+assert threading.active_count() == 1
+print(device.device_type, "|", device.reason)
+"""
+
+
+def test_importing_initialises_nothing_even_beside_a_broken_backend(tmp_path: Path) -> None:
+    """The package registers itself with torch, as the real one does; loaded by torch it would break `import torch`."""
+    (tmp_path / "torch_npu.py").write_text(BROKEN)
+    about = tmp_path / "torch_npu-2.13.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "NANOCHAT_DEVICE")}
+    fresh = subprocess.run(
+        [sys.executable, "-c", FRESH], cwd=ROOT, env={**clean, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert fresh.returncode == 0, fresh.stderr
+    assert "no npu: torch_npu could not be loaded: libhccl.so: cannot open shared object file" in fresh.stdout
+
+
+# --- number formats ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "why"),
+    [
+        ({"avx2", "avx512_bf16"}, torch.bfloat16, "the CPU has avx512_bf16"),
+        ({"amx_bf16", "avx512_bf16"}, torch.bfloat16, "the CPU has amx_bf16"),
+        ({"avx2", "avx512f"}, torch.float32, "neither"),
+    ],
+)
+def test_a_cpu_computes_in_bf16_only_where_it_has_it(
+    flags: set[str], expected: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset(flags))
+    compute = compute_init("cpu")
+    assert compute.dtype == expected
+    assert why in compute.dtype_reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), torch.bfloat16), ((8, 0), torch.bfloat16), ((7, 5), torch.float16), ((6, 1), torch.float32)],
+)
+def test_a_gpu_computes_in_what_its_generation_has(
+    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert device.ROWS["cuda"].best_dtype()[0] == expected
+
+
+@pytest.mark.parametrize(("has_bf16", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_an_npu_computes_in_bf16_or_fp16(
+    has_bf16: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu = SimpleNamespace(is_bf16_supported=lambda: has_bf16)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    assert device.ROWS["npu"].best_dtype()[0] == expected
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_environment_overrides_the_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", name)
+    compute = compute_init("cpu")
+    assert (compute.dtype, compute.dtype_reason) == (getattr(torch, name), "NANOCHAT_DTYPE")
+    assert compute.scaler == (name == "float16")
+
+
+def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "fp8")
+    with pytest.raises(
+        UserError, match="NANOCHAT_DTYPE must be one of float32, bfloat16, float16, got 'fp8'"
+    ) as refused:
+        compute_init("cpu")
+    assert refused.value.exit_code == 2
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+def test_one_process_needs_no_process_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    compute = compute_init("cpu")
+    assert compute == Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "NANOCHAT_DTYPE")
+    assert compute.main
+    assert not torch.distributed.is_initialized()
+    said = capsys.readouterr().out
+    assert said.startswith("device: ") and said.count("\n") == 1
+    assert "(asked for) | float32 (NANOCHAT_DTYPE)" in said
+    device.barrier(compute)
+    device.synchronize(compute)
+    device.compute_cleanup()
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, "cuda")
+    module = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setitem(device.ROWS, "cuda", replace(device.ROWS["cuda"], module=lambda: module))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"shows 2 cuda device\(s\).*local rank 2; use --nproc_per_node=2"):
+        compute_init("cuda")
+
+
+def test_the_host_copies_and_pins_nothing() -> None:
+    x = torch.arange(3)
+    assert device.to_device(x, CPU) is x
+    assert device.pin(x, CPU) is x
+
+
+def test_memory_of_the_host_is_in_bytes() -> None:
+    assert 2**28 < device.memory_peak(CPU) < device.memory_total(CPU)
+    assert device.memory_peak(CPU) >= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // 2
+
+
+def test_a_seed_repeats_what_torch_draws() -> None:
+    draws = []
+    for _ in range(2):
+        device.seed_all(7)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)
+
+
+def test_the_peak_is_measured_on_a_host_and_read_for_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops, source = device.peak_flops(CPU)
+    assert 1e8 < flops < 1e14
+    assert "measured at start" in source
+    gpu = replace(CPU, device_type="cuda")
+    for name, tflops in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank, name=name: name)
+        assert device.peak_flops(gpu) == (tflops * 1e12, f"{name}, data sheet, bf16 dense")
+
+
+def test_the_peak_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "313")
+    assert device.peak_flops(CPU) == (313e12, "NANOCHAT_PEAK_TFLOPS")
+    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "fast")
+    with pytest.raises(UserError, match="NANOCHAT_PEAK_TFLOPS must be a number, got 'fast'"):
+        device.peak_flops(CPU)
+
+
+def test_local_of_a_plain_tensor_is_itself() -> None:
+    x = torch.ones(2)
+    assert device.local(x) is x
+
+
+# --- the compiler --------------------------------------------------------------------------------
+
+
+def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no C++ compiler" in device.compiler_missing(CPU)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert "python3-dev" in device.compiler_missing(CPU)
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    assert device.compiler_missing(CPU) == ""
+    assert device.compiler_missing(replace(CPU, device_type="npu")) == "off on NPUs"
+    assert device.compiler_missing(replace(CPU, device_type="cuda")) == ""
