@@ -123,7 +123,7 @@ def test_events_are_read_the_same_however_the_bytes_are_cut(browser):
     """The parser alone, with every pair of cuts, which a network gives only by chance."""
     parse = """async () => {
         const { events } = await import("./assets/sse.js");
-        const text = "data: 你🌍\\r\\n\\r\\n: note\\ndata:a\\ndata: b\\n\\nevent: x\\rdata: c\\r\\rdata: half";
+        const text = "data: 你🌍\\r\\n\\r\\n: note\\ndata:a\\r\\ndata: b\\n\\nevent: x\\rdata: c\\r\\rdata: half";
         const bytes = new TextEncoder().encode(text);
         const wanted = JSON.stringify(["你🌍", "a\\nb", "c"]);
         const wrong = [];

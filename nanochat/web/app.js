@@ -93,19 +93,14 @@ async function send(question) {
 
 /** Show the pieces of an answer as they come; return the note that belongs beneath it, or null. */
 async function stream(here, turn, pieces) {
-  let [tokens, early, first, finish] = [0, 0, 0, null];
+  const start = performance.now();
+  let finish = null;
   for await (const piece of pieces) {
     if (piece.forgotten) forget(here, piece.forgotten);
     if (piece.text) turn.addText(piece.text);
     if (piece.tool) turn.addTool(piece.tool);
+    if (piece.tokens) turn.showSpeed(piece.tokens, (performance.now() - start) / 1000);
     if (piece.finish) finish = piece.finish;
-    if (piece.tokens > tokens) {
-      const now = performance.now();
-      if (!tokens) [first, early] = [now, piece.tokens];
-      tokens = piece.tokens;
-      const seconds = (now - first) / 1000;
-      turn.showSpeed(tokens, seconds > 0.05 ? (tokens - early) / seconds : null);
-    }
     follow();
   }
   if (finish === "length") return "length";

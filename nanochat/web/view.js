@@ -113,17 +113,13 @@ export class ModelTurn {
     this.body.append(toolChip(tool));
   }
 
-  /** Beneath the answer: how many tokens, how fast (null: not known yet). */
-  showSpeed(tokens, rate) {
-    if (!this.count.isConnected) this.meta.prepend(this.count);
-    const amount = make("span");
+  /** Beneath the answer: how many tokens so far, and how fast since the question was sent. */
+  showSpeed(tokens, seconds) {
+    if (!this.count.parentNode) this.meta.prepend(this.count);
+    const [amount, speed, rate] = [make("span"), make("span"), tokens / seconds];
     say(amount, tokens === 1 ? "oneToken" : "tokens", { count: tokens });
-    this.count.replaceChildren(amount);
-    if (rate !== null) {
-      const speed = make("span");
-      say(speed, "rate", { rate: rate < 10 ? Math.round(rate * 10) / 10 : Math.round(rate) });
-      this.count.append(" · ", speed);
-    }
+    say(speed, "rate", { rate: rate < 10 ? Math.round(rate * 10) / 10 : Math.round(rate) });
+    this.count.replaceChildren(amount, " · ", speed);
   }
 
   /** The answer is over; `note` is a key of i18n.js, or null. */
