@@ -30,7 +30,7 @@ fail() { # English, 中文
 }
 
 fail_with_log() { # English, 中文: what went wrong in the last command, and where it is all written
-    tail -n 8 "$SETUP_LOG" | sed 's/^/  | /' >&2
+    tail -n 6 "$SETUP_LOG" | cut -c 1-150 | sed 's/^/  | /' >&2
     fail "$1 Details: $SETUP_LOG" "$2 详情见：$SETUP_LOG"
 }
 

@@ -10,9 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Commands that set-up takes from the system; whatever else it finds on PATH is a stub of the test.
-SYSTEM = (
-    "awk bash cat cksum cp dirname env find flock grep head kill mkdir mktemp mv rm sed sleep sort tail touch".split()
-)
+SYSTEM = "awk bash cat cksum cp cut dirname env find flock grep head kill mkdir mv rm sed sleep sort tail touch"
 
 # A Python that makes "environments" of itself, and a uv that does as told. Every call is written down.
 PYTHON = r"""#!/bin/bash
@@ -67,7 +65,7 @@ class Machine:
         (self.root / "requirements-dev.lock").write_text("pytest==1\n")
         (self.root / "rustbpe").mkdir()
         (self.root / "rustbpe" / "Cargo.toml").write_text("[package]\n")
-        for command in SYSTEM:
+        for command in SYSTEM.split():
             if place := shutil.which(command):
                 (self.stubs / command).symlink_to(place)
         self.stub("uv.stub", UV)

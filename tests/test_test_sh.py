@@ -1,4 +1,4 @@
-"""test.sh with every tool a stub: what it runs, what it prints at the end, and with which code it ends."""
+"""test.sh and .ci/run with every tool a stub: what they run, what they print, and with which code they end."""
 
 import os
 import shutil
@@ -92,3 +92,47 @@ def test_in_ci_nothing_is_left_out(clone: Path) -> None:
     code, out, _ = run(clone, ci="true")
     assert code == 1
     assert "FAILED (cargo fmt, clippy and test)" in out.splitlines()[-1]
+
+
+@pytest.fixture
+def ci_machine(tmp_path: Path) -> Path:
+    """A machine with nothing but what .ci/run itself needs; test.sh says whether CI is set."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "test.sh").write_text('echo "tests with CI=$CI and $# arguments"\n')
+    for command in ("bash", "dirname", "mktemp", "tail", "rm"):
+        (tmp_path / "bin" / command).symlink_to(shutil.which(command) or "")
+    return tmp_path
+
+
+def run_ci(machine: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(machine / "bin"), "CALLS": str(machine / "calls")}
+    return subprocess.run(["bash", ".ci/run"], cwd=machine, env=environment, capture_output=True, text=True)
+
+
+def test_ci_installs_what_is_missing_and_calls_test_sh(ci_machine: Path) -> None:
+    apt = ci_machine / "bin" / "apt-get"
+    apt.write_text('#!/bin/bash\necho "$*" >>"$CALLS"\n')
+    apt.chmod(0o755)
+    done = run_ci(ci_machine)
+    assert done.stdout.endswith("tests with CI=true and 0 arguments\n")
+    update, install = (ci_machine / "calls").read_text().splitlines()
+    assert update == "update"
+    assert {"chromium", "g++", "python3-dev"} < set(install.split())
+
+
+def test_ci_without_apt_says_what_it_needs(ci_machine: Path) -> None:
+    done = run_ci(ci_machine)
+    assert done.returncode == 1
+    assert "need chromium g++" in done.stderr
+    assert done.stdout == ""
+
+
+def test_ci_says_why_apt_failed(ci_machine: Path) -> None:
+    apt = ci_machine / "bin" / "apt-get"
+    apt.write_text("#!/bin/bash\necho no such package\nexit 100\n")
+    apt.chmod(0o755)
+    done = run_ci(ci_machine)
+    assert done.returncode == 1
+    assert "no such package" in done.stderr
