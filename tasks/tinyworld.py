@@ -48,6 +48,7 @@ def measures(seed: int = 0) -> list[TinyWorld]:
     return tasks
 
 
-def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None) -> TinyWorld:
-    """Sums in the head, with terms that no training uses together: what RL is measured on."""
-    return TinyWorld("mental", tinyworld.rl_evaluation(seed, mental=difficulty))
+def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:
+    """Sums in the head in held-out wordings, what RL is measured on; unseen ones have terms no training adds."""
+    name = "mental_unseen" if unseen else "mental"
+    return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

@@ -16,7 +16,7 @@ OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 class Mental:
     """How hard the sums without the calculator are: the numbers of terms to draw from, and the largest term."""
 
-    terms: tuple[int, ...] = (2, 3)
+    terms: tuple[int, ...] = (2,)
     largest: int = 20
 
 
@@ -74,13 +74,15 @@ def calculator_sum(language: Language, rng: random.Random, evaluation: bool = Fa
     return Sum(sentence(pattern.format(a=a, b=b)), expression, value_of(expression))
 
 
-def mental_sum(language: Language, rng: random.Random, mental: Mental, evaluation: bool = False) -> Sum:
-    """A sum to be answered at once, without the calculator."""
+def mental_sum(
+    language: Language, rng: random.Random, mental: Mental, held_out_wording: bool = False, unseen: bool = False
+) -> Sum:
+    """A sum to be answered at once, without the calculator; unseen ones have terms that training never adds."""
     while True:
         terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
-        if kept_for_evaluation("mental", *sorted(terms)) == evaluation:
+        if kept_for_evaluation("mental", *sorted(terms)) == unseen:
             break
     wording = wordings()["mental", language]
-    pattern = rng.choice(wording.questions if evaluation else wording.trained)
+    pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)
     text = " + ".join(map(str, terms))
     return Sum(sentence(pattern.format(sum=text)), text, str(sum(terms)))

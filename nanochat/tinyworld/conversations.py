@@ -149,11 +149,11 @@ SFT_SHARES = {
 }
 
 
-def mid_conversations(seed: int = 0, size: int = 30_000, mental: Mental | None = None) -> list[Conversation]:
+def mid_conversations(seed: int = 0, size: int = 60_000, mental: Mental | None = None) -> list[Conversation]:
     """Conversations of every kind, many of them with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
-def sft_conversations(seed: int = 0, size: int = 12_000, mental: Mental | None = None) -> list[Conversation]:
+def sft_conversations(seed: int = 0, size: int = 20_000, mental: Mental | None = None) -> list[Conversation]:
     """Conversations as a user would have them: mostly one question and its short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())

@@ -160,22 +160,23 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
     return problems
 
 
-def mental_problems(seed: int, size: int, mental: Mental, evaluation: bool) -> list[Problem]:
-    """Sums to be answered at once; evaluation has terms of its own."""
-    rng = random.Random(f"mental/{seed}/{evaluation}")
+def _mental_problems(
+    name: str, size: int, mental: Mental | None, held_out_wording: bool, unseen: bool = False
+) -> list[Problem]:
+    rng = random.Random(name)
     problems = []
     for i in range(size):
         language = LANGUAGES[i % 2]
-        task = mental_sum(language, rng, mental, evaluation)
+        task = mental_sum(language, rng, mental or Mental(), held_out_wording, unseen)
         problems.append(_number_problem(task, "mental", language, tool=False))
     return problems
 
 
 def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
-    """Problems for reinforcement learning: small sums without the calculator."""
-    return mental_problems(seed, size, mental or Mental(), evaluation=False)
+    """Problems for reinforcement learning: small sums without the calculator, in trained wordings."""
+    return _mental_problems(f"rl/{seed}", size, mental, held_out_wording=False)
 
 
-def rl_evaluation(seed: int = 0, size: int = 400, mental: Mental | None = None) -> list[Problem]:
-    """What RL is measured on: sums of the same kind whose terms training never sees together."""
-    return mental_problems(seed, size, mental or Mental(), evaluation=True)
+def rl_evaluation(seed: int = 0, size: int = 400, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
+    """What RL is measured on: sums of the same kind in held-out wordings; unseen ones have terms never added before."""
+    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, held_out_wording=True, unseen=unseen)
