@@ -92,6 +92,7 @@ def start(base: Path, *flags: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_a_model_it_says_how_to_make_one(base_folder):
     process = start(base_folder, "-p", "0")
     _, err = process.communicate(timeout=120)
@@ -99,6 +100,7 @@ def test_without_a_model_it_says_how_to_make_one(base_folder):
     assert "speedrun.sh" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_real_model_answers_and_the_server_ends_in_order(base_folder):
     tokenizer = tiny_tokenizer()
     model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")

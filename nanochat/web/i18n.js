@@ -94,7 +94,7 @@ export const WORDS = {
 // Questions a small model can answer; the page shows both languages, its own first.
 export const EXAMPLES = {
   en: ["What is the capital of France?", "What is 37 * 48?", "What is the opposite of hot?"],
-  zh: ["法国的首都是哪里？", "37 乘以 48 等于多少？", "热的反义词是什么？"],
+  zh: ["法国的首都是哪里？", "37 乘以 48 等于多少？", "企鹅会飞吗？"],
 };
 
 const KEY = "nanochat.language";
