@@ -33,25 +33,27 @@ class Optimizers:
     ):
         """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in."""
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
-        settings: dict[str, tuple[float, tuple[float, float], float]] = {  # role -> lr, betas, decay
-            "head": (rates.unembedding_lr * width, (0.8, 0.96), 0.01),
-            "embedding": (rates.embedding_lr * width, (0.8, 0.995), 0.001),
-            "value_embedding": (0.5 * rates.embedding_lr * width, (0.8, 0.995), 0.01),
-            "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05),
-            "x0": (rates.scalar_lr, (0.96, 0.95), 0.0),
-            "smear": (0.2, (0.8, 0.95), 0.0),
+        settings: dict[str, tuple[float, tuple[float, float], float, float]] = {  # role -> lr, betas, decay, eps
+            "head": (rates.unembedding_lr * width, (0.8, 0.96), 0.01, 1e-10),
+            "embedding": (rates.embedding_lr * width, (0.8, 0.995), 0.001, 1e-10),
+            "value_embedding": (0.5 * rates.embedding_lr * width, (0.8, 0.995), 0.01, 1e-10),
+            # While the projections are near zero, these scalars only scale the stream, which the last norm takes out:
+            # their first gradients are rounding errors, 1e-11, that upstream's eps of 1e-10 turns into full steps.
+            "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
+            "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
+            "smear": (0.2, (0.8, 0.95), 0.0, 1e-6),
         }
         named: dict[str, list[tuple[str, Tensor]]] = {}
         for name, parameter in model.named_parameters():
             named.setdefault(roles[name], []).append((name, parameter))
         groups = []
-        for role, (lr, betas, decay) in settings.items():
+        for role, (lr, betas, decay, eps) in settings.items():
             if role in named:
                 lr = lr * scale
-                parameters = [parameter for _, parameter in named[role]]
-                groups.append({"params": parameters, "lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay})
+                shared = {"lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay, "eps": eps}
+                groups.append({"params": [parameter for _, parameter in named[role]], **shared})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
-        self.adamw = torch.optim.AdamW(groups, eps=1e-10, fused=True)
+        self.adamw = torch.optim.AdamW(groups, fused=True)
         self.muon = Muon(named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype)
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
