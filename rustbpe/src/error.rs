@@ -1,0 +1,61 @@
+//! Everything that can go wrong in the core, with words for the user.
+
+use std::fmt;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// Fewer than 256 tokens cannot hold the byte values; more than the trainer's symbols cannot be told apart.
+    VocabSize { given: u64 },
+    /// The split pattern does not compile.
+    Pattern { message: String },
+    /// The split pattern found no piece at this character, so that text would be lost.
+    NotCovered { character: usize, excerpt: String },
+    /// The regular expression engine gave up (too much backtracking) in a piece that starts at this character.
+    Matching { character: usize, message: String },
+    /// The distinct pieces have more bytes than positions fit into 32 bits.
+    TooMuchText { bytes: u64 },
+    /// A merge names a token that does not exist yet.
+    BadMerge { token: u32 },
+    /// An id outside the vocabulary.
+    UnknownId { index: usize, id: u32, vocab_size: u32 },
+    /// Encoding needs the split pattern that training sets.
+    Untrained,
+    /// The caller asked to stop.
+    Stopped,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::VocabSize { given } => write!(
+                f,
+                "vocab_size must be from {} (one token per byte value) to {}, got {given}",
+                crate::BYTES,
+                crate::MAX_VOCAB_SIZE
+            ),
+            Error::Pattern { message } => write!(f, "pattern is not a valid regular expression: {message}"),
+            Error::NotCovered { character, excerpt } => write!(
+                f,
+                "pattern does not cover the text: it matches nothing at character {character} ({excerpt:?}), and no \
+                 text may be dropped; add an alternative that takes every other character, such as |\\s+|\\S"
+            ),
+            Error::Matching { character, message } => {
+                write!(f, "pattern could not be matched from character {character} on: {message}")
+            }
+            Error::TooMuchText { bytes } => write!(
+                f,
+                "the distinct pieces of the text have {bytes} bytes, and the trainer holds {}; train on a sample, or \
+                 with a pattern that makes shorter pieces",
+                u32::MAX
+            ),
+            Error::BadMerge { token } => write!(f, "a merge uses token {token} before it exists"),
+            Error::UnknownId { index, id, vocab_size } => {
+                write!(f, "unknown token id {id} at index {index}: ids run from 0 to {}", vocab_size - 1)
+            }
+            Error::Untrained => write!(f, "the tokenizer has no split pattern yet: call train_from_iterator first"),
+            Error::Stopped => write!(f, "stopped by the caller"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,43 @@
+//! Byte pair encoding: learn merges from texts, then encode and decode with them.
+//!
+//! The core (`split`, `count`, `train`, `model`) knows no Python and reports every mistake as an [`Error`].
+//! The binding (`py`, `pool`; feature `python`) only converts arguments, results and errors.
+
+mod count;
+mod error;
+mod model;
+mod split;
+mod train;
+
+#[cfg(feature = "python")]
+mod pool;
+#[cfg(feature = "python")]
+mod py;
+#[cfg(test)]
+mod testing;
+
+pub use count::PieceCounts;
+pub use error::Error;
+pub use model::{Model, Scratch};
+pub use split::{Splitter, GPT4_PATTERN};
+pub use train::train;
+
+/// The first 256 ids are the byte values; merged tokens follow in the order they were learned.
+pub const BYTES: u32 = 256;
+/// The largest vocabulary: the trainer keeps one bit of a symbol for itself.
+pub const MAX_VOCAB_SIZE: u32 = (1 << 31) - 1;
+
+/// Two neighbouring tokens.
+pub type Pair = (u32, u32);
+
+/// A pair as one number that sorts like the pair.
+#[inline]
+fn key((left, right): Pair) -> u64 {
+    (u64::from(left) << 32) | u64::from(right)
+}
+
+/// The pair of a [`key`].
+#[inline]
+fn pair(key: u64) -> Pair {
+    ((key >> 32) as u32, key as u32)
+}

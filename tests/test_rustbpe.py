@@ -1,0 +1,379 @@
+"""The trainer against a slow reference, the published rustbpe and tiktoken; its API and every bad input."""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+import tiktoken
+
+import rustbpe
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = "0.1.0"
+
+NANOCHAT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")
+PATTERNS = {"gpt4": GPT4, "nanochat": NANOCHAT}
+
+ENGLISH = "the cat sat on a mat because it was tired and the dog didn't care I've seen What's that HE'LL stop ſ".split()
+CHINESE = "今天天气很好我们去公园散步他说中国的首都是北京她喜欢喝茶〇一二三，。！？「」、　"
+CODE = ["def f(x):", "\n    return x", " += 1", "if (a[i] != b) {", "}\n", "\t//", " ->", "::", "#include <a.h>\r\n"]
+EMOJI = "😀😃🎉👩‍👩‍👧🏽é̈ñ🇫🇷"
+SPACES = [" ", "  ", "\n", "\r\n", "\t", " \n \n", "\u3000", "\u00a0", "     ", "\n\n\n"]
+
+
+def sentence(rng: random.Random) -> str:
+    """A few words of one kind, or any assigned characters."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        return " ".join(rng.choices(ENGLISH, k=rng.randrange(1, 12))) + rng.choice(".,!?;")
+    if kind == 1:
+        return "".join(rng.choices(CHINESE, k=rng.randrange(1, 30)))
+    if kind == 2:
+        return "".join(rng.choices(CODE, k=rng.randrange(1, 6)))
+    if kind == 3:
+        return str(rng.randrange(10 ** rng.randrange(1, 12)))
+    if kind == 4:
+        return rng.choice(["a", "ab", "汉", "!", "0", "=", " ", "\n", "😀"]) * rng.randrange(1, 60)
+    if kind == 5:
+        return "".join(rng.choices(EMOJI, k=rng.randrange(1, 8)))
+    if kind == 6:
+        return "".join(rng.choices(SPACES, k=rng.randrange(1, 4)))
+    points = (chr(rng.randrange(1, 0x20000)) for _ in range(6))
+    return "".join(char for char in points if unicodedata.category(char) not in ("Cn", "Cs"))
+
+
+def texts_of(seed: int, count: int) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(sentence(rng) for _ in range(rng.randrange(8))) for _ in range(count)]
+
+
+def trained(texts: list[str], vocab_size: int, pattern: str | None = None, **options: int) -> rustbpe.Tokenizer:
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(iter(texts), vocab_size, pattern=pattern, **options)
+    return tokenizer
+
+
+def replaced(ids: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[int, ...]:
+    out: list[int] = []
+    index = 0
+    while index < len(ids):
+        if ids[index : index + 2] == pair:
+            out.append(token)
+            index += 2
+        else:
+            out.append(ids[index])
+            index += 1
+    return tuple(out)
+
+
+def slow_ranks(texts: list[str], vocab_size: int, pattern: str) -> list[tuple[bytes, int]]:
+    """Byte pair encoding as one would explain it: all pairs are counted anew for each merge."""
+    words = Counter(tuple(piece.encode()) for text in texts for piece in regex.findall(pattern, text))
+    tokens = [bytes([value]) for value in range(256)]
+    while len(tokens) < vocab_size:
+        pairs: Counter[tuple[int, int]] = Counter()
+        for ids, count in words.items():
+            for pair in itertools.pairwise(ids):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        words = Counter({replaced(ids, best, len(tokens)): count for ids, count in words.items()})
+        tokens.append(tokens[best[0]] + tokens[best[1]])
+    return [(token, rank) for rank, token in enumerate(tokens)]
+
+
+# --- what it learns ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("vocab_size", [256, 257, 300, 500])
+def test_merges_equal_a_slow_reference(vocab_size: int, pattern: str) -> None:
+    texts = texts_of(seed=vocab_size, count=40)
+    assert trained(texts, vocab_size, pattern).get_mergeable_ranks() == slow_ranks(texts, vocab_size, pattern)
+
+
+@pytest.mark.parametrize("alphabet", ["a", "ab", "abc", "汉字", "a汉😀"])
+def test_merges_equal_a_slow_reference_where_pairs_overlap(alphabet: str) -> None:
+    rng = random.Random(7)
+    for _ in range(20):
+        texts = ["".join(rng.choice(alphabet) * rng.randrange(1, 7) for _ in range(6)) for _ in range(5)]
+        assert trained(texts, 400, r"(?s).+").get_mergeable_ranks() == slow_ranks(texts, 400, r"(?s).+")
+
+
+PUBLISHED_JOB = """
+import json, sys
+import rustbpe
+for line in sys.stdin:
+    job = json.loads(line)
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(iter(job["texts"]), job["vocab_size"], pattern=job["pattern"])
+    ranks = [token.hex() for token, rank in tokenizer.get_mergeable_ranks()]
+    print(json.dumps({"file": rustbpe.__file__, "ranks": ranks, "ids": tokenizer.batch_encode(job["held_out"])}))
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the rustbpe of the package index, which must not come into this process."""
+    folder = tmp_path_factory.mktemp("published_rustbpe")
+    wheel = ["--quiet", "--no-deps", "--target", str(folder), f"rustbpe=={PUBLISHED}"]
+    reason = ""
+    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
+        command = [sys.executable, "-m", *tool, *wheel]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            reason = f"{tool[0]} waited 120 seconds"
+            continue
+        if result.returncode == 0:
+            return folder
+        reason = result.stderr.strip()[-300:]
+    reason = f"rustbpe {PUBLISHED} could not be installed from the package index: {reason}"
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+def test_merges_and_ids_equal_the_published_rustbpe(published: Path) -> None:
+    held_out = texts_of(seed=99, count=200)
+    sizes = [(256, 20), (257, 20), (300, 100), (1000, 300), (4000, 600), (9000, 300), (100_000, 30)]
+    jobs = [
+        {"texts": texts_of(seed, count), "vocab_size": size, "pattern": pattern, "held_out": held_out}
+        for pattern in (GPT4, NANOCHAT, None)
+        for seed, (size, count) in enumerate(sizes)
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", PUBLISHED_JOB],
+        input="\n".join(json.dumps(job) for job in jobs),
+        env={**os.environ, "PYTHONPATH": str(published), "RAYON_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(answers) == len(jobs)
+    for job, answer in zip(jobs, answers, strict=True):
+        assert answer["file"].startswith(str(published)), "the comparison must not be with ourselves"
+        ours = trained(job["texts"], job["vocab_size"], job["pattern"])
+        assert [token.hex() for token, _ in ours.get_mergeable_ranks()] == answer["ranks"]
+        assert ours.batch_encode(held_out) == answer["ids"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_ids_equal_tiktoken(pattern: str) -> None:
+    ours = trained(texts_of(seed=1, count=800), 3000, pattern)
+    ranks = dict(ours.get_mergeable_ranks())
+    theirs = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    rng = random.Random(2)
+    runs = ["".join(rng.choices("汉字说", k=3000)), "ab" * 5000, "the" * 500, "!?" * 300, " \n" * 500]
+    for text in texts_of(seed=3, count=800) + runs:
+        ids = ours.encode(text)
+        assert ids == theirs.encode_ordinary(text)
+        assert ours.encode_ordinary(text) == ids
+        assert ours.decode(ids) == text
+
+
+def test_merges_do_not_depend_on_buffers_threads_or_the_order_of_texts() -> None:
+    texts = texts_of(seed=4, count=300)
+    ranks = trained(texts, 1500).get_mergeable_ranks()
+    assert trained(texts, 1500, buffer_size=1).get_mergeable_ranks() == ranks
+    assert trained(texts, 1500, buffer_size=2**64 - 1).get_mergeable_ranks() == ranks
+    assert trained(texts[::-1], 1500, buffer_size=7).get_mergeable_ranks() == ranks
+
+
+def test_training_ends_early_when_no_pair_is_left() -> None:
+    tokenizer = trained(["abab", "ab"], 2**31 - 1)
+    assert tokenizer.get_mergeable_ranks()[256:] == [(b"ab", 256), (b"abab", 257)]
+    assert tokenizer.vocab_size == 258
+    assert trained([], 1000).vocab_size == 256
+
+
+def test_a_run_of_half_a_million_letters_encodes() -> None:
+    tokenizer = trained(["汉字" * 50], 300)
+    text = "汉字汉" * 170_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# --- its API -------------------------------------------------------------------------------------
+
+
+def test_a_new_tokenizer_knows_the_bytes() -> None:
+    tokenizer = rustbpe.Tokenizer()
+    assert tokenizer.vocab_size == 256
+    assert tokenizer.get_pattern() == ""
+    assert tokenizer.get_mergeable_ranks() == [(bytes([value]), value) for value in range(256)]
+    assert tokenizer.decode([104, 105]) == "hi"
+    with pytest.raises(ValueError, match="train_from_iterator first"):
+        tokenizer.encode("hi")
+
+
+def test_training_again_starts_anew() -> None:
+    tokenizer = trained(["abab"], 300)
+    assert tokenizer.get_pattern() == GPT4
+    tokenizer.train_from_iterator(["cdcd"], 257, 8192, NANOCHAT)
+    assert tokenizer.get_pattern() == NANOCHAT
+    assert tokenizer.get_mergeable_ranks()[256:] == [(b"cd", 256)]
+
+
+def test_batches_equal_single_texts_in_order() -> None:
+    tokenizer = trained(texts_of(seed=5, count=200), 600)
+    texts = [*texts_of(seed=6, count=3000), ""]
+    assert tokenizer.batch_encode(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.batch_encode(iter(texts[:3])) == tokenizer.batch_encode(texts)[:3]
+    assert tokenizer.batch_encode([]) == []
+
+
+def test_special_looking_text_is_text() -> None:
+    tokenizer = trained(["<|bos|>"] * 9, 300)
+    assert tokenizer.decode(tokenizer.encode("<|bos|><|endoftext|>")) == "<|bos|><|endoftext|>"
+
+
+def test_threads_may_share_a_tokenizer_even_while_it_trains() -> None:
+    tokenizer = trained(texts_of(seed=8, count=100), 500)
+    ranks, texts = tokenizer.get_mergeable_ranks(), texts_of(seed=9, count=300)
+    before = [tokenizer.encode(text) for text in texts]
+    results: list[list[list[int]]] = []
+
+    def texts_while_others_encode() -> Iterator[str]:
+        workers = [threading.Thread(target=lambda: results.append(tokenizer.batch_encode(texts))) for _ in range(3)]
+        for worker in workers:
+            worker.start()
+        yield "x" * 100
+        assert tokenizer.get_mergeable_ranks() == ranks, "the new merges appear when training has ended"
+        for worker in workers:
+            worker.join()
+
+    tokenizer.train_from_iterator(texts_while_others_encode(), 258)
+    assert results == [before] * 3
+    assert tokenizer.get_mergeable_ranks()[256:] == [(b"xx", 256), (b"xxxx", 257)]
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def interrupted() -> Iterator[str]:
+    yield "abab"
+    raise KeyError("mine")
+
+
+BAD_TRAINING: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "uncovered": (lambda: ["ab", "汉字 cd"], {"pattern": r"\w+"}, ValueError, r"item 1 .*character 2 \(\" cd\"\)"),
+    "empty pattern": (lambda: ["ab"], {"pattern": ""}, ValueError, "does not cover the text.*character 0"),
+    "broken pattern": (lambda: ["ab"], {"pattern": "(a"}, ValueError, "valid regular expression.*parenthesis"),
+    "hopeless pattern": (lambda: [" " * 2_000_000 + "x"], {}, ValueError, "item 0 .*could not be matched"),
+    "pattern bytes": (lambda: ["ab"], {"pattern": b"a"}, TypeError, "str"),
+    "pattern surrogate": (lambda: ["ab"], {"pattern": "\ud800"}, UnicodeEncodeError, "position 0"),
+    "small vocabulary": (lambda: ["ab"], {"vocab_size": 255}, ValueError, "vocab_size .*from 256 .*got 255"),
+    "negative vocabulary": (lambda: ["ab"], {"vocab_size": -1}, ValueError, "got -1"),
+    "huge vocabulary": (lambda: ["ab"], {"vocab_size": 2**70}, ValueError, f"got {2**70}"),
+    "vocabulary text": (lambda: ["ab"], {"vocab_size": "300"}, TypeError, "vocab_size .*int, got str"),
+    "no buffer": (lambda: ["ab"], {"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
+    "negative buffer": (lambda: ["ab"], {"buffer_size": -5}, ValueError, "got -5"),
+    "bytes": (lambda: ["ab", b"ab"], {}, TypeError, "item 1 of iterator must be str, got bytes"),
+    "None": (lambda: ["ab", "c", None], {"buffer_size": 1}, TypeError, "item 2 .*got NoneType"),
+    "one text": (lambda: "abab", {}, TypeError, r"iterable of str, got one str: give \[text\]"),
+    "no iterable": (lambda: 5, {}, TypeError, "not iterable"),
+    "surrogate": (lambda: ["ab", "汉\udc80"], {}, UnicodeEncodeError, r"position 1: .*\(item 1 of iterator\)"),
+    "its own exception": (interrupted, {}, KeyError, "mine"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAINING)
+def test_bad_training_input_raises_and_changes_nothing(name: str) -> None:
+    texts, options, error, message = BAD_TRAINING[name]
+    tokenizer = trained(["hello hello"], 258)
+    ranks = tokenizer.get_mergeable_ranks()
+    with pytest.raises(error, match=message):
+        tokenizer.train_from_iterator(texts(), **{"vocab_size": 300, **options})
+    assert tokenizer.get_mergeable_ranks() == ranks
+    assert tokenizer.get_pattern() == GPT4
+
+
+BAD_CALLS: dict[str, tuple[str, Any, type[Exception], str]] = {
+    "encode None": ("encode", None, TypeError, "text must be str, got NoneType"),
+    "encode bytes": ("encode", b"ab", TypeError, "text must be str, got bytes"),
+    "encode surrogate": ("encode", "ab\udfff", UnicodeEncodeError, "position 2"),
+    "encode uncovered": ("encode", "ab cd", ValueError, r"character 2 \(\" cd\"\)"),
+    "batch None": ("batch_encode", ["ab", None], TypeError, "item 1 of texts must be str, got NoneType"),
+    "batch text": ("batch_encode", "ab", TypeError, r"give \[text\]"),
+    "batch surrogate": ("batch_encode", ["ab", "\ud800"], UnicodeEncodeError, "item 1 of texts"),
+    "batch uncovered": ("batch_encode", ["ab", "ab", "a-"], ValueError, "item 2 of texts: .*character 1"),
+    "unknown id": ("decode", [97, 258], ValueError, "unknown token id 258 at index 1: ids run from 0 to 257"),
+    "negative id": ("decode", [-1], ValueError, "unknown token id -1 at index 0"),
+    "huge id": ("decode", [2**70], ValueError, f"unknown token id {2**70} at index 0"),
+    "id text": ("decode", "ab", TypeError, "item 0 of ids must be int, got str"),
+    "id float": ("decode", [97, 1.5], TypeError, "item 1 of ids must be int, got float"),
+    "no ids": ("decode", None, TypeError, "not iterable"),
+    "half a character": ("decode", [97, 228, 189], UnicodeDecodeError, "position 1-2"),
+    "a surrogate's bytes": ("decode", [237, 160, 128], UnicodeDecodeError, "position 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_raises(name: str) -> None:
+    method, argument, error, message = BAD_CALLS[name]
+    tokenizer = trained(["abab"], 258, r"\w+")
+    with pytest.raises(error, match=message):
+        getattr(tokenizer, method)(argument)
+
+
+# --- the process around it -----------------------------------------------------------------------
+
+
+def run(code: str, *arguments: str, **options: Any) -> str:
+    command = [sys.executable, *arguments, code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_a_signal_stops_training_while_texts_are_read() -> None:
+    # itertools.repeat runs no Python code in which the interpreter would look for signals itself.
+    code = """
+import itertools, signal, rustbpe
+class Stop(Exception): pass
+def stop(*_): raise Stop
+signal.signal(signal.SIGALRM, stop)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    rustbpe.Tokenizer().train_from_iterator(itertools.repeat("some text"), 300)
+except Stop:
+    print("stopped")
+"""
+    assert run(code, "-c") == "stopped"
+
+
+def test_a_forked_process_can_encode() -> None:
+    code = """
+import os, rustbpe
+tokenizer = rustbpe.Tokenizer()
+tokenizer.train_from_iterator(["abab"], 300)
+expected = tokenizer.batch_encode(["abab"] * 9)
+child = os.fork()
+if child == 0:
+    os._exit(0 if tokenizer.batch_encode(["abab"] * 9) == expected else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run(code, "-c") == "0"
+
+
+def test_the_installed_module_wins_over_the_source_folder() -> None:
+    assert not (ROOT / "rustbpe" / "__init__.py").exists()
+    assert Path(run("import rustbpe; print(rustbpe.__file__)", "-c")).parent.parent != ROOT
+    # `python -m` puts the current folder, which has the folder rustbpe, before the installed packages.
+    assert "loop" in run("import rustbpe; rustbpe.Tokenizer()", "-m", "timeit", "-n1", "-r1", "-s")
