@@ -68,8 +68,15 @@ class Task(Protocol):
     `generative` tasks are answered in words and graded by `grade`.
     """
 
-    name: str
-    kind: Literal["choice", "generative"]
+    @property
+    def name(self) -> str:
+        """How reports call it."""
+        ...
+
+    @property
+    def kind(self) -> Literal["choice", "generative"]:
+        """How it is answered."""
+        ...
 
     def __len__(self) -> int: ...
 

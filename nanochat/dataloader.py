@@ -31,6 +31,21 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) in
     return np.argsort(hashes, kind="stable")
 
 
+def epoch_numbers(count: int, seed: int | None, first: int, size: int) -> np.ndarray:  # (size,) int64
+    """Which of `count` items the places first .. first + size - 1 of the endless seeded sequence hold.
+
+    Place n is item n % count of epoch n // count in that epoch's order, or in their own order without a seed.
+    """
+    if seed is None:
+        return np.arange(first, first + size) % count
+    parts = [np.zeros(0, np.int64)]
+    while size > 0:
+        epoch, offset = divmod(first, count)
+        parts.append(epoch_order(count, seed, epoch)[offset : offset + size])
+        first, size = first + len(parts[-1]), size - len(parts[-1])
+    return np.concatenate(parts)
+
+
 def _splitmix(x: np.ndarray) -> np.ndarray:
     """One output of splitmix64 for each state (Steele, Lea, Flood 2014); unsigned arithmetic wraps by design."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
@@ -59,15 +74,7 @@ class Rows:
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:
         """Which rows of the plan the numbers first .. first + count - 1 are, int64 (count,)."""
-        numbers = np.arange(first, first + count)
-        if self._seed is None:
-            return numbers % self.count
-        parts = []
-        while count > 0:
-            epoch, offset = divmod(first, self.count)
-            parts.append(epoch_order(self.count, self._seed, epoch)[offset : offset + count])
-            first, count = first + len(parts[-1]), count - len(parts[-1])
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        return epoch_numbers(self.count, self._seed, first, count)
 
     def targets_in(self, first: int, count: int) -> int:
         """How many targets that are not ignored the rows first .. first + count - 1 hold."""

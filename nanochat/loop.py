@@ -29,7 +29,8 @@ def due(step: int, every: int, last: bool) -> bool:
 class MicroBatches(Protocol):
     """What a step trains on: dataloader.Step, or RL's rollouts."""
 
-    num_targets: int
+    @property
+    def num_targets(self) -> int: ...
 
     @property
     def micro_batches(self) -> Iterable[tuple[Tensor, ...]]: ...

@@ -77,12 +77,14 @@ def bits_per_byte(
     return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
 
 
-def split_rows(corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"], length: int) -> dataloader.Rows:
+def split_rows(
+    corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"], length: int, seed: int = SAMPLE_SEED
+) -> dataloader.Rows:
     """The rows of `length` tokens of a split, shuffled: the plan puts long documents first, so that a part of it in
     its own order would stand for them only."""
     token_set = prepare.prepare_documents(corpus, tokenizer, split)
     plan = prepare.plan(token_set, length + 1, cut=True)
-    return dataloader.Rows(token_set, plan, tokenizer.bos, SAMPLE_SEED, masked=False)
+    return dataloader.Rows(token_set, plan, tokenizer.bos, seed, masked=False)
 
 
 def evaluate_split(

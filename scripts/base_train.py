@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, prepare, report, schedule, sizes
+from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, report, schedule, sizes
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -82,11 +82,9 @@ def train(cfg: Config, compute: Compute) -> None:
 
     # Tokenised once; a row is a pure function of (seed, row number)
     T = shape.sequence_len
-    documents = {split: prepare.prepare_documents(corpus, tokenizer, split) for split in ("train", "val")}
-    plans = {split: prepare.plan(tokens, T + 1, cut=True) for split, tokens in documents.items()}
-    rows = dataloader.Rows(documents["train"], plans["train"], tokenizer.bos, cfg.seed, masked=False)
+    rows = loss_eval.split_rows(corpus, tokenizer, "train", T, cfg.seed)
+    val_rows = loss_eval.split_rows(corpus, tokenizer, "val", T)
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
-    val_rows = dataloader.Rows(documents["val"], plans["val"], tokenizer.bos, None, masked=False)
     log(
         f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {steps * batch.rows_per_step / rows.count:.2f} epochs"
     )

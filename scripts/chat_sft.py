@@ -57,7 +57,7 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.batch(tokens, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
     mixture = mix("sft", corpus, cfg.seed, cfg.conversations)
     rows = dataloader.conversation_rows("sft", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=True)
-    val_rows = dataloader.conversation_rows("sft-val", mixture.val, mixture.key, tokenizer, T, None, masked=True)
+    val_rows = dataloader.conversation_rows("sft-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=True)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 

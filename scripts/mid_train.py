@@ -58,7 +58,7 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
     rows = dataloader.conversation_rows("mid", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=False)
-    val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, None, masked=False)
+    val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 

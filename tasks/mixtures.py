@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanochat import tinyworld
 from nanochat.common import sha256_of
-from nanochat.conversation import Conversation
+from nanochat.conversation import Conversation, Task
 from nanochat.dataset import tinyworld_fingerprint
 from tasks.arc import ARC
 from tasks.common import Mixture, Subset, Ungraded
@@ -15,6 +15,7 @@ from tasks.gsm8k import GSM8K
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
+from tasks.tinyworld import TinyWorld, mental
 
 
 class Identity(Ungraded):
@@ -96,3 +97,10 @@ def _published_sft(seed: int) -> Mixture:
         ],
         seed,
     )
+
+
+def rl_tasks(corpus: str) -> tuple[Task, Task]:
+    """What RL trains on and what it is measured on: sums in the head for TinyWorld, else GSM8K."""
+    if corpus == "tinyworld":
+        return TinyWorld("mental", tinyworld.rl_problems()), mental()
+    return GSM8K("train"), GSM8K("test")
