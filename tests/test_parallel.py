@@ -1,0 +1,278 @@
+"""Training on several ranks against one process: the same losses, parameters and state."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from nanochat import device, loop, parallel
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.muon import Muon
+from nanochat.optim import Optimizers, Rates
+
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+# Rows that no number of ranks divides: gates of 3, matrices of 54 and 216, scalars of 1 and 3.
+CONFIG = GPTConfig(sequence_len=16, vocab_size=70, n_layer=3, n_head=3, n_kv_head=3, n_embd=54)
+STEPS, ROWS = 10, 8
+
+
+@dataclass
+class Batches:
+    """A step's micro-batches."""
+
+    num_targets: int
+    micro_batches: list[tuple[Tensor, ...]]
+
+
+def make(compute: Compute) -> tuple[GPT, Optimizers]:
+    """A model none of whose gradients is zero or mere rounding at the start, which AdamW would make whole steps of."""
+    model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
+    model.init_weights(3)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.c_proj.weight.normal_(0, 0.1, generator=generator)
+            block.mlp.c_proj.weight.normal_(0, 0.1, generator=generator)
+        model.lm_head.weight.normal_(0, 0.1, generator=generator)
+        model.smear_lambda.fill_(0.3)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    return model, Optimizers(model, model.parameter_roles(), CONFIG.n_embd, Rates(), 0.1, compute.dtype)
+
+
+def batches(step: int, passes: int, compute: Compute) -> Batches:
+    """This rank's share of a step's 8 rows, whose numbers of targets differ from row to row, with token weights."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randint(0, 70, (ROWS, 16), generator=generator)
+    targets = (3 * inputs + 1) % 70
+    for row in range(ROWS):
+        targets[row, : (row + step) % 8] = -1
+    weights = 1 + 0.1 * torch.randn(ROWS, 16, generator=generator)
+    columns = [x[compute.rank :: compute.world_size].chunk(passes) for x in (inputs, targets, weights)]
+    return Batches(int((targets >= 0).sum()), list(zip(*columns, strict=True)))
+
+
+def train(compute: Compute, passes: int) -> dict[str, Any]:
+    """Ten steps with schedules; the losses, gradient norms and whole parameters."""
+    model, optimizers = make(compute)
+    outcomes = []
+    for step in range(STEPS):
+        optimizers.schedule(1.0 - 0.05 * step, 0.85 + 0.01 * step, 1.0 - 0.1 * step)
+        outcomes.append(loop.update(model, optimizers, batches(step, passes, compute), loop.LossScale(), compute))
+        if step == 4:  # an evaluation in between leaves the parameters gathered
+            with torch.no_grad():
+                model(torch.zeros(2, 16, dtype=torch.long))
+    assert not any(outcome.skipped for outcome in outcomes)
+    parameters = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    return {
+        "losses": [x.loss for x in outcomes], "norms": [x.grad_norm for x in outcomes], "parameters": parameters,
+        "wte": model.wte.weight.to_local().shape[0] if isinstance(model.wte.weight, DTensor) else None,
+    }  # fmt: skip
+
+
+# --- Muon alone ----------------------------------------------------------------------------------
+
+MATRICES = [(3, 12)] * 2 + [(54, 54)] * 3 + [(216, 54), (54, 216)] + [(1, 8)] * 5
+
+
+def step_muon(compute: Compute) -> dict[str, Tensor]:
+    """Five steps of matrices sharded by rows, with more and fewer of a shape than there are ranks."""
+    mesh = init_device_mesh("cpu", (compute.world_size,)) if compute.world_size > 1 else None
+
+    def place(value: Tensor) -> Tensor:
+        return value if mesh is None else distribute_tensor(value, mesh, [Shard(0)])
+
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (f"m{i}", nn.Parameter(place(torch.randn(shape, generator=generator)))) for i, shape in enumerate(MATRICES)
+    ]
+    muon = Muon(named, lr=0.02, weight_decay=0.2)
+    for step in range(5):
+        muon.param_groups[0]["momentum"] = 0.85 + 0.02 * step
+        for _, parameter in named:
+            parameter.grad = place(torch.randn(parameter.shape, generator=generator))
+        muon.step()
+    return {name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).clone() for name, p in named}
+
+
+# --- small things --------------------------------------------------------------------------------
+
+
+def small_things(compute: Compute) -> dict[str, Any]:
+    """Sums, rank 0's word, whole parameters before and after an evaluation, loading, copies."""
+    model, _ = make(compute)
+    start = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    with torch.no_grad():
+        model(torch.zeros(2, 16, dtype=torch.long))  # an evaluation leaves FSDP's gathered parameters in place
+    evaluated = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    generator = torch.Generator().manual_seed(9)
+    values = {name: torch.randn(value.shape, generator=generator) for name, value in start.items()}
+    parallel.load_whole(model, values)
+    loaded = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    replica = GPT(CONFIG).to(torch.bfloat16)
+    parallel.refresh(replica, model)
+    return {
+        "total": parallel.total([1.0 + compute.rank, 0.1], compute), "agree": parallel.agree(5 + compute.rank, compute),
+        "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
+        "replica": {name: value.detach().clone() for name, value in replica.named_parameters()},
+    }  # fmt: skip
+
+
+def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
+    """Three steps through loop.compiled, with dynamo and autograd but no generated code, which takes the time."""
+    real, said = torch.compile, []
+
+    def quick(function: Any, **rest: Any) -> Any:
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("no compiler on this host")
+
+        return broken if fails else real(function, backend="aot_eager", **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", quick)
+        patch.setattr(device, "compiler_missing", lambda compute: "")
+        patch.setattr(loop, "warn", said.append)
+        model, optimizers = make(compute)
+        fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, model.blocks)
+        losses = [
+            loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
+        ]
+    return {"losses": losses, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], "said": said}
+
+
+def everything(compute: Compute) -> dict[str, Any]:
+    """All of it in one start of the processes."""
+    passes = (1, 2) if ROWS // compute.world_size > 1 else (1,)
+    return {
+        "train": {n: train(compute, n) for n in passes}, "muon": step_muon(compute),
+        "bf16": train(replace(compute, dtype=torch.bfloat16), 1),
+        "small": small_things(replace(compute, dtype=torch.bfloat16)),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return everything(CPU)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(request.param, everything)
+
+
+def close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == reference.keys()
+    for name, value in reference.items():
+        torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("passes", [1, 2])
+def test_training_equals_one_process(passes: int, alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    """Also with gradients reduced only in the last of two passes, as loop.update asks."""
+    reference = alone["train"][passes]
+    for rank, ran in enumerate(together):
+        assert ran["train"][passes]["losses"] == pytest.approx(reference["losses"], abs=1e-5), rank
+        assert ran["train"][passes]["norms"] == pytest.approx(reference["norms"], rel=1e-4), rank
+        for name, value in reference["parameters"].items():
+            distance = (ran["train"][passes]["parameters"][name] - value).norm() / value.norm()
+            assert distance < 1e-5, (rank, name, distance)
+    assert reference["losses"][-1] < 0.6 * reference["losses"][0]
+
+
+@pytest.mark.ranks
+def test_tables_are_spread_over_the_ranks(together: list[dict[str, Any]]) -> None:
+    held = [ran["train"][1]["wte"] for ran in together]
+    assert held == [128 // len(together)] * len(together)
+
+
+@pytest.mark.ranks
+def test_muon_all_to_all_equals_one_process(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for ran in together:
+        close(ran["muon"], alone["muon"], 1e-6)
+
+
+@pytest.mark.ranks
+def test_bf16_training_is_close_to_one_process(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for ran in together:
+        assert ran["bf16"]["losses"] == pytest.approx(alone["bf16"]["losses"], abs=0.03)
+        assert {value.dtype for value in ran["bf16"]["parameters"].values()} == {torch.float32}
+    assert alone["bf16"]["losses"] == pytest.approx(alone["train"][1]["losses"], abs=0.05)
+
+
+@pytest.mark.ranks
+def test_sums_and_rank_0_s_word_reach_every_rank(together: list[dict[str, Any]]) -> None:
+    ranks = len(together)
+    for ran in together:
+        assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
+        assert ran["small"]["agree"] == 5
+
+
+@pytest.mark.ranks
+def test_whole_parameters_are_the_masters_also_after_an_evaluation(
+    alone: dict[str, Any], together: list[dict[str, Any]]
+) -> None:
+    for ran in [alone, *together]:
+        close(ran["small"]["start"], alone["small"]["start"], 0)
+        close(ran["small"]["evaluated"], alone["small"]["start"], 0)
+
+
+@pytest.mark.ranks
+def test_whole_values_are_loaded_into_any_sharding(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for ran in [alone, *together]:
+        close(ran["small"]["loaded"], ran["small"]["given"], 0)
+
+
+@pytest.mark.ranks
+def test_a_copy_holds_the_parameters_in_its_own_format(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for ran in [alone, *together]:
+        close(ran["small"]["replica"], {n: v.bfloat16() for n, v in ran["small"]["given"].items()}, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_compiled_ranks_equal_one_eager_process(fails: bool) -> None:
+    """Also where every rank's compiler fails in the middle of the first pass."""
+    model, optimizers = make(CPU)
+    losses = [loop.update(model, optimizers, batches(i, 1, CPU), loop.LossScale(), CPU).loss for i in range(3)]
+    for ran in run_ranks(2, train_compiled, fails):
+        assert ran["losses"] == pytest.approx(losses, abs=1e-5)
+        assert (ran["graphs"] == 0) == fails
+        assert ["the run goes on uncompiled: no compiler on this host" in text for text in ran["said"]] == [
+            True
+        ] * fails
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+def test_one_rank_keeps_plain_parameters() -> None:
+    model, _ = make(CPU)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    parallel.sync_gradients(model, False)
+    assert parallel.total([1.5], CPU) == [1.5]
+    assert parallel.agree(7, CPU) == 7
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    """copy_ would broadcast some of them without a word."""
+    model, _ = make(CPU)
+    good = dict(parallel.whole_parameters(model))
+    before = {name: value.clone() for name, value in good.items()}
+    wrong = [
+        {name: value for name, value in good.items() if name != "wte.weight"},
+        {**good, "extra": torch.zeros(1)},
+        {**good, "wte.weight": torch.zeros(128, 1)},
+        {**good, "resid_lambdas": torch.zeros(1)},
+    ]
+    for values, says in zip(wrong, ("wte.weight", "extra", "wte.weight", "resid_lambdas"), strict=True):
+        with pytest.raises(UserError, match=says):
+            parallel.load_whole(model, values)
+    close(dict(parallel.whole_parameters(model)), before, 0)
