@@ -288,10 +288,11 @@ class Engine:
         table = [[*part, *[0] * (T - len(part))] for part in parts] + [[0] * T] * spare
         idx = torch.tensor(table).to(self.model.device, non_blocking=True)
         lengths = torch.tensor([len(part) for part in parts] + [1] * spare).to(self.model.device, non_blocking=True)
-        borrowed = slice(first + len(parts), first + B)
-        positions, previous = self._cache.positions[borrowed].clone(), self._cache.previous[borrowed].clone()
-        hidden = self.model.hidden(idx, self._cache, slice(first, first + B), lengths, held)
-        self._cache.positions[borrowed], self._cache.previous[borrowed] = positions, previous
+        cache, borrowed = self._cache, slice(first + len(parts), first + B)
+        kept = (cache.positions[borrowed].clone(), cache.previous[borrowed].clone()) if spare else None
+        hidden = self.model.hidden(idx, cache, slice(first, first + B), lengths, held)
+        if kept:
+            cache.positions[borrowed], cache.previous[borrowed] = kept
         self.passes += 1
         return hidden
 

@@ -132,6 +132,7 @@ class CacheCall:
 
     cache: Cache
     slots: slice
+    rows: Tensor  # (B, 1) 0, 1, ... B - 1
     places: Tensor  # (B, T) where each new token goes
     masks: dict[int, Tensor]  # window -> (B, 1, T, K) which keys are seen
     keys: int  # K, how much of the cache is looked at
@@ -139,9 +140,8 @@ class CacheCall:
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, T, Hkv, D); return the cached ones (B, K, Hkv, D), new ones included."""
         held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
-        rows = torch.arange(k.size(0), device=k.device)[:, None]
-        held_k[rows, self.places] = k
-        held_v[rows, self.places] = v
+        held_k[self.rows, self.places] = k
+        held_v[self.rows, self.places] = v
         return held_k[:, : self.keys], held_v[:, : self.keys]
 
 
@@ -291,9 +291,11 @@ class GPT(nn.Module):
         T = idx.size(1)
         held = int(cache.positions[slots].max()) if held is None else held
         places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        keys = min(-(-(held + T) // 64) * 64, cache.length)
+        grain = 1 if idx.device.type == "cpu" else 64  # accelerators do best with few shapes
+        keys = min(-(-(held + T) // grain) * grain, cache.length)
         masks = {window: kernels.cache_mask(places, keys, window) for window in set(self.config.windows)}
-        return CacheCall(cache, slots, places, masks, keys)
+        rows = torch.arange(idx.size(0), device=idx.device)[:, None]
+        return CacheCall(cache, slots, rows, places, masks, keys)
 
     def hidden(
         self,

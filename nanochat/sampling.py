@@ -36,7 +36,7 @@ def uniform(generator: random.Random) -> float:
 
 
 def choose(
-    logits: Tensor,  # (B, V) fp32
+    logits: Tensor,  # (B, V) fp32; those of banned tokens are overwritten
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
@@ -45,17 +45,20 @@ def choose(
 
     Works on the device of the logits and copies to the host once. A row's choice does not depend on the others.
     """
-    allowed = logits.index_fill(1, banned, float("-inf"))
-    choice = allowed.argmax(dim=1)
-    rows = [(u, s.temperature, s.top_k or 0) for u, s in zip(uniforms, samplings, strict=True)]
+    logprobs, V = torch.log_softmax(logits, dim=1), logits.size(1)
+    logits.index_fill_(1, banned, float("-inf"))
+    tops = [min(s.top_k or V, V) if s.temperature else 0 for s in samplings]  # among how many a row draws
+    rows = [(u, s.temperature or 1.0, top) for u, s, top in zip(uniforms, samplings, tops, strict=True)]
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
-    drawn = settings[:, 1] > 0
-    warm = {s.top_k for s in samplings if s.temperature > 0}
-    if widest := max((k for k in warm if k), default=0):
-        choice = torch.where(drawn & (settings[:, 2] > 0), _draw_top(allowed, settings, widest), choice)
-    if None in warm:
-        choice = torch.where(drawn & (settings[:, 2] == 0), _draw(allowed, settings), choice)
-    logprob = logits.gather(1, choice[:, None]).squeeze(1) - logits.logsumexp(dim=1)
+    choice = logits.argmax(dim=1) if 0 in tops else None
+    if widest := max((top for top in tops if top < V), default=0):
+        drawn = _draw_top(logits, settings, widest, alike=len(set(tops)) == 1)
+        choice = drawn if choice is None else torch.where(settings[:, 2] > 0, drawn, choice)
+    if V in tops:
+        drawn = _draw(logits, settings)
+        choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
+    assert choice is not None
+    logprob = logprobs.gather(1, choice[:, None]).squeeze(1)
     both = torch.stack((choice.int(), logprob.view(torch.int32))).cpu()  # as bits, so that one copy does
     return both[0].tolist(), both[1].view(torch.float32).tolist()
 
@@ -64,15 +67,17 @@ def _draw_top(
     logits: Tensor,  # (B, V)
     settings: Tensor,  # (B, 3): uniform number, temperature, top_k
     widest: int,  # the largest top_k
+    alike: bool,  # whether it is everyone's
 ) -> Tensor:  # (B,) token ids
     """Draw among the top_k likeliest tokens."""
-    top, index = logits.topk(min(widest, logits.size(1)), dim=1)
-    beyond = torch.arange(top.size(1), device=top.device) >= settings[:, 2:].clamp_min(1)
-    return index.gather(1, _draw(top.masked_fill(beyond, float("-inf")), settings)[:, None]).squeeze(1)
+    top, index = logits.topk(widest, dim=1)
+    if not alike:
+        beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
+        top = top.masked_fill(beyond, float("-inf"))
+    return index.gather(1, _draw(top, settings)[:, None]).squeeze(1)
 
 
 def _draw(logits: Tensor, settings: Tensor) -> Tensor:
     """Draw from softmax(logits / temperature), (B, K) -> (B,), by inverting the cumulative distribution."""
-    temperature = torch.where(settings[:, 1:2] > 0, settings[:, 1:2], 1)
-    cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
+    cumulative = torch.softmax(logits / settings[:, 1:2], dim=1).cumsum(dim=1)
     return (cumulative <= settings[:, :1] * cumulative[:, -1:]).sum(dim=1)

@@ -316,7 +316,7 @@ class Scripted:
 
     def __init__(self, scripts: dict[int, list[int]]):
         self.config = GPTConfig(
-            sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=2
+            sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
         )
         self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
 
