@@ -64,7 +64,7 @@ lint() {
     fi
     if has cargo "cargo fmt, clippy and test" "no Rust toolchain"; then
         cargo_check fmt --check
-        cargo_check clippy --all-targets --quiet -- -D warnings
+        cargo_check clippy --all-targets --all-features --quiet -- -D warnings
     fi
 }
 

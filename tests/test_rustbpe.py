@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import regex
-import tiktoken
-
 import rustbpe
+import tiktoken
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = "0.1.0"

@@ -195,11 +195,11 @@ impl Trainer {
 
         for index in 0..self.left.tokens.len() {
             let neighbour = self.left.tokens[index];
-            self.lower((neighbour, merged.0), self.left.weight[neighbour as usize], merged);
+            self.lower((neighbour, merged.0), self.left.weight[neighbour as usize]);
         }
         for index in 0..self.right.tokens.len() {
             let neighbour = self.right.tokens[index];
-            self.lower((merged.1, neighbour), self.right.weight[neighbour as usize], merged);
+            self.lower((merged.1, neighbour), self.right.weight[neighbour as usize]);
         }
         if twins > 0 {
             // These stood before a `merged.0` that has itself become `token`: their right neighbour is the new one.
@@ -253,11 +253,9 @@ impl Trainer {
         (twins, twins_weight)
     }
 
-    /// Take `weight` occurrences from a pair, other than the one being merged.
-    fn lower(&mut self, old: Pair, weight: u64, merged: Pair) {
-        if old == merged {
-            return;
-        }
+    /// Take `weight` occurrences from a pair. The pair being merged is no longer known: in a run it is its own
+    /// neighbour.
+    fn lower(&mut self, old: Pair, weight: u64) {
         let key = key(old);
         if let Some(known) = self.pairs.get_mut(&key) {
             debug_assert!(known.count >= weight);
