@@ -213,6 +213,13 @@ def describe(compute: Compute) -> str:
     return f"{model}, {torch.get_num_threads()} thread(s)"
 
 
+def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
+    """What a report says of where a model of so many parameters was trained."""
+    dtype = str(compute.dtype).removeprefix("torch.")
+    return {"device": describe(compute), "ranks": compute.world_size, "dtype": dtype, "parameters": parameters,
+            "memory_gb": memory_peak(compute) / 1e9}  # fmt: skip
+
+
 def barrier(compute: Compute) -> None:
     """Wait until every rank is here."""
     if compute.world_size > 1:

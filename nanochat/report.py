@@ -1,16 +1,35 @@
-"""The report: every stage leaves a section, `generate` makes report.md, report.json and the curves.
+"""The report: every stage leaves a section; `generate` makes report.md, report.json and pictures of the curves.
 
-python -m nanochat.report generate
-python -m nanochat.report reset
+python -m nanochat.report generate    # from the sections that are there
+python -m nanochat.report show        # the summary table
+python -m nanochat.report reset       # forget all sections, before a run from scratch
 """
 
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from nanochat import device
-from nanochat.common import base_dir, write_json
-from nanochat.device import Compute
+import tyro
+
+from nanochat.common import UserError, base_dir, log, read_json, run, write_atomic, write_json
+from nanochat.measure import read_stages
 from nanochat.tracking import read_metrics
+
+COLUMNS = ("base", "mid", "sft", "rl")
+TITLES = {
+    "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",
+    "base_loss": "Base: bits per byte and samples", "base_eval": "Base: CORE", "mid_train": "Mid: midtraining",
+    "mid_eval": "Mid: evaluation", "sft_train": "SFT: fine-tuning", "sft_eval": "SFT: evaluation",
+    "rl_train": "RL: reinforcement learning", "rl_eval": "RL: evaluation",
+}  # fmt: skip
+SAMPLE_TASKS = ("tinyworld_en", "tinyworld_zh", "calculator", "mental", "GSM8K", "SpellingBee")
 
 
 def report_dir() -> Path:
@@ -18,35 +37,303 @@ def report_dir() -> Path:
     return base_dir() / "report"
 
 
-def write_section(stage: str, data: dict[str, Any]) -> None:
+def write_section(stage: str, data: Mapping[str, Any]) -> None:
     """Keep a stage's figures for the report."""
-    write_json(report_dir() / "sections" / f"{stage}.json", data)
+    write_json(report_dir() / "sections" / f"{stage}.json", dict(data))
 
 
-def training_section(
-    stage: str, tag: str, folder: Path, settings: dict[str, Any], counts: dict[str, int], compute: Compute
-) -> None:
-    """The section of a training stage, from its metrics.jsonl; written by rank 0."""
-    if not compute.main:
-        return
+def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]) -> None:
+    """The section of a training stage, from its metrics.jsonl; `where` says what it ran on (device.summary)."""
     lines = read_metrics(folder)
-    validated = [line["val_bpb"] for line in lines if "val_bpb" in line]
-    data = {
+    figures = {
         "tag": tag,
-        "folder": str(folder),
-        "settings": settings,
-        "parameters": counts,
+        **where,
         "steps": lines[-1]["step"],
-        "tokens_per_second": sum(line["tokens_per_second"] for line in lines) / len(lines),
-        "mfu": sum(line["mfu"] for line in lines) / len(lines),
         "minutes": lines[-1]["total_seconds"] / 60,
+        "tokens_per_second": _median([line["tokens_per_second"] for line in lines]),
+        "mfu_percent": _median([line["mfu"] for line in lines]),
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["smooth_loss"],
-        "validation_bits_per_byte": validated,
         "skipped_updates": sum(line["skipped"] for line in lines),
-        "memory_gb": device.memory_peak(compute) / 1e9,
-        "device": device.describe(compute),
-        "dtype": str(compute.dtype).removeprefix("torch."),
-        "ranks": compute.world_size,
+        "settings": settings,
     }
-    write_section(f"{stage}_train", data)
+    for name in ("val_bpb", "reward", "accuracy", "entropy", "length"):
+        points = [[line["step"], line[name]] for line in lines if name in line]
+        if points:
+            figures[name] = points
+    figures["loss"] = [[line["step"], line["smooth_loss"]] for line in lines]
+    write_section(f"{stage}_train", figures)
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """The sections that stages have left, in the order of the pipeline."""
+    folder = report_dir() / "sections"
+    return {name: read_json(folder / f"{name}.json") for name in TITLES if (folder / f"{name}.json").exists()}
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what this ran: commit, host, versions."""
+    root = Path(__file__).resolve().parent.parent
+    versions = {}
+    for package in ("torch", "torch_npu", "tiktoken", "rustbpe", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "changed_files": len(_git(root, "status", "--porcelain").splitlines()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
+
+
+def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Measure -> stage -> value: what can be compared over the stages."""
+    rows: dict[str, dict[str, float]] = {}
+    for stage in COLUMNS:
+        trained, scored = found.get(f"{stage}_train", {}), found.get(f"{stage}_eval", {})
+        if trained.get("val_bpb"):
+            rows.setdefault("validation bits per byte", {})[stage] = trained["val_bpb"][-1][1]
+        if stage == "base" and scored.get("core"):
+            rows.setdefault("CORE", {})[stage] = scored["core"]["core"]
+        for name, score in scored.get("tasks", {}).items():
+            rows.setdefault(name, {})[stage] = score["accuracy"]
+        if scored.get("chat_core") is not None:
+            rows.setdefault("ChatCORE", {})[stage] = scored["chat_core"]
+    return rows
+
+
+def summary(found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The figures to quote: accuracies after SFT as fractions, and what the whole run cost."""
+    tasks = found.get("sft_eval", {}).get("tasks", {})
+    figures = {name: score["accuracy"] for name, score in tasks.items()}
+    if "mental" in found.get("rl_eval", {}).get("tasks", {}):
+        figures["mental_after_rl"] = found["rl_eval"]["tasks"]["mental"]["accuracy"]
+    return {
+        **figures,
+        "minutes": sum(cost["minutes"] for cost in costs.values()),
+        "cpu_minutes": sum(cost["cpu_minutes"] for cost in costs.values()),
+        "memory_gb": max((cost["memory_gb"] for cost in costs.values()), default=0.0),
+    }
+
+
+# --- markdown ------------------------------------------------------------------------------------
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "\\|")
+
+
+def _grid(head: list[str], rows: list[list[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return [*lines, *("| " + " | ".join(_cell(value) for value in row) + " |" for row in rows), ""]
+
+
+def _plain(data: Mapping[str, Any]) -> list[str]:
+    """A table of the simple values of a section."""
+    rows = [[name.replace("_", " "), value] for name, value in data.items()
+            if isinstance(value, (str, int, float)) and value != ""]  # fmt: skip
+    return _grid(["figure", "value"], rows) if rows else []
+
+
+def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
+    rows = [[name, f"{100 * score['accuracy']:.1f} %", f"{100 * score['low']:.1f} to {100 * score['high']:.1f}",
+             score["total"]] for name, score in tasks.items()]  # fmt: skip
+    lines = _grid(["task", "right", "95 % interval", "n"], rows)
+    for name, score in tasks.items():
+        weak = {group: count for group, count in score.get("groups", {}).items() if count["right"] < count["total"]}
+        if len(score.get("groups", {})) > 1:
+            listed = ", ".join(f"{group} {count['right']:g}/{count['total']}" for group, count in weak.items())
+            lines += [f"{name}, relations not all right: {listed or 'none'}.", ""]
+    return lines
+
+
+def _section(name: str, data: Mapping[str, Any], pictures: Mapping[str, str]) -> list[str]:
+    lines = [f"## {TITLES[name]}", ""]
+    if name in pictures:
+        lines += [f"![curves of {name}]({pictures[name]})", ""]
+    lines += _plain(data)
+    if "tasks" in data:
+        lines += _scores(data["tasks"])
+    if data.get("samples"):
+        lines += [f"- `{prompt}` … {said!r}" for prompt, said in data["samples"].items()] + [""]
+    if data.get("rows"):
+        head = [str(key) for key in data["rows"][0]]
+        lines += _grid(head, [[row.get(key, "") for key in head] for row in data["rows"]])
+    if data.get("settings"):
+        lines += ["<details><summary>settings</summary>", "", *_plain(data["settings"]), "</details>", ""]
+    return lines
+
+
+def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The same questions, answered by the stages, in both languages."""
+    scored = {
+        stage: found[f"{stage}_eval"]["tasks"] for stage in COLUMNS if found.get(f"{stage}_eval", {}).get("tasks")
+    }
+    replies: dict[str, dict[str, str]] = {}
+    for stage, tasks in scored.items():
+        for task in SAMPLE_TASKS:
+            for sample in tasks.get(task, {}).get("samples", [])[:4]:
+                mark = "" if sample["grade"] >= 1 else " (wrong)"
+                replies.setdefault(sample["question"], {})[stage] = sample["reply"].strip() + mark
+    if not replies:
+        return []
+    rows = [[question, *(said.get(stage, "") for stage in scored)] for question, said in replies.items()]
+    return ["## Samples", "", *_grid(["question", *(stage.upper() for stage in scored)], rows)]
+
+
+def markdown(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """The whole report as text."""
+    where, costs, total = report["environment"], report["stages"], report["summary"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    changed = f", {where['changed_files']} files changed since" if where["changed_files"] else ""
+    lines = [
+        "# nanochat report", "",
+        f"- date: {where['date']}",
+        f"- commit: {where['commit'][:12] or 'not a git checkout'}{changed}",
+        f"- host: {where['processor']}, {where['cores']} cores, {where['memory_gb']:.0f} GB; {where['system']}",
+        f"- versions: Python {where['python']}, {versions}",
+        f"- cost: {total['minutes']:.1f} minutes, {total['cpu_minutes']:.1f} CPU minutes, at most "
+        f"{total['memory_gb']:.2f} GB of memory", "",
+        "## Summary", "",
+        *_grid(["measure", *(stage.upper() for stage in COLUMNS)],
+               [[name, *(row.get(stage, "") for stage in COLUMNS)] for name, row in report["table"].items()]),
+    ]  # fmt: skip
+    if costs:
+        rows = [[name, cost["minutes"], cost["cpu_minutes"], cost["memory_gb"], int(cost["runs"])]
+                for name, cost in costs.items()]  # fmt: skip
+        lines += ["## Cost of the stages", "", *_grid(["stage", "minutes", "CPU minutes", "memory GB", "runs"], rows)]
+    lines += _samples(report["sections"])
+    for name, data in report["sections"].items():
+        lines += _section(name, data, pictures)
+    return "\n".join(lines)
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+def draw(name: str, data: Mapping[str, Any]) -> str:
+    """Draw a training section's curves and return the picture's file name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    left, right = ("reward", "accuracy") if "reward" in data else ("loss", "val_bpb")
+    labels = {"reward": "mean reward", "accuracy": "accuracy, problems not trained", "loss": "training loss, nats",
+              "val_bpb": "validation, bits per byte"}  # fmt: skip
+    figure, axis = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    curves = axis.plot(*zip(*data[left], strict=True), color="tab:blue", linewidth=1.2, label=labels[left])
+    axis.set(xlabel="step", ylabel=labels[left], title=TITLES[name])
+    axis.grid(alpha=0.3)
+    if data.get(right):
+        other = axis.twinx()
+        style = {"color": "tab:orange", "marker": "o", "markersize": 3, "linewidth": 1}
+        curves += other.plot(*zip(*data[right], strict=True), label=labels[right], **style)
+        other.set_ylabel(labels[right])
+    axis.legend(handles=curves, loc="best", fontsize=8)
+    file = f"{name}.png"
+    figure.savefig(report_dir() / file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return file
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def generate(key: str = "") -> Path:
+    """Write report.md, report.json and the pictures; `key` names the finished run, for is_done()."""
+    found, costs = sections(), read_stages()
+    if not found:
+        raise UserError(f"no stage has left figures in {report_dir()}; run one first, such as bash speedrun.sh", 2)
+    report = {"key": key, "environment": environment(), "summary": summary(found, costs), "table": table(found),
+              "stages": costs, "sections": found}  # fmt: skip
+    pictures = {name: draw(name, data) for name, data in found.items() if name.endswith("_train") and data.get("loss")}
+    write_atomic(report_dir() / "report.md", markdown(report, pictures))
+    write_json(report_dir() / "report.json", report)  # last: it says that the report is whole
+    return report_dir() / "report.md"
+
+
+def is_done(key: str) -> bool:
+    """Whether the run that `key` names was reported to its end."""
+    path = report_dir() / "report.json"
+    return bool(key) and path.exists() and read_json(path).get("key") == key
+
+
+def show() -> None:
+    """Print the summary table to the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    path = report_dir() / "report.json"
+    if not path.exists():
+        raise UserError(
+            f"there is no report in {report_dir()} yet; make it with `python -m nanochat.report generate`", 2
+        )
+    report = read_json(path)
+    grid = Table("measure", *(stage.upper() for stage in COLUMNS), title="nanochat")
+    for name, row in report["table"].items():
+        grid.add_row(name, *(_cell(row[stage]) if stage in row else "" for stage in COLUMNS))
+    Console().print(grid)
+    total = report["summary"]
+    log(
+        f"{total['minutes']:.1f} minutes, {total['cpu_minutes']:.1f} CPU minutes, {total['memory_gb']:.2f} GB of memory"
+    )
+    log(f"report: {report_dir() / 'report.md'}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Make, show or forget the report."""
+
+    verb: Annotated[Literal["generate", "show", "reset", "done"], tyro.conf.Positional] = "generate"
+    """generate writes it, show prints its table, reset forgets it, done ends with 0 if --key is finished, else 3"""
+    key: str = ""
+    """name of a finished run, kept in report.json"""
+
+
+def main(cfg: Config) -> None:
+    """The command line."""
+    if cfg.verb == "generate":
+        log(f"report: {generate(cfg.key)}")
+    elif cfg.verb == "show":
+        show()
+    elif cfg.verb == "reset":
+        shutil.rmtree(report_dir(), ignore_errors=True)
+    elif not is_done(cfg.key):
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

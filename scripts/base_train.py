@@ -123,8 +123,8 @@ def train(cfg: Config, compute: Compute) -> None:
             log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte")
         stage.tracker.log(**line)
     stage.close()
-    if step == steps:
-        report.training_section("base", tag, folder, wanted, counts, compute)
+    if step == steps and compute.main:
+        report.training_section("base", tag, folder, wanted, device.summary(compute, counts["total"]))
     log(
         f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
     )

@@ -120,8 +120,8 @@ def train(cfg: Config, compute: Compute) -> None:
             log(f"step {step:05d} | {score}")
         stage.tracker.log(**line)
     stage.close()
-    if step == steps:
-        report.training_section("rl", parent.tag, folder, wanted, counts, compute)
+    if step == steps and compute.main:
+        report.training_section("rl", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
     log(
         f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
     )

@@ -1,8 +1,9 @@
 """Which conversations each stage learns from: TinyWorld's own, or the published mixtures for other corpora."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from nanochat import tinyworld
 from nanochat.common import sha256_of
@@ -36,13 +37,21 @@ class Identity(Ungraded):
 HELD_OUT = 50  # one conversation in so many is kept for validation
 
 
+class Conversations(Protocol):
+    """Conversations by number: a task, or a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Conversation: ...
+
+
 @dataclass(frozen=True)
 class Mix:
     """What a stage trains and validates on. `key` names the content; `load` is only called where it is not cached."""
 
     name: str
     key: str
-    load: Callable[[], Sequence[Conversation]]
+    load: Callable[[], Conversations]
 
     def train(self) -> Iterable[Conversation]:
         """All but every HELD_OUT-th conversation."""
