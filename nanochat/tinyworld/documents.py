@@ -1,5 +1,6 @@
 """The base corpus: short texts that state the facts of the world, and never ask them."""
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +8,9 @@ from nanochat.tinyworld.arithmetic import OPERATIONS, operands, value_of
 from nanochat.tinyworld.dialogues import dialogue_data
 from nanochat.tinyworld.facts import Fact, all_facts, facts_by_relation, sequences
 from nanochat.tinyworld.splits import kept_for_evaluation
-from nanochat.tinyworld.stories import counting_story, logic_story
+from nanochat.tinyworld.stories import counting_story, logic_story, story_data
 from nanochat.tinyworld.wording import state
-from nanochat.tinyworld.words import LANGUAGES, Language
+from nanochat.tinyworld.words import LANGUAGES, Language, data_text
 
 SENTENCES_PER_DOCUMENT = (4, 8)
 
@@ -84,6 +85,8 @@ def stories(language: Language, rng: random.Random, count: int) -> Iterator[str]
     for _ in range(count):
         for story in (counting_story(language, rng)[0], logic_story(language, rng)):
             yield _text(language, [story.told, story.end])
+        story = logic_story(language, rng)
+        yield _text(language, [story.told, story.question, story.answer])
 
 
 def sums(rng: random.Random, count: int) -> Iterator[str]:
@@ -105,6 +108,22 @@ def small_sums(rng: random.Random, count: int, largest: int = 20) -> Iterator[st
         yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(trained, 8))
 
 
+def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
+    """What question words mean and how people talk, so that the tokenizer and the base model know such words.
+
+    No fact of the world is asked.
+    """
+    data, names = json.loads(data_text("asking.json"))[language], story_data()["names"][language]
+    for _ in range(count):
+        yield _text(language, rng.sample(data["words"], 5))
+        yield _text(language, rng.sample(data["frames"], 5))
+        yield "\n".join(
+            pattern.format(p=p, q=q, n=rng.randint(2, 9))
+            for pattern in rng.sample(data["dialogue"], 4)
+            for p, q in (rng.sample(names, 2),)
+        )
+
+
 def about_nanochat(language: Language, rng: random.Random, count: int) -> Iterator[str]:
     """What nanochat is, in changing order."""
     sentences = dialogue_data()["about_documents"][language]
@@ -118,6 +137,7 @@ def one_copy(rng: random.Random) -> list[str]:
     for language in LANGUAGES:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
         texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
+        texts += asking(language, rng, 12)
     return texts + list(sums(rng, 40)) + list(small_sums(rng, 20))
 
 
