@@ -1,19 +1,15 @@
 #!/usr/bin/env bash
-# The whole pipeline, from nothing to a model to chat with.
-#   bash speedrun.sh                    on whatever device there is; on a CPU with the embedded corpus
-#   bash speedrun.sh --preset smoke     every stage, in two minutes, to see that it works
+# The whole pipeline, from nothing to a model to chat with, on whatever device there is.
+#   bash speedrun.sh                    CPU: the embedded corpus TinyWorld; GPU: FineWeb-Edu, 20 layers
+#   bash speedrun.sh --data tinyworld   the embedded corpus on any device (also where there is no network)
+#   bash speedrun.sh --preset smoke     every stage in two minutes, to see that it works
 # Stopped at any moment and typed again, it goes on where it was; typed again when done, it says so.
+# Data, checkpoints and the report lie in NANOCHAT_BASE_DIR, by default ~/.cache/nanochat.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
 
-usage() {
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-}
-
-# shellcheck disable=SC2034  # the stages take them
 preset=auto
-# shellcheck disable=SC2034
 data=auto
 while [ $# -gt 0 ]; do
     case $1 in
@@ -27,26 +23,155 @@ while [ $# -gt 0 ]; do
         shift 2
         ;;
     -h | --help)
-        usage
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset NAME and --data NAME|DIR, got $1" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d20 and --data NAME, got $1" >&2
         exit 2
         ;;
     esac
 done
+case $preset in auto | smoke | tinyworld | tinyworld-small | d20) ;; *)
+    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small or d20, got $preset" >&2
+    exit 2
+    ;;
+esac
 
 # shellcheck disable=SC2119  # its flags are not ours
 setup_env
+export OMP_WAIT_POLICY=PASSIVE # threads that wait must not burn the cores that others need
+base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+mkdir -p "$base"
+
+finish() { # the table and what to type next
+    python -m nanochat.report show
+    echo
+    echo "Chat with it / 和它聊天："
+    echo "  source .venv/bin/activate"
+    echo "  python -m scripts.chat_cli        # in the terminal / 在终端里"
+    echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
+}
+
+key="$preset $data" # what was asked for names the finished run
+if python -m nanochat.report finished --key "$key"; then
+    echo "Everything is done already / 已全部完成。"
+    finish
+    exit 0
+fi
+
+# One run at a time: a killed shell may have left its last stage at work.
+exec 9>>"$base/.speedrun.lock"
+if ! flock -n 9; then
+    echo "Another speedrun, or the last stage of a stopped one, still works in $base; waiting for it to end ..."
+    flock 9
+fi
+
+# --- what to train ---------------------------------------------------------------------------------
+
+read -r device dtype devices < <(python -m nanochat.device)
+if [ "$preset" = auto ]; then
+    if [ "$device" != cpu ] && [ "$data" != tinyworld ]; then
+        preset=d20
+    elif [ "$dtype" = float32 ]; then
+        preset=tinyworld-small # a CPU that multiplies no bf16 is two to three times slower
+    else
+        preset=tinyworld
+    fi
+fi
+if [ "$data" = auto ]; then
+    data=tinyworld
+    if [ "$preset" = d20 ]; then data=fineweb; fi
+fi
+if [ "$device" = cpu ]; then
+    cores=$(nproc 2>/dev/null || echo 2)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # more threads do not pay in so small a model
+fi
+echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
 
 run_stage() { # NAME COMMAND...: each stage knows itself whether it is done, and goes on where it was
-    local name=$1
+    local name=$1 code=0
     shift
+    echo
     echo "== $name"
-    "$@" || {
-        local code=$?
+    python -m nanochat.measure "$name" -- "$@" || code=$?
+    if [ $code -ne 0 ]; then
         echo "error: the stage $name ended with code $code; type the same command again to go on from there" >&2
         exit $code
-    }
+    fi
 }
+
+stage() { # NAME MODULE FLAGS...: a stage that runs on all devices
+    if [ "$devices" -gt 1 ]; then
+        run_stage "$1" torchrun --standalone --nproc_per_node="$devices" -m "$2" -- "${@:3}"
+    else
+        run_stage "$1" python -m "$2" "${@:3}"
+    fi
+}
+
+tag=speedrun
+tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and rl; chat_eval's in measure
+    run_stage dataset python -m nanochat.dataset --data tinyworld
+    run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
+    run_stage tok_eval python -m scripts.tok_eval --data tinyworld
+    stage base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}"
+    stage base_loss scripts.base_loss --model_tag $tag
+    stage mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
+    stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 "${eval_flags[@]}"
+    stage chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
+    stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 "${eval_flags[@]}"
+    stage chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
+    stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 "${eval_flags[@]}"
+}
+
+fineweb() { # the published pipeline, 20 layers
+    run_stage dataset python -m nanochat.dataset -n 120
+    run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
+    run_stage tok_eval python -m scripts.tok_eval --data "$data"
+    stage base_train scripts.base_train --data "$data" --depth=20
+    stage base_loss scripts.base_loss
+    stage base_eval scripts.base_eval
+    stage mid_train scripts.mid_train
+    stage mid_eval scripts.chat_eval -i mid
+    stage chat_sft scripts.chat_sft
+    stage sft_eval scripts.chat_eval -i sft
+    stage chat_rl scripts.chat_rl
+    stage rl_eval scripts.chat_eval -i rl -a GSM8K
+}
+
+# --- the presets -----------------------------------------------------------------------------------
+# Fitted in dev/LOG.md: fifteen minutes on two threads of a CPU that multiplies bf16.
+
+small_model=(--depth=4 --model_dim=192 --head_dim=64 --window_pattern=L --max_seq_len=256 --total_batch_size=4096)
+eval_flags=()
+case $preset in
+smoke)
+    tag=smoke
+    base_flags=(--depth=2 --model_dim=64 --head_dim=32 --window_pattern=L --max_seq_len=256 --total_batch_size=2048
+        --num_iterations=20 --no_compile --eval_every=20)
+    mid_flags=(--total_batch_size=2048 --num_iterations=10 --no_compile)
+    sft_flags=(--target_examples_per_step=8 --num_iterations=10 --no_compile)
+    rl_flags=(--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --num_iterations=3 --eval_examples=20)
+    eval_flags=(-x 20)
+    tinyworld 1024
+    ;;
+tinyworld | tinyworld-small)
+    base_flags=("${small_model[@]}" --num_iterations=490)
+    mid_flags=(--total_batch_size=4096 --num_iterations=660)
+    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=220)
+    rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --num_iterations=100 --device_batch_size=128)
+    if [ "$preset" = tinyworld-small ]; then
+        tag=speedrun-small
+        base_flags=("${small_model[@]}" --num_iterations=240)
+        mid_flags=(--total_batch_size=4096 --num_iterations=330)
+        sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110)
+        rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --num_iterations=50 --device_batch_size=128)
+    fi
+    tinyworld 2048
+    ;;
+d20) fineweb ;;
+esac
+
+python -m nanochat.report generate --key "$key"
+echo
+finish

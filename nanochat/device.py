@@ -314,3 +314,9 @@ def compiler_missing(compute: Compute) -> str:
         if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
             return "Python's headers (python3-dev) were not found"
     return ""
+
+
+if __name__ == "__main__":  # for shell scripts: the device, its number format, and how many there are
+    _module = ROWS[device_type].module()
+    _format = str(_dtype(device_type)[0]).removeprefix("torch.")
+    print(device_type, _format, _module.device_count() if _module is not None else 1)

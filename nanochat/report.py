@@ -273,7 +273,7 @@ def draw(name: str, data: Mapping[str, Any]) -> str:
 
 
 def generate(key: str = "") -> Path:
-    """Write report.md, report.json and the pictures; `key` names the finished run, for is_done()."""
+    """Write report.md, report.json and the pictures; `key` names the finished run, for is_finished()."""
     found, costs = sections(), read_stages()
     if not found:
         raise UserError(f"no stage has left figures in {report_dir()}; run one first, such as bash speedrun.sh", 2)
@@ -285,7 +285,7 @@ def generate(key: str = "") -> Path:
     return report_dir() / "report.md"
 
 
-def is_done(key: str) -> bool:
+def is_finished(key: str) -> bool:
     """Whether the run that `key` names was reported to its end."""
     path = report_dir() / "report.json"
     return bool(key) and path.exists() and read_json(path).get("key") == key
@@ -317,8 +317,8 @@ def show() -> None:
 class Config:
     """Make, show or forget the report."""
 
-    verb: Annotated[Literal["generate", "show", "reset", "done"], tyro.conf.Positional] = "generate"
-    """generate writes it, show prints its table, reset forgets it, done ends with 0 if --key is finished, else 3"""
+    verb: Annotated[Literal["generate", "show", "reset", "finished"], tyro.conf.Positional] = "generate"
+    """generate writes it, show prints its table, reset forgets it, finished ends with 0 if --key is, else 3"""
     key: str = ""
     """name of a finished run, kept in report.json"""
 
@@ -331,7 +331,7 @@ def main(cfg: Config) -> None:
         show()
     elif cfg.verb == "reset":
         shutil.rmtree(report_dir(), ignore_errors=True)
-    elif not is_done(cfg.key):
+    elif not is_finished(cfg.key):
         raise SystemExit(3)
 
 
