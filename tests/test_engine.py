@@ -1,6 +1,8 @@
 """The batched engine against plain recomputation without a cache, one request at a time."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,8 @@ from tiny_model import tiny_gpt, tiny_tokenizer
 
 from nanochat.calculator import calculate
 from nanochat.common import UserError
-from nanochat.conversation import Part
-from nanochat.engine import FAILED, Completion, Engine, reply_parts
-from nanochat.gpt import GPT, Cache, GPTConfig
+from nanochat.engine import FAILED, Completion, Engine
+from nanochat.gpt import GPT
 from nanochat.sampling import Sampling, choose, uniform
 
 TOKENIZER = tiny_tokenizer()
@@ -215,6 +216,23 @@ def test_equal_prompts_beside_others_and_beyond_the_slots_equal_recomputation(mo
         assert_same(reply, recomputed(model, asked[i // 4], GREEDY))
 
 
+def test_a_step_makes_the_host_wait_for_the_device_once(model, monkeypatch):
+    engine = Engine(model, TOKENIZER, slots=3, pad=True)
+    for prompt in prompts([9, 30, 4], seed=14):
+        engine.submit(prompt, Sampling(1.0, 5, max_tokens=30))
+    waits = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+        return lambda tensor, *given: waits.append(name) or original(tensor, *given)
+
+    for name in ("cpu", "numpy", "item", "nonzero", "__int__", "__bool__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    for _ in range(10):
+        assert engine.step()
+    assert waits == ["cpu"] * 10
+
+
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -305,89 +323,3 @@ def test_a_thousand_random_joins_leaves_and_cancels_lose_no_slot(model, pad):
         engine.cancel(request)
     assert not engine.busy and engine.free_slots == 6
     assert finished > 50 and cancelled > 50
-
-
-# --- the calculator ------------------------------------------------------------------------------
-
-
-class Scripted:
-    """Stands in for a GPT: says the script that the first token of its slot names, and proves on the way that every
-    slot holds exactly the tokens of one conversation."""
-
-    def __init__(self, scripts: dict[int, list[int]]):
-        self.config = GPTConfig(
-            sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
-        )
-        self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
-
-    def hidden(self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, held: int) -> torch.Tensor:
-        assert held == int(cache.positions[slots].max())
-        out = torch.zeros(*idx.shape, 2)
-        for row, slot in enumerate(range(slots.start, slots.stop)):
-            place, count = int(cache.positions[slot]), int(lengths[row])
-            assert place + idx.size(1) <= cache.length
-            cache.k[0, slot, place : place + idx.size(1), 0, 0] = idx[row].float()
-            first = int(cache.k[0, slot, 0, 0, 0])
-            script = [first, *self.scripts.get(first, [])]
-            if first in self.scripts:
-                assert cache.k[0, slot, : place + count, 0, 0].tolist() == script[: place + count]
-                assert place == 0 or int(cache.previous[slot, 0]) == script[place - 1]
-            for t in range(count):
-                out[row, t, 0] = script[place + t + 1] if place + t + 1 < len(script) else mark("assistant_end")
-            cache.previous[slot, 0] = idx[row, count - 1]
-            cache.positions[slot] += count
-        return out
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(x[:, 0].long(), TOKENIZER.vocab_size).float() * 10
-
-
-def call(expression: str, answer: str) -> list[int]:
-    inside = [mark("output_start"), *TOKENIZER.encode(answer), mark("output_end")]
-    return [mark("python_start"), *TOKENIZER.encode(expression), mark("python_end"), *inside]
-
-
-@pytest.mark.parametrize("pad", [False, True])
-def test_each_row_is_given_the_answer_of_its_own_call(pad):
-    words = TOKENIZER.encode
-    scripts = {
-        1: call("12*12", "144") + words(" cat") + [mark("assistant_end")],
-        2: words("the cat ") + call("'strawberry'.count('r')", "3") + call("90/4", "22.5"),
-        3: words("猫"),
-        4: call("__import__('os')", FAILED) + words("mat"),
-        5: [*call("", FAILED), mark("python_end"), *words("on")],
-    }
-    engine = Engine(Scripted(scripts), TOKENIZER, slots=4, pad=pad)  # type: ignore[arg-type]
-    replies = engine.generate([[number] for number in scripts], Sampling(0.0, max_tokens=60))
-    for script, reply in zip(scripts.values(), replies, strict=True):
-        expected = script if script[-1] == mark("assistant_end") else [*script, mark("assistant_end")]
-        assert reply.tokens == expected and reply.finish == "stop"
-        outputs = [token for token, forced in zip(reply.tokens, reply.forced, strict=True) if forced]
-        assert outputs.count(mark("output_start")) == script.count(mark("output_start"))
-        assert all(logprob == 0 for logprob, forced in zip(reply.logprobs, reply.forced, strict=True) if forced)
-    assert reply_parts(replies[1].tokens, TOKENIZER) == [
-        Part("text", "the cat "),
-        Part("python", "'strawberry'.count('r')"),
-        Part("python_output", "3"),
-        Part("python", "90/4"),
-        Part("python_output", "22.5"),
-    ]
-
-
-@pytest.mark.parametrize("room", range(1, 9))
-def test_forced_tokens_are_cut_where_the_reply_must_end(room):
-    script = call("12*12", "144")
-    start = script.index(mark("output_start"))
-    engine = Engine(Scripted({1: script}), TOKENIZER)  # type: ignore[arg-type]
-    (by_limit,) = engine.generate([[1]], Sampling(0.0, max_tokens=room))
-    engine = Engine(Scripted({1: script}), TOKENIZER, length=room + 1)  # type: ignore[arg-type]
-    (by_context,) = engine.generate([[1]], Sampling(0.0, max_tokens=60))
-    assert by_limit == by_context
-    assert by_limit.tokens == script[:room] and by_limit.finish == "length"
-    assert by_limit.forced == [i >= start for i in range(room)]
-
-
-def test_only_the_calculator_writes_its_output():
-    script = [mark("output_start"), mark("output_end")]
-    reply = Engine(Scripted({1: script}), TOKENIZER).generate([[1]], Sampling(1.0, 5, max_tokens=1))[0]  # type: ignore[arg-type]
-    assert reply.tokens[0] not in script
