@@ -70,6 +70,9 @@ class Outcome:
     skipped: bool  # the loss or a gradient was not finite, and nothing was changed
 
 
+NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # of a step that had nothing to learn from
+
+
 def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute) -> Outcome:
     """Forward, backward and one optimizer step over a step's micro-batches; skipped whole if not finite.
 

@@ -101,7 +101,7 @@ def train(cfg: Config, compute: Compute) -> None:
         gap = rollout.sampler_gap(samples, model, compute)
         lrm = 1 - step / steps
         optimizers.schedule(lrm, 0.95, 1.0)
-        outcome = loop.update(model, optimizers, rolled, scale, compute)
+        outcome = loop.update(model, optimizers, rolled, scale, compute) if rolled.num_targets else loop.NO_UPDATE
         parallel.refresh(sampler, model)
         step += 1
         line = stage.tick(step, outcome, lrm)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -53,14 +54,19 @@ class Mix:
     key: str
     load: Callable[[], Conversations]
 
+    @cached_property
+    def conversations(self) -> Conversations:
+        """All of them, made once."""
+        return self.load()
+
     def train(self) -> Iterable[Conversation]:
         """All but every HELD_OUT-th conversation."""
-        conversations = self.load()
+        conversations = self.conversations
         return (conversations[i] for i in range(len(conversations)) if i % HELD_OUT)
 
     def val(self) -> Iterable[Conversation]:
         """Every HELD_OUT-th conversation."""
-        conversations = self.load()
+        conversations = self.conversations
         return (conversations[i] for i in range(0, len(conversations), HELD_OUT))
 
 
