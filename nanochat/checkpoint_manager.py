@@ -7,7 +7,6 @@ All randomness of a stage is a function of its seed and step, so that no generat
 """
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,17 +17,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from nanochat import parallel
-from nanochat.common import UserError, base_dir, fsync_dir, log, read_json, sha256_of, warn, write_json
+from nanochat.common import UserError, base_dir, log, warn, write_json
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers
+from nanochat.step_files import (
+    FORMAT,
+    delete,
+    latest_step,
+    publish,
+    read_meta,
+    seal,
+    step_dir,
+    steps,
+    sweep,
+    verify,
+    write_tensors,
+)
 from nanochat.tokenizer import Tokenizer
 
-FORMAT = 1
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 # Flags that do not change what is learned: a run may go on with other values of these.
@@ -40,22 +51,6 @@ KEEP = 2  # newest steps kept of a running stage
 def checkpoint_dir(stage: str, tag: str) -> Path:
     """The folder of a stage's checkpoints under a tag such as d4."""
     return base_dir() / f"{STAGES[stage]}_checkpoints" / tag
-
-
-def steps(folder: Path) -> list[int]:
-    """The complete steps in a folder, oldest first."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob("step_*/meta.json"))
-
-
-def latest_step(folder: Path) -> int | None:
-    """The newest complete step, or None."""
-    found = steps(folder)
-    return found[-1] if found else None
-
-
-def step_dir(folder: Path, step: int) -> Path:
-    """The folder of one step."""
-    return folder / f"step_{step:06d}"
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -80,100 +75,58 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     barrier(compute)
-    files = [_write_optimizer(temporary, optimizers, compute)]
-    whole = {name: value.cpu().contiguous() for name, value in parallel.whole_parameters(model)}
+    try:
+        hashes = _write_files(temporary, model, optimizers, tokenizer, compute)
+        if compute.main:
+            record = {"format": FORMAT, "step": step, "saved_at": time.time(), "world_size": compute.world_size,
+                      "tokenizer_hash": tokenizer.hash, "files": hashes, **meta}  # fmt: skip
+            write_json(temporary / "meta.json", record)
+            publish(temporary, step_dir(folder, step))
+    except BaseException:  # a full disk must not be left fuller
+        if compute.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if compute.main:
-        save_file(whole, temporary / "model.safetensors")
-        tokenizer.save(temporary)
-        files += ["model.safetensors", "tokenizer.json"]
-    hashes = {
-        name: {"sha256": _synced_hash(temporary / name), "bytes": (temporary / name).stat().st_size} for name in files
-    }
-    if compute.world_size > 1:
-        parts: list[dict[str, Any]] = [{} for _ in range(compute.world_size)]
-        dist.all_gather_object(parts, hashes)
-        hashes = {name: value for part in parts for name, value in part.items()}
-    if compute.main:
-        record = {"format": FORMAT, "step": step, "saved_at": time.time(), "world_size": compute.world_size,
-                  "tokenizer_hash": tokenizer.hash, "files": hashes, **meta}  # fmt: skip
-        write_json(temporary / "meta.json", record)
-        _publish(temporary, step_dir(folder, step))
         for old in steps(folder)[:-KEEP]:
             delete(step_dir(folder, old))
     barrier(compute)
     return time.monotonic() - start
 
 
-def _write_optimizer(folder: Path, optimizers: Optimizers, compute: Compute) -> str:
+def _write_files(
+    folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, compute: Compute
+) -> dict[str, dict[str, Any]]:
+    """Write and sync this rank's files; return the hashes and sizes of all ranks'."""
     name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
     state = optimizers.state()
-    tensors = {key: value.detach().cpu().contiguous() for key, (value, _, _) in state.items()}
     layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
-    save_file(tensors, folder / name, metadata={"layout": json.dumps(layout)})
-    return name
-
-
-def _synced_hash(path: Path) -> str:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return sha256_of(path)
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Give a complete folder its name; the name never shows a part."""
-    fsync_dir(temporary)
-    if final.exists():
-        delete(final)
-    os.rename(temporary, final)
-    fsync_dir(final.parent)
-
-
-def delete(folder: Path) -> None:
-    """Remove a step: first its name, so that a kill in the middle leaves no half step behind."""
-    doomed = folder.with_name(f".deleted-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def sweep(folder: Path, compute: Compute) -> None:
-    """Remove what a killed save or deletion left behind; called at the start of a stage."""
+    tensors = {key: value.detach() for key, (value, _, _) in state.items()}
+    write_tensors(tensors, folder / name, {"layout": json.dumps(layout)})
+    files, whole = [name], {}
+    for key, value in parallel.whole_parameters(model):
+        if compute.main:  # the other ranks only help to gather
+            whole[key] = value.cpu()
     if compute.main:
-        for pattern in (".tmp-*", ".deleted-*"):
-            for leftover in folder.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
-    barrier(compute)
+        write_tensors(whole, folder / "model.safetensors")
+        tokenizer.save(folder)
+        files += ["model.safetensors", "tokenizer.json"]
+    hashes = {name: seal(folder / name) for name in files}
+    if compute.world_size == 1:
+        return hashes
+    parts: list[dict[str, Any]] = [{} for _ in range(compute.world_size)]
+    dist.all_gather_object(parts, hashes)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def verify(folder: Path) -> str:
-    """What is wrong with a step's files, or "" if sizes and hashes agree with meta.json."""
-    try:
-        meta = read_json(folder / "meta.json")
-    except (OSError, json.JSONDecodeError) as failure:
-        return f"meta.json cannot be read ({failure})"
-    for name, known in meta["files"].items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != known["bytes"]:
-            return f"{name} has {path.stat().st_size:,} bytes, not {known['bytes']:,}"
-        if sha256_of(path) != known["sha256"]:
-            return f"{name} has a wrong SHA-256"
-    return ""
-
-
-def newest_whole(folder: Path, compute: Compute) -> int | None:
+def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
     """The newest step whose files are whole; damaged newer ones are named and passed over. Rank 0 decides for all."""
     found = -1
     if compute.main:
         for step in reversed(steps(folder)):
-            problem = verify(step_dir(folder, step))
+            problem = verify(step_dir(folder, step), training)
             if not problem:
                 found = step
                 break
@@ -182,19 +135,9 @@ def newest_whole(folder: Path, compute: Compute) -> int | None:
     return None if found < 0 else found
 
 
-def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """meta.json of a step."""
-    meta = read_json(step_dir(folder, step) / "meta.json")
-    if meta.get("format") != FORMAT:
-        raise UserError(
-            f"{step_dir(folder, step)} has checkpoint format {meta.get('format')}, this version reads {FORMAT}"
-        )
-    return meta
-
-
 def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
     """Whether this stage was trained to its end with these settings; says so. UserError if the settings differ."""
-    step = latest_step(folder)
+    step = newest_whole(folder, compute, training=False)
     if step is None:
         return False
     meta = read_meta(folder, step)
@@ -231,7 +174,9 @@ def resume(
     folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute
 ) -> Resumed:
     """Load the newest whole step into model and optimizers; step 0 and no state where there is none."""
-    sweep(folder, compute)
+    if compute.main:
+        sweep(folder)
+    barrier(compute)
     step = newest_whole(folder, compute)
     if step is None:
         return Resumed(0, {})
@@ -352,11 +297,16 @@ def load_model(
     """
     name, folder = find(stage, tag)
     if step is None:
-        step = newest_whole(folder, compute)
+        step = newest_whole(folder, compute, training=False)
         if step is None:
             raise UserError(f"every checkpoint in {folder} is damaged; train stage {name} again")
     elif step not in steps(folder):
         raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+    elif problem := verify(step_dir(folder, step), training=False):
+        raise UserError(
+            f"{step_dir(folder, step)} is damaged: {problem}. `python -m {MADE_BY[name]}` makes it again from the step "
+            "before, or name another step"
+        )
     where, meta = step_dir(folder, step), read_meta(folder, step)
     model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype)
     tokenizer = Tokenizer.load(where)
@@ -365,11 +315,7 @@ def load_model(
             f"the tokenizer beside {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, the "
             f"model was made with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was changed"
         )
-    try:
-        values = load_file(where / "model.safetensors")
-    except SafetensorError as damage:
-        raise UserError(f"{where / 'model.safetensors'} is damaged: {damage}; give --step an older one") from damage
-    parallel.load_whole(model, values)
+    parallel.load_whole(model, load_file(where / "model.safetensors"))
     held_in(model, dtype or compute.dtype)
     return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
 

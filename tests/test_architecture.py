@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0: "calculator common conversation execution_child packing policy progress",
     1: """
-        chat_api device download engine_thread measure sampling schedule shards textfiles tinyworld token_files
-        tracking transcript
+        chat_api device download engine_thread measure sampling schedule shards step_files textfiles tinyworld
+        token_files tracking transcript
     """,
     2: "adamw dataset execution kernels muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",

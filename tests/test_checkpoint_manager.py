@@ -1,0 +1,233 @@
+"""Checkpoints: exact over stops and kills, whole or not there, other settings refused."""
+
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import PROCESSES
+from tiny_model import tiny_tokenizer
+from tiny_training import CPU, SETTINGS, equal, everything, flip_a_bit, make, save, train
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat import step_files
+from nanochat.common import UserError
+from nanochat.gpt import GPTConfig
+from nanochat.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def test_a_run_stopped_and_gone_on_is_bit_equal_to_one_that_was_not(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    straight = make()
+    train(*straight, 0, 6)
+    begun = make()
+    train(*begun, 0, 3)
+    assert save(tmp_path / "run", 3, *begun, tokenizer) > 0
+    gone_on = make(seed=2)  # other values, all overwritten
+    resumed = checkpoints.resume(tmp_path / "run", *gone_on, SETTINGS, CPU)
+    assert (resumed.step, resumed.state) == (3, {"row": 12})
+    assert equal(everything(*gone_on), everything(*begun))
+    train(*gone_on, 3, 6)
+    assert equal(everything(*gone_on), everything(*straight))
+
+
+def test_without_a_checkpoint_a_run_begins(tmp_path: Path) -> None:
+    pair = make()
+    before = everything(*pair)
+    assert checkpoints.resume(tmp_path / "run", *pair, SETTINGS, CPU) == checkpoints.Resumed(0, {})
+    assert equal(before, everything(*pair))
+
+
+def test_a_checkpoint_says_what_it_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 3, *pair, tokenizer)
+    meta = step_files.read_meta(tmp_path / "run", 3)
+    assert (meta["step"], meta["steps"], meta["stage"], meta["world_size"]) == (3, 100, "base", 1)
+    assert meta["config"] == SETTINGS
+    assert GPTConfig(**meta["model"]) == pair[0].config
+    assert meta["tokenizer_hash"] == tokenizer.hash
+    names = {path.name for path in (tmp_path / "run" / "step_000003").iterdir()}
+    assert names == {"model.safetensors", "optim-00-of-01.safetensors", "tokenizer.json", "meta.json"}
+    assert names - {"meta.json"} == set(meta["files"])
+
+
+def test_the_two_newest_steps_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    for step in (1, 2, 3, 10):
+        save(tmp_path / "run", step, *pair, tokenizer)
+    assert step_files.steps(tmp_path / "run") == [3, 10]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_000003", "step_000010"]
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optim-00-of-01.safetensors", "tokenizer.json", "meta.json"])
+def test_a_damaged_newest_step_is_named_and_passed_over(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = make()
+    train(*pair, 0, 1)
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    older = everything(*pair)
+    train(*pair, 1, 2)
+    save(tmp_path / "run", 2, *pair, tokenizer)
+    damaged = tmp_path / "run" / "step_000002" / name
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    other = make(seed=2)
+    assert checkpoints.resume(tmp_path / "run", *other, SETTINGS, CPU).step == 1
+    assert equal(everything(*other), older)
+    said = capsys.readouterr().err
+    assert f"step_000002 is damaged: {name} " in said
+    assert "falling back to the step before it" in said
+
+
+def test_with_every_step_damaged_a_run_begins_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    flip_a_bit(tmp_path / "run" / "step_000001" / "model.safetensors")
+    assert checkpoints.resume(tmp_path / "run", *pair, SETTINGS, CPU).step == 0
+
+
+def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    (tmp_path / "run" / "step_000001" / "optim-00-of-01.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no complete optimizer state"):
+        checkpoints.restore(tmp_path / "run", 1, *pair)
+
+
+# --- saves that do not end -----------------------------------------------------------------------
+
+PHASES = [
+    (checkpoints, "_write_files"), (checkpoints.parallel, "whole_parameters"), (checkpoints, "write_tensors"),
+    (Tokenizer, "save"), (checkpoints, "seal"), (checkpoints, "write_json"), (checkpoints, "publish"),
+    (step_files, "fsync_dir"), (step_files.os, "rename"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name"), PHASES)
+def test_a_save_that_fails_leaves_the_old_step_and_nothing_else(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 1, *pair, tokenizer)
+    old = everything(*pair)
+    train(*pair, 0, 1)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(place, name, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, 2, *pair, tokenizer)
+    monkeypatch.undo()
+    assert [path.name for path in folder.iterdir()] == ["step_000001"]
+    other = make(seed=2)
+    assert checkpoints.resume(folder, *other, SETTINGS, CPU).step == 1
+    assert equal(everything(*other), old)
+
+
+def test_a_failure_while_old_steps_are_removed_keeps_the_new_one(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pair = tmp_path / "run", make()
+    for step in (1, 2):
+        save(folder, step, *pair, tokenizer)
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "delete", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        save(folder, 3, *pair, tokenizer)
+    assert checkpoints.newest_whole(folder, CPU) == 3
+
+
+def save_for_ever(folder: Path) -> None:
+    torch.set_num_threads(1)
+    pair, tokenizer = make(), tiny_tokenizer()
+    for step in itertools.count(1):
+        train(*pair, step - 1, step)
+        save(folder, step, *pair, tokenizer)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_step_that_loads(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder, moments = tmp_path / "run", random.Random(0)
+    for _ in range(5):
+        process = PROCESSES.Process(target=save_for_ever, args=(folder,), daemon=True)
+        process.start()
+        end = time.monotonic() + 60
+        while step_files.latest_step(folder) is None and process.is_alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2 * moments.random())
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        newest = step_files.latest_step(folder)
+        assert newest is not None
+        resumed, straight = make(seed=2), make()
+        assert checkpoints.resume(folder, *resumed, SETTINGS, CPU).step == newest
+        assert list(folder.glob(".*")) == []
+        train(*straight, 0, newest)
+        assert equal(everything(*resumed), everything(*straight))
+        for step in step_files.steps(folder):  # the next process begins anew
+            step_files.delete(step_files.step_dir(folder, step))
+
+
+# --- the same run, or another --------------------------------------------------------------------
+
+
+def test_a_stage_is_finished_at_its_last_step(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pair = tmp_path / "run", make()
+    assert not checkpoints.finished(folder, SETTINGS, CPU)
+    save(folder, 99, *pair, tokenizer)
+    assert not checkpoints.finished(folder, SETTINGS, CPU)
+    save(folder, 100, *pair, tokenizer)
+    assert checkpoints.finished(folder, SETTINGS, CPU)
+    assert f"already done: {folder} has all 100 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "meta.json"])
+def test_a_stage_whose_last_step_is_damaged_is_not_finished(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 99, *pair, tokenizer)
+    save(folder, 100, *pair, tokenizer)
+    flip_a_bit(folder / "step_000100" / name)
+    assert not checkpoints.finished(folder, SETTINGS, CPU)
+    assert checkpoints.resume(folder, *pair, SETTINGS, CPU).step == 99
+    save(folder, 100, *pair, tokenizer)  # made again, in the place of the damaged one
+    assert checkpoints.finished(folder, SETTINGS, CPU)
+
+
+@pytest.mark.parametrize("step", [50, 100])
+def test_other_settings_are_refused_and_named(tmp_path: Path, tokenizer: Tokenizer, step: int) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, step, *pair, tokenizer)
+    other = {**SETTINGS, "depth": 3, "new": True}
+    for ask in (
+        lambda: checkpoints.finished(folder, other, CPU),
+        lambda: checkpoints.resume(folder, *pair, other, CPU),
+    ):
+        with pytest.raises(UserError, match=r"--depth: 2 before, 3 now; --new: None before, True now.*--model_tag"):
+            ask()
+
+
+def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 50, *pair, tokenizer)
+    other = {**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}
+    assert checkpoints.resume(folder, *pair, other, CPU).step == 50
