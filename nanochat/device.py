@@ -4,6 +4,8 @@ At import `device_type`, `backend` and `reason` are chosen (npu > cuda > cpu, NA
 is initialised; `compute_init()` does that. One `Row` per device says what differs.
 """
 
+from __future__ import annotations
+
 import datetime
 import importlib
 import importlib.util
@@ -14,12 +16,15 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nanochat.common import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MASTER = torch.float32  # the format parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -233,9 +238,14 @@ def synchronize(compute: Compute) -> None:
         module.synchronize()
 
 
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is spread over ranks; asked by a method, since importing its class costs two seconds."""
+    return hasattr(tensor, "to_local")
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor that this rank holds; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def seed_all(seed: int) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from nanochat.device import local
+from nanochat.device import is_sharded, local
 
 # (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T; computed for a safety factor of 2e-2, cushion 2.
 POLAR_EXPRESS = (
@@ -102,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         )
         # fp16 has too few exponent bits for the Gram matrices' powers
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.ranks = next((p.device_mesh.size() for _, p in named if isinstance(p, DTensor)), 1)
+        self.ranks = next((p.device_mesh.size() for _, p in named if is_sharded(p)), 1)
         self.rank = dist.get_rank() if self.ranks > 1 else 0
         by_shape: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         for name, parameter in named:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from nanochat.device import local
+from nanochat.device import is_sharded, local
 from nanochat.muon import Muon
 
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
@@ -101,7 +100,7 @@ class Optimizers:
 
 def _first_row(parameter: Tensor) -> int:
     """Where this rank's rows of a parameter begin: FSDP2 shards dimension 0 as torch.chunk does."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return 0
     ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
     share = -(-parameter.shape[0] // ranks)

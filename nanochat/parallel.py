@@ -1,16 +1,23 @@
-"""Many ranks: FSDP2 sharding, sums over ranks, whole tensors for checkpoints, unsharded copies to sample from."""
+"""Many ranks: FSDP2 sharding, sums over ranks, whole tensors for checkpoints, unsharded copies to sample from.
+
+FSDP2 and DTensor are imported where they are used: they cost two seconds, which one rank need not pay.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nanochat.common import UserError
-from nanochat.device import Compute
+from nanochat.device import Compute, is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def shard(model: nn.Module, groups: list[nn.Module], compute: Compute) -> None:
@@ -21,6 +28,8 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute) -> None:
     """
     if compute.world_size == 1:
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     mixed = compute.dtype != torch.float32
     # Inputs are left as they are: the models cast what they use, and RL's token weights must stay fp32.
     policy = MixedPrecisionPolicy(
@@ -30,9 +39,13 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute) -> None:
         fully_shard(module, mp_policy=policy, reshard_after_forward=False)
 
 
+def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    return hasattr(module, "set_requires_gradient_sync")
+
+
 def sync_gradients(model: nn.Module, last: bool) -> None:
     """Reduce gradients over ranks, and give up gathered parameters, only in the last pass of a step."""
-    if isinstance(model, FSDPModule):
+    if _is_fsdp(model):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
@@ -40,7 +53,7 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
 def _reshard(model: nn.Module) -> None:
     """Give up parameters that a pass without backward left gathered, in the compute dtype: they are not the masters."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_fsdp(module):
             module.reshard()
 
 
@@ -67,7 +80,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     _reshard(model)
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, value.full_tensor() if is_sharded(value) else value
 
 
 @torch.no_grad()
@@ -82,7 +95,9 @@ def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
         raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
     for name, parameter in model.named_parameters():
         value = values[name].to(parameter.device)
-        if isinstance(parameter, DTensor):
+        if is_sharded(parameter):
+            from torch.distributed.tensor import Shard, distribute_tensor
+
             value = distribute_tensor(value, parameter.device_mesh, [Shard(0)])
         parameter.copy_(value)
 

@@ -81,12 +81,8 @@ def sections() -> dict[str, dict[str, Any]]:
 def environment() -> dict[str, Any]:
     """Where and with what this ran: commit, host, versions."""
     root = Path(__file__).resolve().parent.parent
-    versions = {}
-    for package in ("torch", "torch_npu", "tiktoken", "rustbpe", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    quoted = ("torch", "tiktoken", "rustbpe", "numpy")
+    versions = {found.name: found.version for found in metadata.distributions() if found.name.startswith(quoted)}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _git(root, "rev-parse", "HEAD"),
