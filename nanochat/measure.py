@@ -5,6 +5,7 @@ python -m nanochat.measure NAME -- COMMAND ...    # runs it, and adds its costs 
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -57,11 +58,20 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
     return memory, seconds
 
 
+def _ended_children() -> float:
+    """CPU seconds of all children that have ended and of those that they waited for, however briefly they lived."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def measure(name: str, command: list[str]) -> int:
     """Run a command, pass signals on to it, keep its costs up to date on disk, and return its exit code."""
     before = read_stages().get(name, {})
-    start = time.monotonic()
-    process = subprocess.Popen(command)
+    start, others = time.monotonic(), _ended_children()
+    try:
+        process = subprocess.Popen(command)
+    except OSError as failure:
+        raise UserError(f"{command[0]} cannot be run: {failure.strerror}", exit_code=127) from failure
 
     def pass_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
@@ -75,7 +85,7 @@ def measure(name: str, command: list[str]) -> int:
         stages = read_stages()
         stages[name] = {
             "minutes": before.get("minutes", 0.0) + (time.monotonic() - start) / 60,
-            "cpu_minutes": before.get("cpu_minutes", 0.0) + sum(seconds.values()) / 60,
+            "cpu_minutes": before.get("cpu_minutes", 0.0) + max(sum(seconds.values()), _ended_children() - others) / 60,
             "memory_gb": max(before.get("memory_gb", 0.0), peak / 1e9),
             "runs": before.get("runs", 0) + 1,
         }
