@@ -183,8 +183,14 @@ class _Lazy:
 
 
 def one_pass(rows: Rows, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
-    """The first `tokens` tokens of rows (at most each once, at least one row a rank), as steps of one pass each."""
-    wanted = max(min(tokens // (rows.row_tokens - 1), rows.count) // compute.world_size, 1) * compute.world_size
+    """The first `tokens` tokens of rows, each at most once, as steps of one pass each: the same rows on any number
+    of ranks. A rank that has no row in the last step gets one without targets, as sharded models need every rank."""
+    wanted = max(min(tokens // (rows.row_tokens - 1), rows.count), 1)
     size = device_batch_size * compute.world_size
     for first in range(0, wanted, size):
-        yield make_step(rows, first, min(size, wanted - first), device_batch_size, compute)
+        step = make_step(rows, first, min(size, wanted - first), device_batch_size, compute)
+        if not step.micro_batches:
+            inputs, targets = rows.batch(rows.plan_rows(first, 1))
+            nothing = torch.full_like(targets, IGNORED)
+            step.micro_batches.append((device.pin(inputs, compute), device.pin(nothing, compute)))
+        yield step

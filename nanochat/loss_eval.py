@@ -110,10 +110,5 @@ def evaluate_split(
             f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}", exit_code=2
         )
     rows = split_rows(corpus, tokenizer, split, length)
-    wanted, size = max(min(tokens // length, rows.count), 1), device_batch_size * compute.world_size
-    # The last step may leave a rank without a row, which only an unsharded model allows.
-    steps = (
-        dataloader.make_step(rows, first, min(size, wanted - first), device_batch_size, compute)
-        for first in range(0, wanted, size)
-    )
+    steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)
     return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)
