@@ -16,7 +16,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -203,6 +203,19 @@ def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
+    """A main for common.run(): take the device that the flags name, work there, and leave the process group."""
+
+    def main(cfg: Any) -> None:
+        compute = compute_init(cfg.device_type)
+        try:
+            work(cfg, compute)
+        finally:
+            compute_cleanup()
+
+    return main
 
 
 def describe(compute: Compute) -> str:

@@ -80,14 +80,5 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     return section
 
 
-def main(cfg: Config) -> None:
-    """One process of the evaluation."""
-    compute = device.compute_init(cfg.device_type)
-    try:
-        evaluate(cfg, compute)
-    finally:
-        device.compute_cleanup()
-
-
 if __name__ == "__main__":
-    run(main, Config, __doc__)
+    run(device.with_compute(evaluate), Config, __doc__)

@@ -6,7 +6,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --t
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, report, schedule, sizes
@@ -60,10 +60,10 @@ def train(cfg: Config, compute: Compute) -> None:
     tag = cfg.model_tag or f"d{cfg.depth}"
     folder = checkpoints.checkpoint_dir("base", tag)
     corpus = dataset.resolve(cfg.data)
-    wanted = {**settings(cfg), "corpus": corpus.name}
-    if checkpoints.finished(folder, wanted, compute):
-        return
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
+    wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
+    if report.has_training_section("base", tag) and checkpoints.finished(folder, wanted, compute):
+        return
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
@@ -103,9 +103,19 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
-    stage = loop.Stage("base", folder, cfg, meter, step, compute)
+    stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 
+    def finish(line: dict[str, Any]) -> None:
+        """Validate where that is due, and log a step."""
+        if loop.due(line["step"], cfg.eval_every, line["step"] == steps):
+            val = dataloader.one_pass(val_rows, val_tokens, batch.device_batch_size, compute)
+            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
+            log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte")
+        stage.tracker.log(**line)
+
+    if stage.owed:  # stopped between a save and the end of its validation
+        finish(stage.owed)
     while step < stage.stop:
         stage.start()
         lrm = schedule.trapezoid(step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
@@ -113,15 +123,11 @@ def train(cfg: Config, compute: Compute) -> None:
         outcome = loop.update(fast, optimizers, next(batches), scale, compute)
         step += 1
         line = stage.tick(step, outcome, lrm)
-        if stage.save_due(step):  # before the evaluation, which may fail
-            state = {**loop.state(meter, scale), "row": step * batch.rows_per_step}
+        if stage.save_due(step):  # before the validation, which may fail
+            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step}
             meta = checkpoints.make_meta("base", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        if loop.due(step, cfg.eval_every, step == steps):
-            val = dataloader.one_pass(val_rows, val_tokens, batch.device_batch_size, compute)
-            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
-            log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte")
-        stage.tracker.log(**line)
+        finish(line)
     stage.close()
     if step == steps and compute.main:
         report.training_section("base", tag, folder, wanted, device.summary(compute, counts["total"]))
@@ -130,14 +136,5 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
 
-def main(cfg: Config) -> None:
-    """One process of pretraining."""
-    compute = device.compute_init(cfg.device_type)
-    try:
-        train(cfg, compute)
-    finally:
-        device.compute_cleanup()
-
-
 if __name__ == "__main__":
-    run(main, Config, __doc__)
+    run(device.with_compute(train), Config, __doc__)

@@ -17,7 +17,7 @@ from nanochat.chat_eval import Score, by_group, chat_core, evaluate
 from nanochat.checkpoint_manager import Loaded, load_model
 from nanochat.common import UserError, log, read_json, run, warn
 from nanochat.conversation import Part, Task
-from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
+from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.sampling import Sampling
 from tasks import tinyworld
 from tasks.arc import ARC
@@ -192,13 +192,5 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     return scores
 
 
-def main(cfg: Config) -> None:
-    compute = compute_init(cfg.device_type or None)
-    try:
-        chat_eval(cfg, compute)
-    finally:
-        compute_cleanup()
-
-
 if __name__ == "__main__":
-    run(main, Config)
+    run(with_compute(chat_eval), Config)

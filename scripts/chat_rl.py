@@ -5,7 +5,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import dataloader, device, loop, parallel, report, rollout
@@ -47,7 +47,7 @@ class Config(loop.StageFlags, Rates):
     weight_decay: float = 0.0
     """Muon's decay"""
     eval_every: int = 60
-    """steps between measurements on problems that are not trained; 0 = only at the end"""
+    """steps between measurements on problems that are not trained; 0 = only before the first step and at the end"""
     eval_examples: int = 400
     """problems of a measurement"""
     shuffle_rewards: bool = False
@@ -60,7 +60,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
-    if checkpoints.finished(folder, wanted, compute):
+    if report.has_training_section("rl", parent.tag) and checkpoints.finished(folder, wanted, compute):
         return
     if cfg.examples_per_step % compute.world_size:
         raise UserError(
@@ -85,11 +85,23 @@ def train(cfg: Config, compute: Compute) -> None:
     replies = cfg.examples_per_step * cfg.num_samples
     step, meter = resumed.step, loop.Meter.start(steps, replies, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
-    stage = loop.Stage("rl", folder, cfg, meter, step, compute)
+    stage = loop.Stage("rl", folder, cfg, meter, step, compute, resumed.state)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
     parallel.refresh(sampler, model)
 
+    def finish(line: dict[str, Any]) -> None:
+        """Measure where that is due, and log a step."""
+        if line["step"] in (0, steps) or loop.due(line["step"], cfg.eval_every, False):
+            score = evaluate(held_out, sampler, tokenizer, compute, greedy, limit=cfg.eval_examples)
+            line["accuracy"] = score.accuracy
+            log(f"step {line['step']:05d} | {score}")
+        stage.tracker.log(**line)
+
+    if step == 0:
+        finish({"step": 0})
+    elif stage.owed:  # stopped between a save and the end of its measurement
+        finish(stage.owed)
     while step < stage.stop:
         stage.start()
         first = step * cfg.examples_per_step
@@ -110,15 +122,11 @@ def train(cfg: Config, compute: Compute) -> None:
         log(f"step {step:05d} | reward: {rolled.reward:.3f} | length: {rolled.length:.1f} | "
             f"entropy: {rolled.entropy:.3f} | equal groups: {rolled.flat:.0%} | cut off: {rolled.truncated:.0%} | "
             f"sampler gap: {gap:.1e}")  # fmt: skip
-        if stage.save_due(step):
-            state = {**loop.state(meter, scale), "row": step * cfg.examples_per_step}
+        if stage.save_due(step):  # before the measurement, which may fail
+            state = {**loop.state(meter, scale, line), "row": step * cfg.examples_per_step}
             meta = checkpoints.make_meta("rl", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        if loop.due(step, cfg.eval_every, step == steps) or step == steps:
-            score = evaluate(held_out, sampler, tokenizer, compute, greedy, limit=cfg.eval_examples)
-            line["accuracy"] = score.accuracy
-            log(f"step {step:05d} | {score}")
-        stage.tracker.log(**line)
+        finish(line)
     stage.close()
     if step == steps and compute.main:
         report.training_section("rl", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
@@ -127,14 +135,5 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
 
-def main(cfg: Config) -> None:
-    """One process of reinforcement learning."""
-    compute = device.compute_init(cfg.device_type)
-    try:
-        train(cfg, compute)
-    finally:
-        device.compute_cleanup()
-
-
 if __name__ == "__main__":
-    run(main, Config, __doc__)
+    run(device.with_compute(train), Config, __doc__)

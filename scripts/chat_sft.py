@@ -5,7 +5,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import dataloader, device, loop, loss_eval, parallel, report, sizes
@@ -47,7 +47,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
-    if checkpoints.finished(folder, wanted, compute):
+    if report.has_training_section("sft", parent.tag) and checkpoints.finished(folder, wanted, compute):
         return
     loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
@@ -67,9 +67,19 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
-    stage = loop.Stage("sft", folder, cfg, meter, step, compute)
+    stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 
+    def finish(line: dict[str, Any]) -> None:
+        """Validate where that is due, and log a step."""
+        if loop.due(line["step"], cfg.eval_every, line["step"] == steps):
+            val = dataloader.one_pass(val_rows, 20 * batch.tokens_per_step, batch.device_batch_size, compute)
+            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
+            log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte of the answers")
+        stage.tracker.log(**line)
+
+    if stage.owed:  # stopped between a save and the end of its validation
+        finish(stage.owed)
     while step < stage.stop:
         stage.start()
         lrm = 1 - step / steps
@@ -77,15 +87,11 @@ def train(cfg: Config, compute: Compute) -> None:
         outcome = loop.update(fast, optimizers, next(batches), scale, compute)
         step += 1
         line = stage.tick(step, outcome, lrm)
-        if stage.save_due(step):
-            state = {**loop.state(meter, scale), "row": step * batch.rows_per_step}
+        if stage.save_due(step):  # before the validation, which may fail
+            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step}
             meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        if loop.due(step, cfg.eval_every, step == steps):
-            val = dataloader.one_pass(val_rows, 20 * batch.tokens_per_step, batch.device_batch_size, compute)
-            line["val_bpb"] = loss_eval.bits_per_byte(model, val, tokenizer.token_bytes(), compute)
-            log(f"step {step:05d} | validation: {line['val_bpb']:.4f} bits per byte of the answers")
-        stage.tracker.log(**line)
+        finish(line)
     stage.close()
     if step == steps and compute.main:
         report.training_section("sft", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
@@ -94,14 +100,5 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
 
-def main(cfg: Config) -> None:
-    """One process of fine-tuning."""
-    compute = device.compute_init(cfg.device_type)
-    try:
-        train(cfg, compute)
-    finally:
-        device.compute_cleanup()
-
-
 if __name__ == "__main__":
-    run(main, Config, __doc__)
+    run(device.with_compute(train), Config, __doc__)

@@ -106,7 +106,7 @@ def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):
     tiny_checkpoint()
     flags = "-i sft -a ARC-Easy|SpellingBee -t 0 -m 3 -n 1 -k 50 -b 2 -g d2 -s 3 -x 2"
     monkeypatch.setattr(sys, "argv", ["chat_eval", "--", *flags.split()])
-    chat_eval.run(chat_eval.main, Config)
+    chat_eval.run(chat_eval.with_compute(chat_eval.chat_eval), Config)
     assert list(section(base_folder)["tasks"]) == ["ARC-Easy", "SpellingBee"]
 
 
