@@ -318,3 +318,47 @@ def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.compiler_missing(CPU) == ""
     assert device.compiler_missing(replace(CPU, device_type="npu")) == "off on NPUs"
     assert device.compiler_missing(replace(CPU, device_type="cuda")) == ""
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+LAUNCHED = """
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+import torch.distributed as dist
+from nanochat import device
+from nanochat.common import run
+
+@dataclass(frozen=True)
+class Config:
+    folder: str = ""
+    device_batch_size: int = 1
+
+def main(config):
+    compute = device.compute_init()
+    seen = [None] * compute.world_size
+    dist.all_gather_object(seen, (compute.rank, compute.local_rank, compute.world_size, config.device_batch_size))
+    device.barrier(compute)
+    device.compute_cleanup()
+    (Path(config.folder) / f"{compute.rank}.txt").write_text(f"{seen} {dist.is_initialized()}")
+
+if __name__ == "__main__":
+    run(main, Config)
+"""
+
+
+@pytest.mark.ranks
+def test_torchrun_starts_ranks_that_talk_and_one_that_speaks(tmp_path: Path) -> None:
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = {**os.environ, "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": "float32", "PYTHONPATH": str(ROOT)}
+    launched = subprocess.run(
+        [*command, "--", f"--folder={tmp_path}", "--device_batch_size=4"], env=environment, capture_output=True,
+        text=True, timeout=180,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("2 ranks over gloo") == launched.stdout.count("device: ") == 1
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.txt").read_text() == "[(0, 0, 2, 4), (1, 1, 2, 4)] False"
