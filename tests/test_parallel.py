@@ -156,83 +156,55 @@ def everything(compute: Compute) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return everything(CPU)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def together(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(request.param, everything)
-
-
 def close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float) -> None:
     assert ours.keys() == reference.keys()
     for name, value in reference.items():
         torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("passes", [1, 2])
-def test_training_equals_one_process(passes: int, alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
-    """Also with gradients reduced only in the last of two passes, as loop.update asks."""
-    reference = alone["train"][passes]
-    for rank, ran in enumerate(together):
-        assert ran["train"][passes]["losses"] == pytest.approx(reference["losses"], abs=1e-5), rank
-        assert ran["train"][passes]["norms"] == pytest.approx(reference["norms"], rel=1e-4), rank
-        for name, value in reference["parameters"].items():
-            distance = (ran["train"][passes]["parameters"][name] - value).norm() / value.norm()
-            assert distance < 1e-5, (rank, name, distance)
-    assert reference["losses"][-1] < 0.6 * reference["losses"][0]
+def check_training(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    """In one pass a step and in two, with gradients reduced only in the last."""
+    for passes, reference in alone["train"].items():
+        assert reference["losses"][-1] < 0.6 * reference["losses"][0]
+        for ran in together:
+            assert ran["train"][passes]["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+            assert ran["train"][passes]["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+            for name, value in reference["parameters"].items():
+                distance = (ran["train"][passes]["parameters"][name] - value).norm() / value.norm()
+                assert distance < 1e-5, (passes, name, distance)
+    assert [ran["train"][1]["wte"] for ran in together] == [128 // len(together)] * len(together)  # rows of each rank
 
 
-@pytest.mark.ranks
-def test_tables_are_spread_over_the_ranks(together: list[dict[str, Any]]) -> None:
-    held = [ran["train"][1]["wte"] for ran in together]
-    assert held == [128 // len(together)] * len(together)
-
-
-@pytest.mark.ranks
-def test_muon_all_to_all_equals_one_process(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
-    for ran in together:
-        close(ran["muon"], alone["muon"], 1e-6)
-
-
-@pytest.mark.ranks
-def test_bf16_training_is_close_to_one_process(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+def check_bf16(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
     for ran in together:
         assert ran["bf16"]["losses"] == pytest.approx(alone["bf16"]["losses"], abs=0.03)
         assert {value.dtype for value in ran["bf16"]["parameters"].values()} == {torch.float32}
     assert alone["bf16"]["losses"] == pytest.approx(alone["train"][1]["losses"], abs=0.05)
 
 
-@pytest.mark.ranks
-def test_sums_and_rank_0_s_word_reach_every_rank(together: list[dict[str, Any]]) -> None:
+def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    """Whole parameters are the fp32 masters, also after an evaluation that left bf16 copies gathered."""
     ranks = len(together)
     for ran in together:
         assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
-        assert ran["small"]["agree"] == 5
+        assert ran["small"]["agree"] == 5  # rank 0's word
+    for ran in (alone["small"], *(ran["small"] for ran in together)):
+        close(ran["start"], alone["small"]["start"], 0)
+        close(ran["evaluated"], alone["small"]["start"], 0)
+        close(ran["loaded"], ran["given"], 0)
+        close(ran["replica"], {name: value.bfloat16() for name, value in ran["given"].items()}, 0)
 
 
 @pytest.mark.ranks
-def test_whole_parameters_are_the_masters_also_after_an_evaluation(
-    alone: dict[str, Any], together: list[dict[str, Any]]
-) -> None:
-    for ran in [alone, *together]:
-        close(ran["small"]["start"], alone["small"]["start"], 0)
-        close(ran["small"]["evaluated"], alone["small"]["start"], 0)
-
-
-@pytest.mark.ranks
-def test_whole_values_are_loaded_into_any_sharding(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
-    for ran in [alone, *together]:
-        close(ran["small"]["loaded"], ran["small"]["given"], 0)
-
-
-@pytest.mark.ranks
-def test_a_copy_holds_the_parameters_in_its_own_format(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
-    for ran in [alone, *together]:
-        close(ran["small"]["replica"], {n: v.bfloat16() for n, v in ran["small"]["given"].items()}, 0)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_do_what_one_process_does(ranks: int) -> None:
+    """One test, since starting the processes takes most of its time."""
+    alone, together = everything(CPU), run_ranks(ranks, everything)
+    check_training(alone, together)
+    for ran in together:
+        close(ran["muon"], alone["muon"], 1e-6)
+    check_bf16(alone, together)
+    check_small_things(alone, together)
 
 
 @pytest.mark.ranks
