@@ -39,12 +39,15 @@ from nanochat.step_files import (
     write_tensors,
 )
 from nanochat.tokenizer import Tokenizer
+from nanochat.tracking import read_metrics
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 # Flags that do not change what is learned: a run may go on with other values of these.
+# Which model a run starts from is told by its parent's identity, however it was named.
 FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "device_batch_size",
-              "eval_every", "eval_tokens", "sample_every", "core_metric_every", "data")  # fmt: skip
+              "eval_every", "eval_tokens", "eval_examples", "data", "model_tag", "source", "source_step", "base_step")  # fmt: skip
+NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names
 KEEP = 2  # newest steps kept of a running stage
 
 
@@ -136,7 +139,10 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
 
 
 def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
-    """Whether this stage was trained to its end with these settings; says so. UserError if the settings differ."""
+    """Whether this stage was trained and measured to its end with these settings; says so.
+
+    UserError if the settings differ.
+    """
     step = newest_whole(folder, compute, training=False)
     if step is None:
         return False
@@ -144,6 +150,9 @@ def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
     _same(folder, meta, settings)
     if step < meta["steps"]:
         return False
+    lines = [line["step"] for line in read_metrics(folder)] if "line" in meta["state"] else [step]
+    if not parallel.agree(int(step in lines), compute):
+        return False  # stopped in the measurements after the last save
     if compute.main:
         log(f"already done: {folder} has all {step:,} steps")
     return True
@@ -153,8 +162,8 @@ def _same(folder: Path, meta: dict[str, Any], settings: dict[str, Any]) -> None:
     """Refuse to go on with other settings than a run was begun with."""
     known = {key: value for key, value in meta["config"].items() if key not in FREE_FLAGS}
     asked = {key: value for key, value in settings.items() if key not in FREE_FLAGS}
-    changed = [f"--{key}: {known.get(key)} before, {asked.get(key)} now" for key in sorted({*known, *asked})
-               if known.get(key) != asked.get(key)]  # fmt: skip
+    changed = [f"{key if key in NOT_FLAGS else '--' + key}: {known.get(key)} before, {asked.get(key)} now"
+               for key in sorted({*known, *asked}) if known.get(key) != asked.get(key)]  # fmt: skip
     if changed:
         raise UserError(
             f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, another "

@@ -177,9 +177,9 @@ class Meter:
 METER_STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")
 
 
-def state(meter: Meter, scale: LossScale) -> dict[str, Any]:
-    """What a resume needs of the loop's own figures."""
-    return {"meter": {name: getattr(meter, name) for name in METER_STATE},
+def state(meter: Meter, scale: LossScale, line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resume needs of the loop's own figures; `line` is the step's."""
+    return {"meter": {name: getattr(meter, name) for name in METER_STATE}, "line": dict(line),
             "scale": {"value": scale.value, "good_steps": scale.good_steps}}  # fmt: skip
 
 
@@ -248,9 +248,9 @@ class StageFlags:
     device_type: str = ""
     """npu, cuda or cpu; empty = the first that is usable"""
     data: str | None = None
-    """corpus by name, or a folder of one's own; default: the only one prepared"""
+    """corpus by name, or the folder it was made from; default: the only one prepared, after base the model's"""
     model_tag: str | None = None
-    """folder of the checkpoints, such as d4"""
+    """folder of the checkpoints, such as d4; default: d and the depth, after base the newest"""
     save_every: int = 0
     """steps between saves; 0 = by time and at the end only"""
     save_seconds: float = 60.0
@@ -260,16 +260,23 @@ class StageFlags:
     compile: bool | None = None
     """torch.compile; default: where it works and pays"""
     seed: int = 42
-    """of parameters, of the order of rows, of sampling"""
+    """seed of parameters, order of rows and sampling"""
 
 
 class Stage:
     """What a training script carries from step to step: figures, log, progress bar and the clock of saves."""
 
-    def __init__(self, name: str, folder: Path, flags: StageFlags, meter: Meter, step: int, compute: Compute):
+    def __init__(
+        self, name: str, folder: Path, flags: StageFlags, meter: Meter, step: int, compute: Compute,
+        state: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        """After `step` updates; `state` is what resume() found. `owed` is the line of a step that was saved, but not
+        logged, since the run was stopped in the measurements between the two."""
         self.meter, self.compute, self.flags = meter, compute, flags
         self.stop = min(flags.stop_at or meter.steps, meter.steps)
         self.tracker = Tracker(folder, flags.run, asdict(flags), step, compute.main)
+        unlogged = parallel.agree(int(self.tracker.last < step), compute)
+        self.owed: dict[str, Any] | None = (state or {}).get("line") if unlogged else None
         self.progress = Progress(name, meter.steps, step, compute.main)
         self.clock = SaveClock(flags.save_seconds)
         self._mark = (time.perf_counter(), time.process_time())

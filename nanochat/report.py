@@ -42,9 +42,16 @@ def write_section(stage: str, data: Mapping[str, Any]) -> None:
     write_json(report_dir() / "sections" / f"{stage}.json", dict(data))
 
 
+def has_training_section(stage: str, tag: str) -> bool:
+    """Whether the section of a training stage is there, and of this tag."""
+    path = report_dir() / "sections" / f"{stage}_train.json"
+    return path.exists() and read_json(path).get("tag") == tag
+
+
 def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]) -> None:
     """The section of a training stage, from its metrics.jsonl; `where` says what it ran on (device.summary)."""
-    lines = read_metrics(folder)
+    measured = read_metrics(folder)
+    lines = [line for line in measured if "loss" in line]  # RL measures before its first step too
     figures = {
         "tag": tag,
         **where,
@@ -58,7 +65,7 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
         "settings": settings,
     }
     for name in ("val_bpb", "reward", "accuracy", "entropy", "length"):
-        points = [[line["step"], line[name]] for line in lines if name in line]
+        points = [[line["step"], line[name]] for line in measured if name in line]
         if points:
             figures[name] = points
     figures["loss"] = [[line["step"], line["smooth_loss"]] for line in lines]

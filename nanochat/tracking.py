@@ -13,14 +13,19 @@ class Tracker:
     """metrics.jsonl of a stage, one JSON object a line, and optionally a wandb run; on rank 0 only."""
 
     def __init__(self, folder: Path, run: str, settings: dict[str, Any], step: int, main: bool):
-        """After `step` updates: later lines of an interrupted run are dropped. `run` "dummy" means no wandb."""
+        """After `step` updates: later lines of an interrupted run are dropped. `run` "dummy" means no wandb.
+
+        `last` is the step of the last line that is kept, -1 without one.
+        """
+        self.last = -1
         self.file: TextIO | None = None
         self.run: Any = None
         if not main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if line.get("step", 0) <= step]
+        kept = [line for line in _lines(path) if line.get("step", 0) <= step] if step else []
+        self.last = kept[-1].get("step", 0) if kept else -1
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))  # a kill here must not lose them
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held for the life of the stage
         if run != "dummy":

@@ -17,6 +17,7 @@ from nanochat import step_files
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
+from nanochat.tracking import Tracker
 
 
 @pytest.fixture(scope="module")
@@ -231,3 +232,15 @@ def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: T
     save(folder, 50, *pair, tokenizer)
     other = {**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}
     assert checkpoints.resume(folder, *pair, other, CPU).step == 50
+
+
+def test_a_stage_whose_last_measurement_was_not_logged_is_not_finished(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model, optimizers = make()
+    line = {"step": 4, "loss": 1.0}
+    meta = checkpoints.make_meta("base", model.config, SETTINGS, 4, {"line": line})
+    checkpoints.save(tmp_path, 4, model, optimizers, tokenizer, meta, CPU)
+    assert not checkpoints.finished(tmp_path, SETTINGS, CPU)
+    tracker = Tracker(tmp_path, "dummy", {}, 4, main=True)
+    tracker.log(**line)
+    tracker.close()
+    assert checkpoints.finished(tmp_path, SETTINGS, CPU)

@@ -118,7 +118,7 @@ def test_a_meter_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], monkey
     assert "0.5 TFLOP/s a rank (NANOCHAT_PEAK_TFLOPS)" in capsys.readouterr().out
     for step, loss in ((1, 4.0), (2, float("nan")), (3, 3.0)):
         begun.tick(step, Outcome(loss, 1.0, math.isnan(loss)), 0.5, 0.4, 1.0)
-    kept = json.loads(json.dumps(loop.state(begun, LossScale())))
+    kept = json.loads(json.dumps(loop.state(begun, LossScale(), {"step": 3})))
     resumed = Meter.start(100, 1000, 10**6, replace(CPU, world_size=2), kept)
     assert (resumed.smooth, resumed.seconds, resumed.skipped) == (begun.smooth, begun.seconds, 1)
     lines = [m.tick(4, Outcome(2.0, 1.0, False), 0.5, 0.4, 1.0) for m in (begun, resumed)]
@@ -193,5 +193,20 @@ def test_a_stage_measures_its_steps_and_keeps_their_figures(tmp_path: Path) -> N
 
 
 def test_the_scale_goes_on_where_it_was() -> None:
-    kept = loop.state(meter(), LossScale(1024.0, 17, True))
+    kept = loop.state(meter(), LossScale(1024.0, 17, True), {})
     assert LossScale.start(FP16, json.loads(json.dumps(kept))) == LossScale(1024.0, 17, True)
+
+
+def test_a_line_that_was_saved_but_not_logged_is_owed(tmp_path: Path) -> None:
+    """A kill in the measurement after a save must not leave a hole in metrics.jsonl."""
+    kept = loop.state(meter(), LossScale(), {"step": 20, "loss": 1.0})
+    stage = Stage("base", tmp_path, StageFlags(), meter(), 20, CPU, kept)
+    assert stage.owed == {"step": 20, "loss": 1.0}
+    stage.tracker.log(**stage.owed)
+    stage.close()
+    again = Stage("base", tmp_path, StageFlags(), meter(), 20, CPU, kept)
+    assert again.owed is None
+    again.close()
+    beginning = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU, {})
+    assert beginning.owed is None
+    beginning.close()

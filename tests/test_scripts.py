@@ -1,0 +1,165 @@
+"""The training stages: exact over a stop, finished only once, refused with other settings."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from small_world import (
+    FLAGS,
+    STAGES,
+    files,
+    in_bf16,
+    make_corpus,
+    run_stage,
+    shrink,
+    stage_folder,
+    tensors,
+    up_to,
+)
+from tiny_model import on_cpu
+
+from nanochat.common import UserError, read_json
+from nanochat.device import Compute
+from nanochat.tracking import read_metrics
+
+
+@dataclass(frozen=True)
+class Chain:
+    """All four stages, each trained for twenty steps without a stop."""
+
+    base: Path
+    compute: Compute
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+    base = tmp_path_factory.mktemp("chain")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        make_corpus(base)
+        compute = on_cpu() if request.param == "float32" else in_bf16()
+        for stage in STAGES:
+            run_stage(stage, compute)
+        yield Chain(base, compute)
+
+
+@pytest.fixture
+def ready(chain: Chain, base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """A copy of the chain that a test may change."""
+    up_to("rl", chain.base, base_folder)
+    return Chain(base_folder, chain.compute)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(stage: str, chain: Chain, base_folder: Path) -> None:
+    up_to(stage, chain.base, base_folder)
+    run_stage(stage, chain.compute, stop_at=10)
+    assert not (base_folder / "report" / "sections" / f"{stage}_train.json").exists()
+    assert list(tensors(base_folder, stage, 10)) == ["model.safetensors", "optim-00-of-01.safetensors"]
+    run_stage(stage, chain.compute)
+    assert tensors(base_folder, stage) == tensors(chain.base, stage)
+    once, twice = (read_metrics(stage_folder(base, stage)) for base in (chain.base, base_folder))
+    first = 0 if stage == "rl" else 1
+    assert [line["step"] for line in twice] == list(range(first, 21))
+    for name in ("loss", "smooth_loss", "grad_norm", "lrm", "val_bpb", "accuracy", "reward", "sampler_gap"):
+        assert [line.get(name) for line in once] == [line.get(name) for line in twice]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_learns_something(stage: str, chain: Chain) -> None:
+    lines = [line for line in read_metrics(stage_folder(chain.base, stage)) if "loss" in line]
+    assert not any(line["skipped"] for line in lines)
+    if stage == "rl":
+        assert sum(line["grad_norm"] > 0 for line in lines) > 10
+        if chain.compute.dtype == torch.float32:
+            assert max(line["sampler_gap"] for line in lines) <= 1e-4
+    else:
+        bpb = [line["val_bpb"] for line in lines if "val_bpb" in line]
+        assert len(bpb) == 2 and bpb[1] < bpb[0]
+
+
+def test_rl_is_measured_before_its_first_step_too(chain: Chain) -> None:
+    lines = read_metrics(stage_folder(chain.base, "rl"))
+    assert [line["step"] for line in lines if "accuracy" in line] == [0, 10, 20]
+    section = read_json(chain.base / "report" / "sections" / "rl_train.json")
+    assert [step for step, _ in section["accuracy"]] == [0, 10, 20]
+    assert section["first_loss"] == lines[1]["loss"]
+
+
+def test_a_finished_stage_called_again_changes_no_file(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(chain.base)
+    os.environ["NANOCHAT_BASE_DIR"] = str(chain.base)
+    for stage in STAGES:
+        run_stage(stage, chain.compute, run="other", eval_every=3)  # flags that change nothing learned
+        assert "already done" in capsys.readouterr().out
+    assert files(chain.base) == before
+
+
+OTHER = {"base": "--depth: 2 before, 3 now", "mid": "--init_lr_frac: 1.0 before, 0.5 now",
+         "sft": "--target_examples_per_step: 8 before, 16 now", "rl": "--num_samples: 4 before, 8 now"}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_settings_are_refused_with_the_difference_named(stage: str, chain: Chain) -> None:
+    os.environ["NANOCHAT_BASE_DIR"] = str(chain.base)
+    name, _, values = OTHER[stage].removeprefix("--").partition(": ")
+    kind = type(FLAGS[stage].get(name, 1.0))
+    before = files(chain.base)
+    with pytest.raises(UserError, match=OTHER[stage]):
+        run_stage(stage, chain.compute, **{name: kind(values.split()[2])})
+    assert files(chain.base) == before
+
+
+def test_a_section_of_the_report_that_is_gone_is_made_again(ready: Chain) -> None:
+    for stage in ("base", "mid", "sft"):
+        section = ready.base / "report" / "sections" / f"{stage}_train.json"
+        was, weights = read_json(section), tensors(ready.base, stage)
+        section.unlink()
+        run_stage(stage, ready.compute)
+        assert tensors(ready.base, stage) == weights
+        now = read_json(section)
+        assert now.keys() == was.keys() and now["loss"] == was["loss"] and now["val_bpb"] == was["val_bpb"]
+
+
+def test_a_tokenizer_trained_anew_is_noticed(ready: Chain) -> None:
+    make_corpus(ready.base, 400)
+    with pytest.raises(UserError, match=r"begun with other settings \(tokenizer: \w+ before, \w+ now\)"):
+        run_stage("base", ready.compute)
+    with pytest.raises(UserError, match="tokenizer"):
+        run_stage("base", ready.compute, stop_at=10)
+    run_stage("rl", ready.compute, num_iterations=1)  # later stages take the tokenizer of the checkpoint
+
+
+@pytest.mark.parametrize(("stage", "maker"), [("mid", "base_train"), ("sft", "mid_train"), ("rl", "chat_sft")])
+def test_a_missing_earlier_stage_is_named_with_its_command(
+    stage: str, maker: str, chain: Chain, base_folder: Path
+) -> None:
+    up_to(STAGES[STAGES.index(stage) - 1], chain.base, base_folder)
+    with pytest.raises(UserError, match=f"python -m scripts.{maker}") as refused:
+        run_stage(stage, chain.compute)
+    assert refused.value.exit_code == 2
+    assert not stage_folder(base_folder, stage).exists()
+
+
+@pytest.mark.parametrize(("stage", "maker"), [("mid", "base_train"), ("sft", "mid_train"), ("rl", "chat_sft")])
+def test_an_unfinished_earlier_stage_is_named_with_its_command(
+    stage: str, maker: str, chain: Chain, base_folder: Path
+) -> None:
+    parent = STAGES[STAGES.index(stage) - 1]
+    up_to(parent, chain.base, base_folder)
+    run_stage(parent, chain.compute, stop_at=3)
+    with pytest.raises(UserError, match=f"step 3 of 20.*scripts.{maker}") as refused:
+        run_stage(stage, chain.compute)
+    assert refused.value.exit_code == 2
+
+
+def test_sft_may_start_from_base(ready: Chain) -> None:
+    with pytest.raises(UserError, match=r"parent: mid d2.* before, base d2.* now"):
+        run_stage("sft", ready.compute, source="base")
+    up_to("sft", ready.base, ready.base.with_name("other"))
+    os.environ["NANOCHAT_BASE_DIR"] = str(ready.base.with_name("other"))
+    run_stage("sft", ready.compute, source="base", num_iterations=2)
