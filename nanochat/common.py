@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -155,7 +156,14 @@ def parse(config: type[Config], argv: Sequence[str] | None = None, description: 
     hints = typing.get_type_hints(config, include_extras=True)
     switches = {name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))}
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
-    return tyro.cli(config, args=words, description=description)
+    launched = sys.modules["__main__"].__spec__
+    program = f"python -m {launched.name}" if launched and launched.name != "__main__" else None
+    return tyro.cli(config, prog=program, args=words, description=_indented_commands(description))
+
+
+def _indented_commands(description: str | None) -> str | None:
+    """A docstring whose launch lines are indented, since tyro joins lines that begin with a letter."""
+    return description and re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
 
 
 def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:

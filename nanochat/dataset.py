@@ -310,4 +310,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config, description="Make or fetch training data.")
+    run(main, Config, __doc__)

@@ -18,10 +18,15 @@ class Rates:
     """Learning rates of the roles, before schedules, and Muon's decay. Upstream HEAD's values."""
 
     unembedding_lr: float = 0.008
+    """AdamW's learning rate of the head, at 768 channels"""
     embedding_lr: float = 0.3
+    """AdamW's of the embedding, at 768 channels; value embeddings take half"""
     matrix_lr: float = 0.02
+    """Muon's, of the matrices inside layers"""
     scalar_lr: float = 0.5
+    """AdamW's of the scalars of the residual stream"""
     weight_decay: float = 0.28
+    """Muon's decay, before it is scaled to the length of the run"""
 
 
 class Optimizers:

@@ -275,4 +275,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config, description="Tokenise a corpus ahead of training.")
+    run(main, Config, __doc__)

@@ -24,13 +24,13 @@ class Config(loop.StageFlags, Rates):
     """Flags of pretraining; `auto` is decided by corpus, device and memory, and printed."""
 
     depth: int = 20
-    """layers, the one dial of size: channels are 64 x depth, rounded up to heads"""
+    """layers, the one dial of size: what is not given follows from it"""
     model_dim: int | Auto = "auto"
-    """channels"""
+    """channels; auto: 64 x depth, rounded up to whole heads"""
     head_dim: int | Auto = "auto"
-    """channels of a head"""
+    """channels of a head; auto: 128, below eight layers 64"""
     max_seq_len: int | Auto = "auto"
-    """tokens of a row"""
+    """tokens of a row, the context; auto: 2,048, on a CPU 512, for TinyWorld 256"""
     window_pattern: str = "SSSL"
     """tiled over layers: L sees the whole row, S a quarter of it"""
     num_iterations: int | None = None
@@ -40,9 +40,9 @@ class Config(loop.StageFlags, Rates):
     target_param_data_ratio: float = 12.0
     """train for this many tokens per parameter of the matrices and the head"""
     total_batch_size: int | Auto = "auto"
-    """tokens of a step, over all devices"""
+    """tokens of a step, over all devices; auto: by the length of the run, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
-    """rows of a pass on one device, at most"""
+    """rows of a pass on one device, at most; auto: what its memory holds"""
     warmup_steps: int | None = None
     """steps of linear warmup; default 40, in short runs a fifth"""
     warmdown_ratio: float = 0.65

@@ -394,4 +394,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, __doc__)

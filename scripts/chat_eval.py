@@ -193,4 +193,4 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
 
 
 if __name__ == "__main__":
-    run(with_compute(chat_eval), Config)
+    run(with_compute(chat_eval), Config, __doc__)

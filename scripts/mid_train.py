@@ -30,9 +30,9 @@ class Config(loop.StageFlags, Rates):
     num_iterations: int | None = None
     """steps; takes precedence over num_epochs"""
     total_batch_size: int | Auto = "auto"
-    """tokens of a step, over all devices"""
+    """tokens of a step, over all devices; auto: 524,288, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
-    """rows of a pass on one device, at most"""
+    """rows of a pass on one device, at most; auto: what its memory holds"""
     init_lr_frac: float = 1.0
     """factor on all learning rates"""
     weight_decay: float = 0.0

@@ -101,6 +101,16 @@ def test_a_wrong_value_ends_with_2(line: str, capsys: pytest.CaptureFixture[str]
     assert ended.value.code == 2
 
 
+def test_help_gives_each_launch_line_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "What it does.\n\npython -m scripts.x\ntorchrun -m scripts.x -- --depth=2    # why\n"
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"], description=text)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "What it does." in lines
+    assert "  python -m scripts.x" in lines
+    assert "  torchrun -m scripts.x -- --depth=2    # why" in lines
+
+
 def test_help_shows_the_fields_and_their_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(Config, ["--help"], description="What the script does.")

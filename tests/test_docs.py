@@ -1,5 +1,6 @@
 """The documents hold what they promise: commands parse, links lead somewhere, the two languages match."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -12,20 +13,25 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from test_architecture import LAYER
 
 from nanochat import common
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = ("bash", "sh", "shell")
+COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
+OURS = ("nanochat", "scripts", "bench")
+NO_CONFIG = ("nanochat.device", "nanochat.measure")  # they read no flags
 
 
 @dataclass(frozen=True)
 class Document:
-    """What the tests compare: heading levels, code blocks as (language, text), link targets, in order."""
+    """What the tests compare, in order: heading levels, code blocks as (language, text), links, code in lines."""
 
     headings: tuple[int, ...]
     blocks: tuple[tuple[str, str], ...]
     links: tuple[str, ...]
+    inline: tuple[str, ...]
 
 
 def read(text: str) -> Document:
@@ -35,6 +41,7 @@ def read(text: str) -> Document:
         tuple(int(token.tag[1]) for token in tokens if token.type == "heading_open"),
         tuple((token.info.strip(), token.content) for token in tokens if token.type == "fence"),
         tuple(str(t.attrs.get("href") or t.attrs.get("src")) for t in inline if t.type in ("link_open", "image")),
+        tuple(t.content for t in inline if t.type == "code_inline"),
     )
 
 
@@ -86,21 +93,27 @@ def problem(words: list[str]) -> str | None:
     """What is wrong with a command of the documents; None if it would be understood."""
     if run := launched(words):
         module, arguments = run
-        if module.split(".")[0] not in ("nanochat", "scripts", "bench"):
+        if module.split(".")[0] not in OURS:
             return None
         if importlib.util.find_spec(module) is None:
             return f"no module {module}"
         return parse_problem(module, arguments)
     files = [word for word in words[:2] if re.fullmatch(r"(\./)?[\w./-]+\.(sh|py)", word)]
     missing = [word for word in files if not (ROOT / word).exists()]
-    return f"no file {missing[0]}" if missing else None
+    if missing or not files:
+        return f"no file {missing[0]}" if missing else None
+    known = (ROOT / files[0]).read_text(encoding="utf-8")
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"{files[0]} knows no {unknown[0]}" if unknown else None
 
 
 def parse_problem(module: str, arguments: list[str]) -> str | None:
     """What the module's own command line says to the arguments."""
+    if module in NO_CONFIG:
+        return None
     config = getattr(importlib.import_module(module), "Config", None)
     if not inspect.isclass(config):
-        return None
+        return f"{module} has no Config, so it cannot be launched"
     try:
         common.parse(config, arguments)
     except SystemExit as refusal:
@@ -112,13 +125,47 @@ def parse_problem(module: str, arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("name", documents())
 def test_commands_are_understood(name: str) -> None:
-    for language, text in read((ROOT / name).read_text(encoding="utf-8")).blocks:
-        if language not in SHELL:
-            continue
+    document = read((ROOT / name).read_text(encoding="utf-8"))
+    for text in [
+        *(text for language, text in document.blocks if language in SHELL),
+        *filter(COMMAND.match, document.inline),
+    ]:
         shell = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert shell.returncode == 0, f"{name}: {shell.stderr}\n{text}"
         found = [f"{shlex.join(words)}: {why}" for words in commands(text) if (why := problem(words))]
         assert not found, "\n".join([name, *found])
+
+
+def launch_lines() -> Iterator[tuple[str, str]]:
+    """The commands in the docstrings of modules, which --help shows: (file, line)."""
+    for package in OURS:
+        for file in sorted((ROOT / package).glob("*.py")):
+            lines = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()
+            yield from ((file.relative_to(ROOT).as_posix(), line) for line in lines if COMMAND.match(line))
+
+
+def test_launch_lines_of_modules_are_understood() -> None:
+    lines = list(launch_lines())
+    assert [
+        f"{file}: {line}: {why}" for file, line in lines for words in commands(line) if (why := problem(words))
+    ] == []
+    launchable = {file for file, _ in lines if file.startswith("scripts/")}
+    assert launchable == {f"scripts/{file.name}" for file in (ROOT / "scripts").glob("[!_]*.py")}
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/architecture.zh.md"])
+def test_the_tree_has_every_module_in_its_layer(name: str) -> None:
+    tree = read((ROOT / name).read_text(encoding="utf-8")).blocks[0][1].partition("\nscripts/")[0]
+    told: dict[str, int] = {}
+    layer = -1
+    for line in tree.splitlines():
+        word = line.split()[0]
+        if word == "layer":
+            layer = int(line.split()[1])
+        elif layer >= 0:
+            told[word.removesuffix("/").removesuffix(".py")] = layer
+    there = {path.stem for path in (ROOT / "nanochat").iterdir() if path.stem in LAYER}
+    assert told == {module: LAYER[module] for module in there}
 
 
 @pytest.mark.parametrize("name", documents())
@@ -163,6 +210,8 @@ def test_what_is_not_there_is_found() -> None:
     assert problem(["python", "-m", "scripts.no_such_stage"]) == "no module scripts.no_such_stage"
     assert problem(["bash", "no_such_file.sh"]) == "no file no_such_file.sh"
     assert problem(["bash", "test.sh", "--quick"]) is None
+    assert problem(["bash", "speedrun.sh", "--no_such_flag", "1"]) == "speedrun.sh knows no --no_such_flag"
+    assert "has no Config" in str(problem(["python", "-m", "nanochat.gpt"]))
     assert problem(["python", "-m", "pip", "install", "x"]) is None
 
 
