@@ -108,11 +108,22 @@ def test_the_operands_of_the_evaluation_are_never_trained():
     assert turns
 
 
+def test_about_half_of_the_sums_of_rl_are_shown_before_it():
+    mental = tinyworld.Mental()
+    parts = [mental.part(a, b) for a in range(1, 21) for b in range(1, 21)]
+    assert 0.3 < parts.count("shown") / len(parts) < 0.6 and 0.05 < parts.count("unseen") / len(parts) < 0.15
+    assert mental.part(3, 8) == mental.part(8, 3)
+    questions = [m.text for c in training() for m in c.messages if re.search(r"head|at once|口算|心算", m.text)]
+    rl = {problem.conversation.messages[0].text for problem in tinyworld.rl_problems(1, 500)}
+    asked = [tuple(map(int, re.findall(r"\d+", text))) for text in questions if text not in rl]
+    assert len(asked) > 100 and {mental.part(*terms) for terms in asked} == {"shown"}
+
+
 def test_the_unseen_sums_of_rl_are_never_trained():
     def terms(found: list[tinyworld.Problem]) -> set[tuple[int, ...]]:
         return {tuple(sorted(map(int, re.findall(r"\d+", p.conversation.messages[0].text)))) for p in found}
 
-    trained = terms([*tinyworld.rl_problems(0, 1000)])
+    trained = terms(tinyworld.rl_problems(0, 1000))
     assert not trained & terms(tinyworld.rl_evaluation(0, 300, unseen=True))
     assert terms(tinyworld.rl_evaluation(0, 300)) & trained
 

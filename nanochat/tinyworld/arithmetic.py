@@ -2,22 +2,35 @@
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Part
-from nanochat.tinyworld.splits import kept_for_evaluation
+from nanochat.tinyworld.splits import HELD_OUT_SHARE, kept_for_evaluation, place
 from nanochat.tinyworld.wording import sentence, wordings
 from nanochat.tinyworld.words import Language
 
+MentalPart = Literal["shown", "practised", "unseen"]
 OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 
 @dataclass(frozen=True)
 class Mental:
-    """How hard the sums without the calculator are: the numbers of terms to draw from, and the largest term."""
+    """How hard the sums without the calculator are.
 
-    terms: tuple[int, ...] = (2,)
-    largest: int = 20
+    A small model learns such sums by heart, so what SFT leaves to RL is set by how many of them it has seen:
+    `shown` is the share of the sums in documents, mid and SFT. RL practises these and the others; a last tenth
+    is in no training at all.
+    """
+
+    terms: tuple[int, ...] = (2,)  # how many terms a sum may have
+    largest: int = 20  # the largest term
+    shown: float = 0.45
+
+    def part(self, *terms: int) -> MentalPart:
+        """Where a sum belongs, in whatever order its terms stand."""
+        where = place("mental", *sorted(terms))
+        return "shown" if where < self.shown else "practised" if where < 1 - HELD_OUT_SHARE else "unseen"
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,16 @@ def calculator_sum(language: Language, rng: random.Random, evaluation: bool = Fa
 
 
 def mental_sum(
-    language: Language, rng: random.Random, mental: Mental, held_out_wording: bool = False, unseen: bool = False
+    language: Language,
+    rng: random.Random,
+    mental: Mental,
+    parts: tuple[MentalPart, ...] = ("shown",),
+    held_out_wording: bool = False,
 ) -> Sum:
-    """A sum to be answered at once, without the calculator; unseen ones have terms that training never adds."""
+    """A sum from these parts of the split, to be answered at once, without the calculator."""
     while True:
         terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
-        if kept_for_evaluation("mental", *sorted(terms)) == unseen:
+        if mental.part(*terms) in parts:
             break
     wording = wordings()["mental", language]
     pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)

@@ -20,6 +20,12 @@ from nanochat.tinyworld.stories import counting_story, logic_story
 from nanochat.tinyworld.wording import answer, ask, sentence, wordings
 from nanochat.tinyworld.words import LANGUAGES, Language
 
+# Relations that come in two directions over few entities, asked three times as often: left is easily taken for right.
+CONFUSABLE = (
+    *("left_of", "right_of", "next_day", "previous_day", "next_month", "previous_month"),
+    *("next_season", "previous_season", "parity", "double"),
+)
+
 Item = TypeVar("Item")
 Maker = Callable[[Language, random.Random], list[Message]]
 
@@ -57,11 +63,12 @@ def _about_itself(language: Language, rng: random.Random) -> list[Message]:
 
 
 class Questions:
-    """Draws questions so that every (fact, language) that training asks comes up equally often."""
+    """Draws questions so that every (fact, language) that training asks comes up as often as it needs."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
-        self.decks = {language: endless(asked_facts(), rng) for language in LANGUAGES}
+        often = [fact for fact in asked_facts() if fact.relation in CONFUSABLE] * 2
+        self.decks = {language: endless([*asked_facts(), *often], rng) for language in LANGUAGES}
         by_relation: dict[str, list[Fact]] = {}
         for fact in asked_facts():
             by_relation.setdefault(fact.relation, []).append(fact)
@@ -86,7 +93,7 @@ class Questions:
 
 
 def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
-    """`size` conversations, their kinds drawn by `shares`, the languages in turn."""
+    """`size` conversations in shuffled order, their kinds drawn by `shares`, half of them in each language."""
     rng = random.Random(seed)
     questions = Questions(rng)
     makers: dict[str, Maker] = {
@@ -102,7 +109,9 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
         "dialogue": lambda language, rng: _dialogue(language, rng, questions),
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
-    return [Conversation(tuple(makers[kind](LANGUAGES[i % 2], rng))) for i, kind in enumerate(kinds)]
+    mixed = [Conversation(tuple(makers[kind](LANGUAGES[i % 2], rng))) for i, kind in enumerate(kinds)]
+    rng.shuffle(mixed)  # whoever takes every n-th for validation gets both languages
+    return mixed
 
 
 def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Message]:
@@ -126,23 +135,23 @@ def _dialogue(language: Language, rng: random.Random, questions: Questions) -> l
 
 MID_SHARES = {
     "question": 0.25,
-    "questions": 0.3,
-    "follow_up": 0.06,
+    "questions": 0.25,
+    "follow_up": 0.05,
     "calculator": 0.2,
-    "logic": 0.05,
-    "mental": 0.02,
+    "logic": 0.08,
+    "mental": 0.05,
     "unknown": 0.03,
     "about_itself": 0.02,
     "tell_me_about": 0.02,
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.45,
-    "questions": 0.12,
+    "question": 0.48,
+    "questions": 0.11,
     "follow_up": 0.02,
     "calculator": 0.22,
-    "logic": 0.03,
-    "mental": 0.03,
+    "logic": 0.06,
+    "mental": 0.08,
     "unknown": 0.05,
     "about_itself": 0.04,
     "dialogue": 0.04,

@@ -4,10 +4,9 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
-from nanochat.tinyworld.arithmetic import OPERATIONS, operands, value_of
+from nanochat.tinyworld.arithmetic import OPERATIONS, Mental, operands, value_of
 from nanochat.tinyworld.dialogues import dialogue_data
 from nanochat.tinyworld.facts import Fact, all_facts, facts_by_relation, sequences
-from nanochat.tinyworld.splits import kept_for_evaluation
 from nanochat.tinyworld.stories import counting_story, logic_story, story_data
 from nanochat.tinyworld.wording import state
 from nanochat.tinyworld.words import LANGUAGES, Language, data_text
@@ -100,12 +99,12 @@ def sums(rng: random.Random, count: int) -> Iterator[str]:
         yield "\n".join(rows)
 
 
-def small_sums(rng: random.Random, count: int, largest: int = 20) -> Iterator[str]:
-    """Lists of sums of two small numbers."""
-    pairs = [(a, b) for a in range(1, largest + 1) for b in range(1, largest + 1)]
-    trained = [pair for pair in pairs if not kept_for_evaluation("mental", *sorted(pair))]
+def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
+    """Lists of sums of two small numbers, of those that are shown."""
+    numbers = range(1, mental.largest + 1)
+    shown = [(a, b) for a in numbers for b in numbers if mental.part(a, b) == "shown"]
     for _ in range(count):
-        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(trained, 8))
+        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(shown, 8))
 
 
 def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
@@ -138,7 +137,7 @@ def one_copy(rng: random.Random) -> list[str]:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
         texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
         texts += asking(language, rng, 12)
-    return texts + list(sums(rng, 40)) + list(small_sums(rng, 20))
+    return texts + list(sums(rng, 40)) + list(small_sums(rng, 40, Mental()))
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanochat.conversation import Conversation, Part, chat
-from nanochat.tinyworld.arithmetic import Mental, Sum, calculator_sum, mental_sum
+from nanochat.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
 from nanochat.tinyworld.dialogues import dont_know, unknown_question
 from nanochat.tinyworld.facts import Fact, facts_by_relation
 from nanochat.tinyworld.splits import asked_facts, held_out_facts
@@ -161,22 +161,23 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
 
 
 def _mental_problems(
-    name: str, size: int, mental: Mental | None, held_out_wording: bool, unseen: bool = False
+    name: str, size: int, mental: Mental | None, parts: tuple[MentalPart, ...], held_out_wording: bool
 ) -> list[Problem]:
     rng = random.Random(name)
     problems = []
     for i in range(size):
         language = LANGUAGES[i % 2]
-        task = mental_sum(language, rng, mental or Mental(), held_out_wording, unseen)
+        task = mental_sum(language, rng, mental or Mental(), parts, held_out_wording)
         problems.append(_number_problem(task, "mental", language, tool=False))
     return problems
 
 
 def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
-    """Problems for reinforcement learning: small sums without the calculator, in trained wordings."""
-    return _mental_problems(f"rl/{seed}", size, mental, held_out_wording=False)
+    """Problems for reinforcement learning: small sums without the calculator, of which SFT has seen about half."""
+    return _mental_problems(f"rl/{seed}", size, mental, ("shown", "practised"), held_out_wording=False)
 
 
 def rl_evaluation(seed: int = 0, size: int = 400, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
-    """What RL is measured on: sums of the same kind in held-out wordings; unseen ones have terms never added before."""
-    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, held_out_wording=True, unseen=unseen)
+    """What RL is measured on: the same sums in held-out wordings; or sums that are in no training, unseen."""
+    parts: tuple[MentalPart, ...] = ("unseen",) if unseen else ("shown", "practised")
+    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, parts, held_out_wording=True)
