@@ -1,14 +1,19 @@
 """The training stages: exact over a stop, finished only once, refused with other settings."""
 
+import errno
 import os
+import runpy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_world import (
     FLAGS,
+    SCRIPTS,
     STAGES,
     files,
     in_bf16,
@@ -18,9 +23,11 @@ from small_world import (
     stage_folder,
     tensors,
     up_to,
+    words,
 )
 from tiny_model import on_cpu
 
+from nanochat import checkpoint_manager, loss_eval
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
@@ -34,7 +41,7 @@ class Chain:
     compute: Compute
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.smoke)])
 def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
     base = tmp_path_factory.mktemp("chain")
     with pytest.MonkeyPatch.context() as patch:
@@ -163,3 +170,102 @@ def test_sft_may_start_from_base(ready: Chain) -> None:
     up_to("sft", ready.base, ready.base.with_name("other"))
     os.environ["NANOCHAT_BASE_DIR"] = str(ready.base.with_name("other"))
     run_stage("sft", ready.compute, source="base", num_iterations=2)
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def failing(function: Any, calls: int) -> Any:
+    """A function that fails at its last of so many calls."""
+    left = iter(range(calls - 1, -1, -1))
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(left) == 0:
+            raise RuntimeError("the measurement failed")
+        return function(*arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_failed_in_its_last_measurement_makes_up_for_it(
+    stage: str, chain: Chain, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_to(stage, chain.base, base_folder)
+    module, name, calls = (SCRIPTS["rl"], "evaluate", 3) if stage == "rl" else (loss_eval, "bits_per_byte", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, failing(getattr(module, name), calls))
+        with pytest.raises(RuntimeError, match="the measurement failed"):
+            run_stage(stage, chain.compute)
+    assert tensors(base_folder, stage) == tensors(chain.base, stage)  # it was saved before it was measured
+    run_stage(stage, chain.compute)
+    once, twice = (read_metrics(stage_folder(base, stage)) for base in (chain.base, base_folder))
+    assert [line["step"] for line in twice] == [line["step"] for line in once]
+    for name in ("loss", "val_bpb", "accuracy"):
+        assert [line.get(name) for line in once] == [line.get(name) for line in twice]
+    assert (base_folder / "report" / "sections" / f"{stage}_train.json").exists()
+    before = files(base_folder)
+    run_stage(stage, chain.compute)
+    assert files(base_folder) == before
+
+
+def command(monkeypatch: pytest.MonkeyPatch, stage: str, *flags: str) -> int:
+    """The exit code of a script, run as a command in this process."""
+    name = SCRIPTS[stage].__name__
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    monkeypatch.delitem(sys.modules, name)  # so that it is run anew; it comes back after the test
+    try:
+        runpy.run_module(name, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_without_data_both_commands_that_make_some_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base_folder: Path
+) -> None:
+    assert command(monkeypatch, "base", "--depth=2", "--device_type=cpu") == 2
+    said = capsys.readouterr().err
+    assert "python -m nanochat.dataset --data tinyworld" in said and "python -m nanochat.dataset -n 8" in said
+    assert not list(base_folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_unknown_flag_is_refused(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, stage, "--num_iteration=3") == 2
+    assert "--num-iterations" in capsys.readouterr().err
+
+
+def test_without_an_earlier_stage_a_command_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "mid", "--device_type=cpu") == 2
+    assert "python -m scripts.base_train" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
+    chain: Chain, base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up_to("base", chain.base, base_folder)
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    flags = words("base", save_every=5)
+    write, count = checkpoint_manager.write_tensors, 0
+
+    def fills(tensors_: Any, path: Path, metadata: Any = None) -> None:
+        nonlocal count
+        count += 1
+        write(tensors_, path, metadata)
+        if count == 4:  # the model of the second save
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_manager, "write_tensors", fills)
+        assert command(patch, "base", *flags) == 1
+    said = capsys.readouterr().err
+    assert "the disk is full" in said and "same command again" in said
+    folder = stage_folder(base_folder, "base")
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "step_000005"]
+    assert command(monkeypatch, "base", *flags) == 0
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, 21))
