@@ -156,9 +156,9 @@ smoke)
     tinyworld 1024
     ;;
 tinyworld | tinyworld-small)
-    base_flags=("${small_model[@]}" --num_iterations=600)
-    mid_flags=(--total_batch_size=4096 --num_iterations=1000)
-    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=400)
+    base_flags=("${small_model[@]}" --num_iterations=520)
+    mid_flags=(--total_batch_size=4096 --num_iterations=800)
+    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=280)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --num_iterations=100 --device_batch_size=128)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small

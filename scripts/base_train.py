@@ -95,7 +95,10 @@ def train(cfg: Config, compute: Compute) -> None:
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
     decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
                                   cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, dataclasses.replace(cfg, weight_decay=decay),
+    rates = dataclasses.replace(
+        cfg, weight_decay=decay, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step)
+    )
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
 
     # Go on where a run was stopped

@@ -4,11 +4,12 @@ python -m scripts.chat_sft
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_size=8 --target_examples_per_step=32
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, loss_eval, parallel, report, sizes
+from nanochat import dataloader, device, loop, loss_eval, parallel, report, schedule, sizes
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -62,7 +63,8 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
+    rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)

@@ -4,6 +4,7 @@ python -m scripts.mid_train
 torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_size=16
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,7 +64,8 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
-    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg,
+    rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)

@@ -168,3 +168,9 @@ def test_a_step_that_leaves_a_remainder_is_refused(tokens: int, world_size: int)
 def test_a_pass_of_no_rows_is_refused(size: int) -> None:
     with pytest.raises(UserError, match=f"device_batch_size must be at least 1, got {size}"):
         schedule.micro_batches(4096, 256, size, 1)
+
+
+def test_scalars_keep_the_square_root_below_the_reference_batch() -> None:
+    assert schedule.scalar_scale(2**19) == schedule.scalar_scale(2**21) == 1.0
+    assert schedule.scalar_scale(2**17) == pytest.approx(0.5)
+    assert schedule.scalar_scale(4096) * schedule.rate_scale(4096) == pytest.approx((4096 / 2**19) ** 0.5)
