@@ -146,12 +146,12 @@ MID_SHARES = {
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.46,
+    "question": 0.4,
     "questions": 0.11,
     "follow_up": 0.02,
     "calculator": 0.22,
     "logic": 0.06,
-    "mental": 0.02,
+    "mental": 0.08,
     "unknown": 0.05,
     "about_itself": 0.04,
     "dialogue": 0.04,
