@@ -16,7 +16,7 @@ LAYERS = {
         chat_api device download engine_thread measure sampling schedule shards step_files textfiles tinyworld
         token_files tracking transcript
     """,
-    2: "adamw dataset execution kernels muon tokenizer",
+    2: "dataset execution kernels muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop sizes",
     5: "core_eval engine export loss_eval",
