@@ -139,10 +139,10 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
     return None if found < 0 else found
 
 
-def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
-    """Whether this stage was trained and measured to its end with these settings; says so.
+def finished(folder: Path, settings: dict[str, Any], compute: Compute, reported: bool = True) -> bool:
+    """Whether this stage was trained and measured to its end with these settings, and `reported`; says so.
 
-    UserError if the settings differ.
+    Rank 0 decides for all. UserError if the settings differ.
     """
     step = newest_whole(folder, compute, training=False)
     if step is None:
@@ -152,8 +152,8 @@ def finished(folder: Path, settings: dict[str, Any], compute: Compute) -> bool:
     if step < meta["steps"]:
         return False
     lines = [line["step"] for line in read_metrics(folder)] if "line" in meta["state"] else [step]
-    if not parallel.agree(int(step in lines), compute):
-        return False  # stopped in the measurements after the last save
+    if not parallel.agree(int(step in lines and reported), compute):
+        return False  # stopped after the last save
     if compute.main:
         log(f"already done: {folder} has all {step:,} steps")
     return True

@@ -62,7 +62,7 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = dataset.resolve(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
-    if report.has_training_section("base", tag) and checkpoints.finished(folder, wanted, compute):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag)):
         return
 
     # The model's shape, how a step is split, and how long the run is

@@ -60,7 +60,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
-    if report.has_training_section("rl", parent.tag) and checkpoints.finished(folder, wanted, compute):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag)):
         return
     if cfg.examples_per_step % compute.world_size:
         raise UserError(

@@ -48,7 +48,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
-    if report.has_training_section("sft", parent.tag) and checkpoints.finished(folder, wanted, compute):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag)):
         return
     loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
