@@ -1,0 +1,112 @@
+"""Does RL teach, and is it the rewards that do? Gains of true runs against runs with shuffled rewards.
+
+python -m bench.rl_control           # three seeds and three controls, from the newest SFT checkpoint
+python -m bench.rl_control --quick   # one of each, a few steps: shows that it works, not that it learns
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from nanochat import checkpoint_manager as checkpoints
+from nanochat.common import UserError, base_dir, log, run
+from nanochat.tracking import read_metrics
+
+LEAST_GAIN = 5.0  # points
+LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
+MOST_OF_CONTROLS = 2.0  # points that the mean of the controls may be away from zero
+FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128")
+QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of the control."""
+
+    model_tag: str | None = None
+    """folder of the SFT checkpoint; default: the newest"""
+    seeds: int = 3
+    """true runs, and as many with shuffled rewards"""
+    num_iterations: int = 100
+    """steps of each run"""
+    eval_examples: int = 400
+    """problems of a measurement"""
+    quick: bool = False
+    """one seed, two steps; ends with 0 whatever comes out"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Gains in points."""
+
+    gain: float
+    error: float  # standard error of the mean gain
+    control: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the true runs gain enough, and the controls nothing."""
+        enough = self.gain >= LEAST_GAIN and self.gain >= LEAST_ERRORS * self.error
+        return enough and abs(self.control) <= MOST_OF_CONTROLS
+
+
+def judge(gains: Sequence[float], controls: Sequence[float]) -> Verdict:
+    """The means, and how sure the first is; from a single run nothing is sure."""
+    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+    return Verdict(fmean(gains), error, fmean(controls))
+
+
+def gain(folder: Path) -> float:
+    """Accuracy at the end less that before the first step, in points."""
+    measured = [line["accuracy"] for line in read_metrics(folder) if "accuracy" in line]
+    return 100 * (measured[-1] - measured[0])
+
+
+def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
+    """One run in a base folder of its own, so that neither report nor checkpoints of the user change; its gain."""
+    base = base_dir() / "rl_control" / ("quick" if cfg.quick else "full") / name
+    base.mkdir(parents=True, exist_ok=True)
+    link = base / source.parent.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(source.parent, target_is_directory=True)
+    command = [sys.executable, "-m", "scripts.chat_rl", f"--model_tag={source.name}", f"--seed={seed}",
+               f"--num_iterations={2 if cfg.quick else cfg.num_iterations}", "--eval_every=0",
+               f"--eval_examples={cfg.eval_examples}", *(QUICK if cfg.quick else FLAGS)]  # fmt: skip
+    if shuffle:
+        command.append("--shuffle_rewards")
+    log(f"== {name}: {' '.join(command[1:])}")
+    code = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}).returncode
+    if code:
+        raise UserError(f"the run {name} ended with code {code}; type the same command again to go on from there", code)
+    return gain(base / "chatrl_checkpoints" / source.name)
+
+
+def control(cfg: Config) -> None:
+    """Train, compare, print; SystemExit with code 1 if RL does not teach or the control does."""
+    _, source = checkpoints.find("sft", cfg.model_tag)
+    seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
+    gains = [train(f"seed-{seed}", source, seed, False, cfg) for seed in seeds]
+    controls = [train(f"shuffled-{seed}", source, seed, True, cfg) for seed in seeds]
+    verdict = judge(gains, controls)
+    for title, values in (("gain", gains), ("shuffled rewards", controls)):
+        log(f"{title}: {', '.join(f'{value:+.2f}' for value in values)} points")
+    log(
+        f"mean gain {verdict.gain:+.2f} points, standard error {verdict.error:.2f}; "
+        f"mean of the controls {verdict.control:+.2f}: {'passed' if verdict.passed else 'not passed'} (at least "
+        f"{LEAST_GAIN:g} points and {LEAST_ERRORS:g} standard errors, controls within {MOST_OF_CONTROLS:g} of zero)"
+    )
+    error = None if math.isinf(verdict.error) else verdict.error  # JSON has no infinity
+    figures = {"gain": verdict.gain, "error": error, "control": verdict.control, "passed": verdict.passed}
+    print(json.dumps({"bench": "rl_control", **figures, "gains": gains, "controls": controls}))
+    if not verdict.passed and not cfg.quick:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run(control, Config, __doc__)
