@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nanochat import tinyworld
-from nanochat.common import sha256_of
+from nanochat.common import UserError, sha256_of
 from nanochat.conversation import Conversation, Task
 from nanochat.dataset import tinyworld_fingerprint
 from tasks.arc import ARC
@@ -74,7 +74,9 @@ def mix(stage: str, corpus: str, seed: int, custom: str | None = None) -> Mix:
     """The conversations of stage mid or sft for a corpus; `custom` is a JSONL file of one's own instead."""
     if custom is not None:
         task = CustomJSON(custom)
-        return Mix(custom, f"{custom} {sha256_of(Path(custom))}", lambda: task)
+        if len(task) < 2:
+            raise UserError(f"{custom} must hold at least 2 conversations, one to validate on, got {len(task)}")
+        return Mix(custom, f"{custom} {sha256_of(Path(custom).expanduser())}", lambda: task)
     if corpus == "tinyworld":
         make = {"mid": tinyworld.mid_conversations, "sft": tinyworld.sft_conversations}[stage]
         return Mix("TinyWorld", f"tinyworld {stage} {seed} {tinyworld_fingerprint()}", lambda: make(seed=seed))
