@@ -67,6 +67,8 @@ if ! flock -n 9; then
     flock 9
 fi
 
+python -m nanochat.report begin --key "$key"
+
 # --- what to train ---------------------------------------------------------------------------------
 
 read -r device dtype devices < <(python -m nanochat.device)
@@ -115,13 +117,13 @@ tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
     stage base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}"
-    stage base_loss scripts.base_loss --model_tag $tag
+    stage base_loss scripts.base_loss --model_tag $tag --once
     stage mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
-    stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 "${eval_flags[@]}"
+    stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
     stage chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
-    stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 "${eval_flags[@]}"
+    stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
     stage chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
-    stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 "${eval_flags[@]}"
+    stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
 fineweb() { # the published pipeline, 20 layers
@@ -129,14 +131,14 @@ fineweb() { # the published pipeline, 20 layers
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
     stage base_train scripts.base_train --data "$data" --depth=20
-    stage base_loss scripts.base_loss
+    stage base_loss scripts.base_loss --once
     stage base_eval scripts.base_eval
     stage mid_train scripts.mid_train
-    stage mid_eval scripts.chat_eval -i mid
+    stage mid_eval scripts.chat_eval -i mid --once
     stage chat_sft scripts.chat_sft
-    stage sft_eval scripts.chat_eval -i sft
+    stage sft_eval scripts.chat_eval -i sft --once
     stage chat_rl scripts.chat_rl
-    stage rl_eval scripts.chat_eval -i rl -a GSM8K
+    stage rl_eval scripts.chat_eval -i rl -a GSM8K --once
 }
 
 # --- the presets -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nanochat.common import UserError, base_dir, log, read_json, run, write_atomic, write_json
-from nanochat.measure import read_stages
+from nanochat.measure import read_stages, stages_file
 from nanochat.tracking import read_metrics
 
 COLUMNS = ("base", "mid", "sft", "rl")
@@ -288,6 +288,14 @@ def generate(key: str = "") -> Path:
     return report_dir() / "report.md"
 
 
+def begin(key: str) -> None:
+    """Forget what the stages of another run cost; called when the run that `key` names begins or goes on."""
+    path = report_dir() / "run.json"
+    if not path.exists() or read_json(path)["key"] != key:
+        stages_file().unlink(missing_ok=True)
+        write_json(path, {"key": key})
+
+
 def is_finished(key: str) -> bool:
     """Whether the run that `key` names was reported to its end."""
     path = report_dir() / "report.json"
@@ -320,8 +328,9 @@ def show() -> None:
 class Config:
     """Make, show or forget the report."""
 
-    verb: Annotated[Literal["generate", "show", "reset", "finished"], tyro.conf.Positional] = "generate"
-    """generate writes it, show prints its table, reset forgets it, finished ends with 0 if --key is, else 3"""
+    verb: Annotated[Literal["generate", "show", "reset", "begin", "finished"], tyro.conf.Positional] = "generate"
+    """generate writes it, show prints its table, reset forgets it, begin forgets what another run than --key cost,
+    finished ends with 0 if --key is, else 3"""
     key: str = ""
     """name of a finished run, kept in report.json"""
 
@@ -334,6 +343,8 @@ def main(cfg: Config) -> None:
         show()
     elif cfg.verb == "reset":
         shutil.rmtree(report_dir(), ignore_errors=True)
+    elif cfg.verb == "begin":
+        begin(cfg.key)
     elif not is_finished(cfg.key):
         raise SystemExit(3)
 

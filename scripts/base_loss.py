@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import dataset, device, loss_eval, report
+from nanochat import dataset, device, loss_eval, parallel, report
 from nanochat.checkpoint_manager import Loaded, load_model
 from nanochat.common import log, run
 from nanochat.device import Compute
@@ -48,6 +48,8 @@ class Config:
     """tokens of each split to measure on, at most all: 10 M, on a CPU 262,144"""
     sample_tokens: int = 16
     """tokens of each sample; 0 = no samples"""
+    once: bool = False
+    """do nothing if the report already has the figures of this checkpoint"""
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
@@ -65,7 +67,12 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     loaded = load_model("base", cfg.model_tag, cfg.model_step, compute)
     corpus = dataset.resolve(cfg.data or loaded.meta["config"]["corpus"])
     log(f"base model {loaded.tag}, step {loaded.step:,}, on {corpus.name}")
-    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "corpus": corpus.name}
+    model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
+    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": corpus.name}
+    before = report.sections().get("base_loss", {})
+    if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
+        log("in the report already")
+        return before
     for split in SPLITS:
         loss = loss_eval.evaluate_split(
             loaded.model, loaded.tokenizer, corpus, split, cfg.split_tokens, cfg.device_batch_size, compute

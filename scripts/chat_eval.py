@@ -53,6 +53,8 @@ class Config:
     """Step of the checkpoint. Unset: the last."""
     max_problems: Annotated[int | None, arg(aliases=["-x"])] = None
     """Ask only so many problems of each task."""
+    once: bool = False
+    """Leave out tasks that the report already has of this checkpoint, asked in this way."""
     show: int = 0
     """Print so many wrong replies of each task."""
     unsafe_exec: bool = False
@@ -145,14 +147,21 @@ def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, An
     }
 
 
-def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], core: float | None) -> None:
-    """Add figures to the report's section of the stage; those of another checkpoint or way of asking go."""
-    about = {"tag": loaded.tag, "step": loaded.step, "sampling": dict(sampling)}
+def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The report's section of the stage, without figures if it is of another checkpoint or way of asking."""
+    model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
+    about = {"tag": loaded.tag, "step": loaded.step, "model": model, "sampling": dict(sampling)}
     path = report.report_dir() / "sections" / f"{loaded.stage}_eval.json"
     before = read_json(path) if path.exists() else {}
     same = all(before.get(name) == value for name, value in about.items())
-    section = {**about, "tasks": {**(before["tasks"] if same else {}), **tasks}}
-    core = before.get("chat_core") if core is None and same else core
+    return before if same else {**about, "tasks": {}, "chat_core": None}
+
+
+def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], core: float | None) -> None:
+    """Add figures to the report's section of the stage; those of another checkpoint or way of asking go."""
+    before = kept(loaded, sampling)
+    section = {**before, "tasks": {**before["tasks"], **tasks}}
+    core = before["chat_core"] if core is None else core
     report.write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
 
 
@@ -166,9 +175,19 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     tasks = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec)
+    how = {
+        "temperature": cfg.temperature,
+        "top_k": cfg.top_k,
+        "samples": cfg.num_samples,
+        "limit": cfg.max_problems,
+        "tokens": cfg.max_new_tokens,
+    }
+    there = kept(loaded, how)["tasks"] if cfg.once else {}
+    if there:
+        log(f"in the report already: {', '.join(task.name for task in tasks if task.name in there)}")
     scores: dict[str, Score] = {}
-    kept: dict[str, Any] = {}
-    for task in tasks:
+    found: dict[str, Any] = {}
+    for task in [task for task in tasks if task.name not in there]:
         start, listener = time.monotonic(), Listener(task, cfg.show)
         score = evaluate(
             task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
@@ -176,19 +195,13 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         )  # fmt: skip
         scores[task.name] = score
         log(str(score))
-        kept[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
+        found[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
     core = None
     if set(published(False)) <= set(scores):
         core = chat_core([scores[name] for name in published(False)])
         log(f"ChatCORE: {core:.4f}")
-    if compute.main:
-        how = {
-            "temperature": cfg.temperature,
-            "top_k": cfg.top_k,
-            "samples": cfg.num_samples,
-            "limit": cfg.max_problems,
-        }
-        keep(loaded, how, kept, core)
+    if compute.main and found:
+        keep(loaded, how, found, core)
     return scores
 
 

@@ -113,3 +113,19 @@ def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):
 def test_replies_are_written_for_people():
     parts = [Part("text", "It is "), Part("python", "1+1"), Part("python_output", "2"), Part("text", ".")]
     assert chat_eval.words(parts) == "It is [1+1 = 2]."
+
+
+def test_once_asks_only_what_the_report_lacks(base_folder, capsys):
+    tiny_checkpoint()
+    flags = {"max_new_tokens": 3, "max_problems": 2, "once": True}
+    first = Config(task_name="calculator", **flags)
+    assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]
+    before = (base_folder / "report" / "sections" / "sft_eval.json").stat().st_mtime_ns
+    assert chat_eval.chat_eval(first, on_cpu()) == {}
+    assert "in the report already: calculator" in capsys.readouterr().out
+    assert (base_folder / "report" / "sections" / "sft_eval.json").stat().st_mtime_ns == before
+    assert list(chat_eval.chat_eval(Config(task_name="calculator|mental", **flags), on_cpu())) == ["mental"]
+    assert list(section(base_folder)["tasks"]) == ["calculator", "mental"]
+    assert list(chat_eval.chat_eval(Config(task_name="calculator", **{**flags, "max_new_tokens": 4}), on_cpu()))
+    tiny_checkpoint(step=4)
+    assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]
