@@ -155,7 +155,11 @@ def summary(found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "\\|")
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else " ".join(str(value).replace("|", "\\|").split())
+    )
 
 
 def _grid(head: list[str], rows: list[list[Any]]) -> list[str]:

@@ -1,0 +1,194 @@
+"""The report: the same figures in both files, what is missing left out, a finished run known by its key."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import report
+from nanochat.common import UserError, read_json, write_json
+from nanochat.measure import stages_file
+
+ROOT = Path(__file__).resolve().parent.parent
+COSTS = {
+    "base_train": {"minutes": 6.0, "cpu_minutes": 11.5, "memory_gb": 1.25, "runs": 2},
+    "sft_eval": {"minutes": 1.5, "cpu_minutes": 2.5, "memory_gb": 0.75, "runs": 1},
+}
+
+
+def line(step: int, **more: float) -> str:
+    figures = {"step": step, "loss": 4.0 - step / 10, "smooth_loss": 4.0 - step / 20,
+               "tokens_per_second": 1000.0 + step, "mfu": 10.0, "total_seconds": 6.0 * step, "skipped": step == 2}  # fmt: skip
+    return json.dumps(figures | more) + "\n"
+
+
+def trained(base: Path, stage: str, *lines: str, tag: str = "d2") -> None:
+    folder = base / stage
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    where = {"device": "a CPU", "dtype": "float32", "parameters": 1234}
+    report.training_section(stage, tag, folder, {"depth": 2, "seed": 42, "note": "a|b"}, where)
+
+
+def score(accuracy: float, total: int = 20, **more: Any) -> dict[str, Any]:
+    return {"accuracy": accuracy, "right": accuracy * total, "total": total, "low": accuracy - 0.1,
+            "high": accuracy + 0.1, "baseline": 0.0, **more}  # fmt: skip
+
+
+def a_run(base: Path) -> None:
+    """Sections of every stage."""
+    trained(base, "base", line(1), line(2), line(3, val_bpb=1.5), line(4, val_bpb=1.25))
+    trained(base, "mid", line(1), line(2, val_bpb=1.125))
+    trained(base, "sft", line(1), line(2, val_bpb=0.875))
+    rl = [json.dumps({"step": 0, "accuracy": 0.5}) + "\n", line(1, reward=0.25), line(2, reward=0.5, accuracy=0.75)]
+    trained(base, "rl", *rl)
+    sample = {"question": "法国的首都是哪里？", "reply": "巴黎。", "grade": 1.0}
+    wrong = {"question": "What is | 2?", "reply": "3\n4", "grade": 0.0}
+    for stage, accuracy in (("mid", 0.5), ("sft", 0.96875), ("rl", 0.9375)):
+        groups = {"capital": {"right": 9.0, "total": 10}, "colour": {"right": 10.0, "total": 10}}
+        tasks = {"tinyworld_en": score(accuracy, samples=[wrong]), "calculator": score(1.0),
+                 "tinyworld_zh": score(accuracy - 0.25, samples=[sample], groups=groups),
+                 "mental": score(accuracy / 2)}  # fmt: skip
+        report.write_section(f"{stage}_eval", {"tag": "d2", "step": 2, "tasks": tasks, "chat_core": None})
+    report.write_section(
+        "base_loss", {"tag": "d2", "train": {"bits_per_byte": 1.0}, "samples": {"日本的首都是": "东京"}}
+    )
+    report.write_section("tok_eval", {"rows": [{"text": "中文", "ratio": 2.5}, {"text": "english", "more": 1}]})
+    report.write_section("base_eval", {"core": {"core": 0.0625}})
+    write_json(stages_file(), COSTS)
+
+
+def generated(key: str = "") -> tuple[dict[str, Any], str]:
+    path = report.generate(key)
+    return read_json(path.with_suffix(".json")), path.read_text(encoding="utf-8")
+
+
+def test_the_table_compares_stages(base_folder: Path) -> None:
+    a_run(base_folder)
+    table = generated()[0]["table"]
+    assert table["validation bits per byte"] == {"base": 1.25, "mid": 1.125, "sft": 0.875}
+    assert table["CORE"] == {"base": 0.0625}
+    assert table["tinyworld_zh"] == {"mid": 0.25, "sft": 0.71875, "rl": 0.6875}
+    assert table["mental"]["rl"] > 0 and "ChatCORE" not in table
+
+
+def test_the_summary_has_the_figures_after_sft_as_fractions_and_the_costs(base_folder: Path) -> None:
+    a_run(base_folder)
+    found = generated()[0]["summary"]
+    assert (found["tinyworld_en"], found["tinyworld_zh"], found["calculator"]) == (0.96875, 0.71875, 1.0)
+    assert (found["minutes"], found["cpu_minutes"], found["memory_gb"]) == (7.5, 14.0, 1.25)
+    assert found["mental_after_rl"] == 0.9375 / 2
+
+
+def test_markdown_shows_what_the_json_says(base_folder: Path) -> None:
+    a_run(base_folder)
+    found, text = generated()
+    for name, row in found["table"].items():
+        shown = next(one for one in text.splitlines() if one.startswith(f"| {name} |"))
+        cells = [cell.strip() for cell in shown.split("|")[2:-1]]
+        assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in report.COLUMNS]
+    for name, cost in found["stages"].items():
+        assert f"| {name} | {cost['minutes']:.4f} |" in text
+    assert "7.5 minutes, 14.0 CPU minutes, at most 1.25 GB" in text
+    assert "capital 9/10" in text and "colour" not in text.split("relations not all right")[1].splitlines()[0]
+    for word in ("法国的首都是哪里？", "巴黎。", "(wrong)", "东京", "a CPU", "| 中文 | 2.5000 |"):
+        assert word in text
+
+
+def test_no_cell_breaks_its_table(base_folder: Path) -> None:
+    a_run(base_folder)
+    lines = generated()[1].splitlines()
+    assert all(one.endswith("|") for one in lines if one.startswith("|"))
+    blocks = re.split(r"\n(?!\|)", re.sub(r"\\\|", "", "\n".join(lines)))
+    for block in blocks:
+        widths = {one.count("|") for one in block.splitlines() if one.startswith("|")}
+        assert len(widths) <= 1, block
+
+
+def test_every_picture_named_is_there(base_folder: Path) -> None:
+    a_run(base_folder)
+    text = generated()[1]
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert pictures == [f"{stage}_train.png" for stage in report.COLUMNS]
+    for name in pictures:
+        assert (report.report_dir() / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rl_figures_begin_before_its_first_step(base_folder: Path) -> None:
+    a_run(base_folder)
+    section = generated()[0]["sections"]["rl_train"]
+    assert section["accuracy"] == [[0, 0.5], [2, 0.75]] and section["reward"] == [[1, 0.25], [2, 0.5]]
+    assert section["first_loss"] == 3.9 and section["steps"] == 2
+
+
+def test_a_training_section_sums_up_its_metrics(base_folder: Path) -> None:
+    trained(base_folder, "base", *(line(step) for step in range(1, 6)))
+    section = report.sections()["base_train"]
+    assert section["minutes"] == 0.5 and section["tokens_per_second"] == 1003.0 and section["skipped_updates"] == 1
+    assert (section["first_loss"], section["last_loss"], section["steps"]) == (3.9, 3.75, 5)
+    assert "val_bpb" not in section and section["loss"][-1] == [5, 3.75]
+    assert report.has_training_section("base", "d2")
+    assert not report.has_training_section("base", "d4") and not report.has_training_section("mid", "d2")
+
+
+@pytest.mark.parametrize("kept", ["base_train", "sft_eval", "rl_train", "tok_eval", "base_loss"])
+def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None:
+    a_run(base_folder)
+    for path in (report.report_dir() / "sections").iterdir():
+        if path.stem != kept:
+            path.unlink()
+    stages_file().unlink()
+    found, text = generated()
+    assert list(found["sections"]) == [kept] and f"## {report.TITLES[kept]}" in text
+    assert found["summary"]["minutes"] == 0 and ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
+    report.show()
+
+
+def test_without_sections_or_report_the_next_step_is_named() -> None:
+    with pytest.raises(UserError, match="speedrun") as refused:
+        report.generate()
+    assert refused.value.exit_code == 2
+    with pytest.raises(UserError, match="report generate") as refused:
+        report.show()
+    assert refused.value.exit_code == 2
+    assert not report.is_finished("tinyworld")
+
+
+def test_a_run_is_finished_under_its_own_key_only(base_folder: Path) -> None:
+    a_run(base_folder)
+    report.generate()
+    assert not report.is_finished("") and not report.is_finished("smoke tinyworld")
+    report.generate("smoke tinyworld")
+    assert report.is_finished("smoke tinyworld") and not report.is_finished("auto auto")
+
+
+def test_the_costs_of_another_run_are_forgotten(base_folder: Path) -> None:
+    a_run(base_folder)
+    report.begin("auto auto")
+    assert not stages_file().exists()
+    write_json(stages_file(), COSTS)
+    report.begin("auto auto")  # it goes on
+    assert read_json(stages_file()) == COSTS
+    report.begin("smoke auto")
+    assert not stages_file().exists() and len(report.sections()) == 10
+
+
+def test_the_command_line(base_folder: Path) -> None:
+    a_run(base_folder)
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nanochat.report", *words]
+        return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+
+    assert call("finished", "--key", "a b").returncode == 3
+    assert call("generate", "--key", "a b").returncode == 0
+    assert call("finished", "--key", "a b").returncode == 0
+    shown = call("show").stdout
+    assert "tinyworld_zh" in shown and "0.7188" in shown and "7.5 minutes" in shown
+    assert call("reset").returncode == 0 and not report.report_dir().exists()
+    assert call("generate").returncode == 2
