@@ -68,7 +68,7 @@ def upstream(task: dict[str, Any]) -> Side:
 
     if not hasattr(GPT, "setup_optimizer"):
         raise SystemExit("this nanochat's GPT has no setup_optimizer; give a checkout of 2026, such as the newest")
-    model = GPT(GPTConfig(**task["shape"]))
+    model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's, which a type checker does not see
     model.init_weights()
     optimizer = model.setup_optimizer(**task["rates"])
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model
@@ -96,7 +96,7 @@ def matmuls(task: dict[str, Any]) -> Side:
              (width, shape["vocab_size"], 1)]  # fmt: skip
     work = [(filled(tokens, i), filled(o, i), filled(tokens, o), count) for i, o, count in sizes]
 
-    def step(_: Batch) -> float:
+    def step(batch: Batch) -> float:
         for x, weight, gradient, count in work:
             for _ in range(count):  # the product, and the gradients of its two factors
                 torch.mm(x, weight.mT)

@@ -75,6 +75,33 @@ def test_attend_first_used_for_inference_can_be_trained_afterwards() -> None:
     assert q.grad is not None
 
 
+@pytest.mark.parametrize(("T", "window"), [(1, 1), (24, 100), (128, 127), (129, 5), (300, 128), (300, 300), (700, 200)])
+def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, window: int) -> None:
+    ours = [draw(2, T, 2, 8, seed=i).requires_grad_() for i in range(3)]
+    plain = [x.detach().double().requires_grad_() for x in ours]
+    mixed = draw(2, T, 2, 8, seed=9)
+    out = kernels._BlockedAttention.apply(*ours, window)
+    places = torch.arange(T)
+    distance = places[:, None] - places
+    expected = plain_attention(*plain, (distance >= 0) & (distance <= window))
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+    (out * mixed).sum().backward()
+    (expected * mixed).sum().backward()
+    for x, reference in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x.grad.double(), reference.grad, atol=5e-6, rtol=1e-5)
+
+
+def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (draw(1, 200, 4, 8, seed=i).bfloat16().requires_grad_() for i in range(3))
+    out = kernels.attend(q, k, v, 64)
+    assert "BlockedAttention" in str(out.grad_fn)
+    exact = kernels.attend(q.float(), k.float(), v.float(), 64)
+    torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
+    shared = kernels.attend(q, k[:, :, :2], v[:, :, :2], 64)  # grouped heads go torch's way
+    assert "BlockedAttention" not in str(shared.grad_fn)
+
+
 def test_cache_mask_marks_the_window_before_each_place() -> None:
     places = torch.tensor([[0, 1], [4, 5]])
     seen = kernels.cache_mask(places, keys=6, window=2)
