@@ -22,8 +22,8 @@ COSTS = {
 
 
 def line(step: int, **more: float) -> str:
-    figures = {"step": step, "loss": 4.0 - step / 10, "smooth_loss": 4.0 - step / 20,
-               "tokens_per_second": 1000.0 + step, "mfu": 10.0, "total_seconds": 6.0 * step, "skipped": step == 2}  # fmt: skip
+    figures = {"step": step, "loss": 4.0 - step / 10, "smooth_loss": 4.0 - step / 20, "mfu": 10.0,
+               "tokens_per_second": 1000.0 + step, "total_seconds": 6.0 * step, "skipped": step == 2}  # fmt: skip
     return json.dumps(figures | more) + "\n"
 
 
