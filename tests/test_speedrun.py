@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,71 +80,79 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
-    """Killed in every stage and typed again until it ended with 0."""
-    root = tmp_path_factory.mktemp("clone")
-    ignored = shutil.ignore_patterns("__pycache__")
+def make_clone(folder: Path) -> Clone:
+    root = folder / "clone"
+    root.mkdir()
     for name in ("nanochat", "scripts", "tasks"):
-        shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "speedrun.sh", root)
     (root / "setup_env.sh").write_text(SETUP)
-    made = Clone(root, root / "base")
-    for words, shell_only in KILLS:
-        made.kill_at(words, shell_only)
-    code = made.run()
-    assert code == 0, made.log
-    yield made
+    return Clone(root, folder / "base")
 
 
-@pytest.mark.smoke
-@pytest.mark.timeout(900)
-class TestSmoke:
-    """One run serves all of them."""
+def the_report_has_what_it_promises(clone: Clone) -> None:
+    report = json.loads((clone.base / "report" / "report.json").read_text(encoding="utf-8"))
+    for name in ("tinyworld_en", "tinyworld_zh", "calculator"):
+        assert 0 <= report["summary"][name] <= 1
+        assert {"mid", "sft", "rl"} <= set(report["table"][name])
+    assert set(report["table"]["validation bits per byte"]) == {"base", "mid", "sft"}
+    assert report["summary"]["minutes"] > 0.2 and report["summary"]["cpu_minutes"] > 0.2
+    assert 0.1 < report["summary"]["memory_gb"] <= 2.5
+    assert {"base_train", "mid_train", "sft_train", "rl_train", "tok_train", "sft_eval"} <= set(report["sections"])
+    text = (clone.base / "report" / "report.md").read_text(encoding="utf-8")
+    assert "## Samples" in text and "base_train.png" in text
 
-    def test_the_report_has_what_it_promises(self, clone: Clone) -> None:
-        report = json.loads((clone.base / "report" / "report.json").read_text(encoding="utf-8"))
-        for name in ("tinyworld_en", "tinyworld_zh", "calculator"):
-            assert 0 <= report["summary"][name] <= 1
-            assert {"mid", "sft", "rl"} <= set(report["table"][name])
-        assert set(report["table"]["validation bits per byte"]) == {"base", "mid", "sft"}
-        assert report["summary"]["minutes"] > 0.2 and report["summary"]["cpu_minutes"] > 0.2
-        assert 0.1 < report["summary"]["memory_gb"] <= 2.5
-        assert {"base_train", "mid_train", "sft_train", "rl_train", "tok_train", "sft_eval"} <= set(report["sections"])
-        text = (clone.base / "report" / "report.md").read_text(encoding="utf-8")
-        assert "## Samples" in text and "base_train.png" in text
 
-    def test_costs_cover_every_stage_and_count_its_runs(self, clone: Clone) -> None:
-        stages = json.loads((clone.base / "report" / "stages.json").read_text(encoding="utf-8"))
-        training = ["base_train", "mid_train", "chat_sft", "chat_rl"]
-        assert [name for name in stages if name in training] == training
-        assert stages["dataset"]["runs"] == len(KILLS) + 1
+def costs_cover_every_stage_and_count_its_runs(clone: Clone) -> None:
+    stages = json.loads((clone.base / "report" / "stages.json").read_text(encoding="utf-8"))
+    training = ["base_train", "mid_train", "chat_sft", "chat_rl"]
+    assert [name for name in stages if name in training] == training
+    assert stages["dataset"]["runs"] == len(KILLS) + 1
 
-    @pytest.mark.parametrize(
-        ("folder", "first", "last"), [("base", 1, 20), ("mid", 1, 10), ("chatsft", 1, 10), ("chatrl", 0, 3)]
-    )
-    def test_kills_left_every_step_once(self, clone: Clone, folder: str, first: int, last: int) -> None:
+
+def kills_left_every_step_once(clone: Clone) -> None:
+    for folder, first, last in [("base", 1, 20), ("mid", 1, 10), ("chatsft", 1, 10), ("chatrl", 0, 3)]:
         found = clone.base / f"{folder}_checkpoints" / "smoke"
         assert [line["step"] for line in read_metrics(found)] == list(range(first, last + 1))
         assert (found / f"step_{last:06d}" / "meta.json").exists()
 
-    def test_kills_left_nothing_half_written(self, clone: Clone) -> None:
-        leftovers = [name for name in clone.files() if ".tmp" in name or ".deleted" in name or name.endswith(".part")]
-        assert leftovers == []
 
-    def test_the_end_says_what_to_type_next(self, clone: Clone) -> None:
-        assert "python -m scripts.chat_cli" in clone.log and "python -m scripts.chat_web" in clone.log
-        assert "tinyworld_zh" in clone.log
+def kills_left_nothing_half_written(clone: Clone) -> None:
+    leftovers = [name for name in clone.files() if ".tmp" in name or ".deleted" in name or name.endswith(".part")]
+    assert leftovers == []
 
-    def test_typed_again_it_changes_no_file_and_says_so(self, clone: Clone) -> None:
-        before, start = clone.files(), time.monotonic()
-        assert clone.run() == 0
-        assert "Everything is done already" in clone.log and "== " not in clone.log
-        assert "python -m scripts.chat_cli" in clone.log
-        assert clone.files() == before
-        assert time.monotonic() - start < 60  # about three seconds; a stage would take longer
 
-    def test_a_wrong_flag_is_refused_before_anything_happens(self, clone: Clone) -> None:
-        for flags in (["--presets", "smoke"], ["--preset", "none"], ["--data"]):
-            assert clone.run(*flags) == 2
-            assert "error: " in clone.log
+def the_end_says_what_to_type_next(clone: Clone) -> None:
+    assert "python -m scripts.chat_cli" in clone.log and "python -m scripts.chat_web" in clone.log
+    assert "tinyworld_zh" in clone.log
+
+
+def typed_again_it_changes_no_file_and_says_so(clone: Clone) -> None:
+    before = clone.files()
+    assert clone.run() == 0
+    assert "Everything is done already" in clone.log and "== " not in clone.log
+    assert "python -m scripts.chat_cli" in clone.log
+    assert clone.files() == before
+
+
+def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
+    for flags in (["--presets", "smoke"], ["--preset", "none"], ["--data"]):
+        assert clone.run(*flags) == 2
+        assert "error: " in clone.log
+
+
+@pytest.mark.smoke
+@pytest.mark.timeout(900)
+def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) -> None:
+    """One test, since tests of a module may be spread over processes, and each would need a run of its own."""
+    clone = make_clone(tmp_path)
+    for words, shell_only in KILLS:
+        clone.kill_at(words, shell_only)
+    assert clone.run() == 0, clone.log
+    the_report_has_what_it_promises(clone)
+    costs_cover_every_stage_and_count_its_runs(clone)
+    kills_left_every_step_once(clone)
+    kills_left_nothing_half_written(clone)
+    the_end_says_what_to_type_next(clone)
+    typed_again_it_changes_no_file_and_says_so(clone)
+    a_wrong_flag_is_refused_before_anything_happens(clone)
