@@ -30,7 +30,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "base": {"depth": 2, "model_dim": 64, "head_dim": 32, "window_pattern": "L", "max_seq_len": 128,
              "total_batch_size": 1024, "device_batch_size": 4, "eval_tokens": 2048, "compile": False},
     "mid": {"total_batch_size": 1024, "device_batch_size": 4, "compile": False},
-    "sft": {"target_examples_per_step": 8, "device_batch_size": 4, "init_lr_frac": 1.0, "compile": False},
+    "sft": {"target_examples_per_step": 8, "device_batch_size": 4, "init_lr_frac": 0.2, "compile": False},
     "rl": {"examples_per_step": 4, "num_samples": 4, "max_new_tokens": 32, "eval_examples": 8},
 }  # fmt: skip
 
@@ -65,7 +65,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     """Fewer conversations, and problems of which some are solved."""
     for name in ("mid_conversations", "sft_conversations"):
         make = getattr(tinyworld, name)
-        patch.setattr(tinyworld, name, lambda seed=0, make=make: make(seed, 400))
+        patch.setattr(tinyworld, name, lambda seed=0, make=make: make(seed, 1500))
     patch.setattr(chat_rl, "rl_tasks", even_tasks)
 
 
