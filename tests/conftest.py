@@ -1,6 +1,7 @@
 """Every test gets a base folder of its own, and in CI nothing that matters may be skipped."""
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell starts background jobs with Ctrl-C ignored, which children would inherit: the tests that press it would hang.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MUST_RUN_IN_CI = ("browser", "contract", "npu")
 
