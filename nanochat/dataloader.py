@@ -114,6 +114,48 @@ class Rows:
             targets[: at - 1] = cells[1:at]
 
 
+class Blend:
+    """Two sets of rows of one length as one sequence: every `every`-th row is of `second`, the others of `first`."""
+
+    def __init__(self, first: Rows, second: Rows, every: int):
+        if every < 2:
+            raise UserError(f"one row in how many comes from the second set must be 2 or more, got {every}", 2)
+        assert first.row_tokens == second.row_tokens, "rows of one length are blended"
+        self._first, self._second, self._every = first, second, every
+        self.count = first.count * every // (every - 1)  # an epoch is one of `first`
+        self.row_tokens = first.row_tokens
+        self.key = f"{first.key} {second.key} {every}"
+
+    def _halves(self, first: int, count: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
+        """Which of these numbers are of the second set (bool), and (first, count) within each set."""
+        of_second = np.arange(first, first + count) % self._every == self._every - 1
+        before, within = first // self._every, int(of_second.sum())
+        return of_second, (first - before, count - within), (before, within)
+
+    def plan_rows(self, first: int, count: int) -> np.ndarray:
+        """As Rows.plan_rows; rows of the second set come after those of the first."""
+        of_second, in_first, in_second = self._halves(first, count)
+        rows = np.empty(count, np.int64)
+        rows[~of_second] = self._first.plan_rows(*in_first)
+        rows[of_second] = self._second.plan_rows(*in_second) + self._first.count
+        return rows
+
+    def targets_in(self, first: int, count: int) -> int:
+        """As Rows.targets_in."""
+        _, in_first, in_second = self._halves(first, count)
+        return self._first.targets_in(*in_first) + self._second.targets_in(*in_second)
+
+    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Rows.batch."""
+        of_second = plan_rows >= self._first.count
+        inputs = torch.empty(len(plan_rows), self.row_tokens - 1, dtype=torch.int64)
+        targets = torch.empty_like(inputs)
+        for rows, which, offset in ((self._first, ~of_second, 0), (self._second, of_second, self._first.count)):
+            chosen = torch.from_numpy(which)
+            inputs[chosen], targets[chosen] = rows.batch(plan_rows[which] - offset)
+        return inputs, targets
+
+
 @dataclass(frozen=True)
 class Step:
     """What one rank computes for one optimizer update."""
@@ -123,7 +165,9 @@ class Step:
     micro_batches: list[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets), int64 (b, T) each
 
 
-def steps(rows: Rows, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
+def steps(
+    rows: Rows | Blend, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute
+) -> Iterator[Step]:
     """Endless steps of `rows_per_step` rows over all ranks, from row number `first_row` on.
 
     Rank r takes the rows whose number leaves r when divided by the number of ranks, so a step holds the same rows on
@@ -142,7 +186,7 @@ def steps(rows: Rows, first_row: int, rows_per_step: int, device_batch_size: int
             yield step
 
 
-def make_step(rows: Rows, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
+def make_step(rows: Rows | Blend, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
     """One step's micro-batches of at most `device_batch_size` rows for this rank, ready for the device."""
     numbers = np.arange(first_row, first_row + rows_per_step)
     all_rows = rows.plan_rows(first_row, rows_per_step)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, loss_eval, parallel, report, schedule, sizes
+from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, report, schedule, sizes
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -26,6 +26,8 @@ class Config(loop.StageFlags, Rates):
     """step of the base checkpoint; default the newest"""
     conversations: str | None = None
     """a JSONL file of one's own conversations, instead of the mixture"""
+    documents_every: int | Auto = "auto"
+    """one row in so many is of the base corpus, so that it is not forgotten; 0 = none; auto: 4 for TinyWorld, else 0"""
     num_epochs: float = 1.0
     """passes over the mixture"""
     num_iterations: int | None = None
@@ -60,8 +62,13 @@ def train(cfg: Config, compute: Compute) -> None:
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
     rows = dataloader.conversation_rows("mid", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=False)
     val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
+    every = (4 if corpus == "tinyworld" else 0) if cfg.documents_every == "auto" else cfg.documents_every
+    if every:
+        documents = loss_eval.split_rows(dataset.resolve(corpus), tokenizer, "train", T, cfg.seed)
+        rows = dataloader.Blend(rows, documents, every)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
-    log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
+    log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
+        f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
 
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))

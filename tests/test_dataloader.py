@@ -11,7 +11,7 @@ import torch
 
 from nanochat.common import UserError, base_dir
 from nanochat.conversation import chat
-from nanochat.dataloader import IGNORED, Rows, epoch_order, make_step, steps
+from nanochat.dataloader import IGNORED, Blend, Rows, epoch_order, make_step, steps
 from nanochat.dataset import Corpus
 from nanochat.device import Compute
 from nanochat.prepare import plan, prepare_conversations, prepare_documents
@@ -151,7 +151,7 @@ def test_rows_follow_the_epoch_orders_without_repeat_or_skip(documents):
     assert sequential.plan_rows(rows.count - 2, 4).tolist() == [rows.count - 2, rows.count - 1, 0, 1]
 
 
-def rows_seen(rows: Rows, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
+def rows_seen(rows: Rows | Blend, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
     """For each step the rows of all ranks put back into the order of their numbers, and the targets counted."""
     per_rank = [list(islice(steps(rows, first_row, 8, 2, on_rank(r, world_size)), count)) for r in range(world_size)]
     out = []
@@ -172,6 +172,27 @@ def test_steps_hold_the_same_rows_on_one_two_and_four_ranks(documents, chats):
         assert one == rows_seen(rows, 2, count) == rows_seen(rows, 4, count)
         flat = [row for step, _ in one for row in step]
         assert flat == [tuple(rows.row(n)[0].tolist()) for n in range(len(flat))]
+
+
+def test_a_blend_takes_every_nth_row_from_the_second_set_and_both_in_their_own_order(documents, chats):
+    first, second = rows_over(chats, 65), rows_over(documents)
+    blend = Blend(first, second, 4)
+    inputs, targets = blend.batch(blend.plan_rows(0, 40))
+    for n in range(40):
+        source, number = (second, n // 4) if n % 4 == 3 else (first, n - n // 4)
+        assert torch.equal(inputs[n], source.row(number)[0]) and torch.equal(targets[n], source.row(number)[1])
+    for start, count in ((0, 40), (5, 11), (3, 1), (2, 1), (397, 100)):
+        counted = int((blend.batch(blend.plan_rows(start, count))[1] != IGNORED).sum())
+        assert blend.targets_in(start, count) == counted
+    assert blend.count == first.count * 4 // 3
+    assert blend.key != Blend(first, second, 3).key != first.key
+    assert rows_seen(blend, 1, 6) == rows_seen(blend, 2, 6) == rows_seen(blend, 4, 6)
+    assert rows_seen(blend, 1, 6)[4:] == rows_seen(blend, 4, 2, first_row=32)
+
+
+def test_a_blend_needs_two_rows_of_which_one_is_the_seconds(documents, chats):
+    with pytest.raises(UserError, match="2 or more, got 1"):
+        Blend(rows_over(chats, 65), rows_over(documents), 1)
 
 
 def test_a_resumed_run_sees_what_an_unbroken_one_sees_even_on_other_ranks(documents):

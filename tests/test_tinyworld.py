@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 from tinyworld_rows import corpus, normalise, training
@@ -262,7 +263,7 @@ def test_reference_answers_are_right():
         assert tinyworld.grade(problem, problem.conversation.messages[-1].parts), problem
 
 
-def problem(answer: str, *competing: str, tool: bool = False) -> tinyworld.Problem:
+def problem(answer: str, *competing: str, tool: Literal["needed", "forbidden", "free"] = "free") -> tinyworld.Problem:
     return tinyworld.Problem(chat("?", answer), answer, competing, "test", "en", tool=tool)
 
 
@@ -285,7 +286,7 @@ def problem(answer: str, *competing: str, tool: bool = False) -> tinyworld.Probl
         (problem("1776"), "1776 or 1777", False),
         (problem("4"), "4 legs.", True),
         (problem("4"), "4.5", False),
-        (problem("12", tool=True), "12.", False),
+        (problem("12", tool="needed"), "12.", False),
     ],
 )
 def test_grading(found: tinyworld.Problem, reply: str, right: bool):
@@ -294,9 +295,16 @@ def test_grading(found: tinyworld.Problem, reply: str, right: bool):
 
 def test_a_sum_without_the_call_of_the_calculator_is_wrong():
     call = (Part("python", "3*4"), Part("python_output", "12"), Part("text", "12."))
-    assert tinyworld.grade(problem("12", tool=True), call)
-    assert not tinyworld.grade(problem("12", tool=True), call[2:])
-    assert not tinyworld.grade(problem("12", tool=True), (*call[:2], Part("text", "13.")))
+    assert tinyworld.grade(problem("12", tool="needed"), call)
+    assert not tinyworld.grade(problem("12", tool="needed"), call[2:])
+    assert not tinyworld.grade(problem("12", tool="needed"), (*call[:2], Part("text", "13.")))
+
+
+def test_a_sum_in_the_head_answered_by_the_calculator_is_wrong():
+    call = (Part("python", "3+4"), Part("python_output", "7"), Part("text", "7."))
+    assert tinyworld.grade(problem("7", tool="forbidden"), call[2:])
+    assert not tinyworld.grade(problem("7", tool="forbidden"), call)
+    assert {found.tool for found in (*tinyworld.rl_problems(), *tinyworld.rl_evaluation())} == {"forbidden"}
 
 
 # --- determinism ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nanochat.conversation import Conversation, Part, chat
 from nanochat.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
@@ -23,8 +24,8 @@ STORY_SHARE = 0.2  # of the calculator's evaluation
 class Problem:
     """A question, its right answer as a bare value, and the values that would be wrong.
 
-    `conversation` ends with a reference answer. With `tool` the calculator must be called. Where `answer` is a
-    number, any other number is a competing value.
+    `conversation` ends with a reference answer. `tool` says whether the calculator must or must not be called.
+    Where `answer` is a number, any other number is a competing value.
     """
 
     conversation: Conversation
@@ -33,7 +34,7 @@ class Problem:
     relation: str
     language: Language
     held_out_combination: bool = False
-    tool: bool = False
+    tool: Literal["needed", "forbidden", "free"] = "free"
 
 
 def normalise(text: str) -> str:
@@ -54,12 +55,13 @@ def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
-    """Whether the reply gives the value of the problem and no other value; a tool problem needs the call too.
+    """Whether the reply gives the value of the problem and no other value, with the calculator only where it may.
 
-    A reply is its words, or its parts where the call of the calculator counts.
+    A reply is its parts, or only its words, which show no call.
     """
     words = reply if isinstance(reply, str) else "".join(part.text for part in reply if part.kind == "text")
-    if problem.tool and (isinstance(reply, str) or not any(part.kind == "python" for part in reply)):
+    called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
+    if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
         return False
     text, expected = normalise(words), normalise(problem.answer)
     if expected.isdigit():
@@ -140,9 +142,9 @@ def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[
     return problems
 
 
-def _number_problem(task: Sum, relation: str, language: Language, tool: bool) -> Problem:
+def _number_problem(task: Sum, relation: str, language: Language, tool: Literal["needed", "forbidden"]) -> Problem:
     number = task.result + ("。" if language == "zh" else ".")
-    reference = (*task.tool_answer, number) if tool else (number,)
+    reference = (*task.tool_answer, number) if tool == "needed" else (number,)
     return Problem(chat(task.question, *reference), task.result, (), relation, language, tool=tool)
 
 
@@ -156,7 +158,7 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
             _, task = counting_story(language, rng, largest=99, evaluation=True)
         else:
             task = calculator_sum(language, rng, evaluation=True)
-        problems.append(_number_problem(task, "calculator", language, tool=True))
+        problems.append(_number_problem(task, "calculator", language, tool="needed"))
     return problems
 
 
@@ -168,7 +170,7 @@ def _mental_problems(
     for i in range(size):
         language = LANGUAGES[i % 2]
         task = mental_sum(language, rng, mental or Mental(), parts, held_out_wording)
-        problems.append(_number_problem(task, "mental", language, tool=False))
+        problems.append(_number_problem(task, "mental", language, tool="forbidden"))
     return problems
 
 
