@@ -4,13 +4,13 @@ import base64
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rustbpe
 import tiktoken
 
 from nanochat.common import UserError, base_dir, read_json, write_json
@@ -47,6 +47,19 @@ BYTES = 256
 # fancy-regex keeps one backtracking entry per character of a run of spaces and gives up near a million, so
 # longer texts are cut here first. Only the piece at such a cut can differ from the uncut text's.
 LONGEST_TEXT = 200_000
+
+
+def _trainer() -> Any:
+    """rustbpe's trainer; all else here works without it. UserError where it is not installed."""
+    try:
+        import rustbpe
+
+        return rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  # no stubs in 0.1.0
+    except (ImportError, AttributeError) as missing:  # without it, `import` in a checkout finds its source folder
+        raise UserError(
+            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Set everything up with "
+            "`bash setup_env.sh` and `source .venv/bin/activate`, then type the same command again."
+        ) from missing
 
 
 def tokenizer_dir(corpus_name: str) -> Path:
@@ -100,7 +113,7 @@ class Tokenizer:
                 f"tokens), got {vocab_size}",
                 exit_code=2,
             )
-        trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  # no stubs in 0.1.0
+        trainer = _trainer()
         trainer.train_from_iterator(_checked(texts), vocab_size - len(ROLES), pattern=PATTERNS[pattern])
         ranks = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
         largest = len(ranks) + len(ROLES)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -281,3 +282,13 @@ def test_this_suite_passes_with_the_published_trainer(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.parametrize("found", [None, types.ModuleType("rustbpe")], ids=["nothing", "its source folder"])
+def test_without_rustbpe_training_names_the_set_up_and_the_rest_works(found, monkeypatch, tmp_path) -> None:
+    trained = Tokenizer.train(["the cat"] * 2, 266)
+    trained.save(tmp_path)
+    monkeypatch.setitem(sys.modules, "rustbpe", found)
+    with pytest.raises(UserError, match=r"rustbpe.* not installed for .*setup_env\.sh"):
+        Tokenizer.train(["the cat"], 270)
+    assert Tokenizer.load(tmp_path).encode("the cat") == trained.encode("the cat")
