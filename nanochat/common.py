@@ -5,9 +5,11 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import sys
+import time
 import traceback
 import types
 import typing
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 import tyro
 
 Config = TypeVar("Config")
+RANK_0_SECONDS = 10  # in which a mistake of all ranks has ended rank 0, and the launcher the others
 
 
 class UserError(ValueError):
@@ -89,9 +92,22 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A value as JSON text; Chinese stays Chinese, and NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically; Chinese is written as Chinese."""
-    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+    """Write a value as a JSON file, atomically; see to_json."""
+    write_atomic(path, to_json(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -158,7 +174,8 @@ def parse(config: type[Config], argv: Sequence[str] | None = None, description: 
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     launched = sys.modules["__main__"].__spec__
     program = f"python -m {launched.name}" if launched and launched.name != "__main__" else None
-    return tyro.cli(config, prog=program, args=words, description=_indented_commands(description))
+    texts = {"prog": program, "description": _indented_commands(description)}
+    return tyro.cli(config, args=words, console_outputs=rank() == 0, **texts)  # all ranks have the same command line
 
 
 def _indented_commands(description: str | None) -> str | None:
@@ -169,6 +186,7 @@ def _indented_commands(description: str | None) -> str | None:
 def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
     """The edge of every script: parse the command line, call `main`, and turn mistakes into one message.
 
+    Under torchrun rank 0 speaks for all; another rank does if rank 0 goes on without it.
     Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C.
     NANOCHAT_TRACEBACK=1 shows where a refusal was raised.
     """
@@ -177,22 +195,29 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        _complain(f"error: {mistake}")
         sys.exit(mistake.exit_code)
     except OSError as failure:
         if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = failure.filename or base_dir()
-        print(
+        _complain(
             f"error: the disk is full ({where}); nothing half-written was kept. Free some space, or set "
-            "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
-            file=sys.stderr,
-            flush=True,
+            "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again."
         )
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
+        _complain("stopped")
         sys.exit(130)
+
+
+def _complain(message: str) -> None:
+    """Print why this process ends. Most mistakes stop every rank: the others wait until rank 0 has said it, since
+    the launcher ends them as soon as it is gone."""
+    if rank() > 0:
+        time.sleep(RANK_0_SECONDS)
+        message = f"{message} (rank {rank()})"
+    print(message, file=sys.stderr, flush=True)
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -205,6 +205,25 @@ def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert (said.out, said.err) == ("one\n", "warning: two\n")
 
 
+def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(common.time, "sleep", waited.append)
+    assert end(UserError("no data"), monkeypatch) == 1
+    assert waited == [common.RANK_0_SECONDS] and capsys.readouterr().err == "error: no data (rank 3)\n"
+    assert end(None, monkeypatch, "--dept=3") == 2 and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("flags", "message"), [("--depth=2", "error: no training data"), ("--dept=2", "--dept=2")])
+def test_a_mistake_of_all_ranks_is_printed_once(flags: str, message: str) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train"]
+    ended = subprocess.run([sys.executable, *launcher, "--", flags], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.count(message) == 1, ended.stderr
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 
