@@ -52,6 +52,10 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
     """The section of a training stage, from its metrics.jsonl; `where` says what it ran on (device.summary)."""
     measured = read_metrics(folder)
     lines = [line for line in measured if "loss" in line]  # RL measures before its first step too
+    curves = {}  # without the figures of updates that were not finite
+    for name in ("val_bpb", "reward", "accuracy", "entropy", "length", "loss", "smooth_loss"):
+        curves[name] = [[line["step"], line[name]] for line in measured if line.get(name) is not None]
+    losses, smooth = curves.pop("loss"), curves.pop("smooth_loss")
     figures = {
         "tag": tag,
         **where,
@@ -59,17 +63,13 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
         "minutes": lines[-1]["total_seconds"] / 60,
         "tokens_per_second": _median([line["tokens_per_second"] for line in lines]),
         "mfu_percent": _median([line["mfu"] for line in lines]),
-        "first_loss": lines[0]["loss"],
-        "last_loss": lines[-1]["smooth_loss"],
+        "first_loss": losses[0][1] if losses else None,
+        "last_loss": smooth[-1][1] if smooth else None,
         "skipped_updates": sum(line["skipped"] for line in lines),
         "settings": settings,
     }
-    for name in ("val_bpb", "reward", "accuracy", "entropy", "length"):
-        points = [[line["step"], line[name]] for line in measured if name in line]
-        if points:
-            figures[name] = points
-    figures["loss"] = [[line["step"], line["smooth_loss"]] for line in lines]
-    write_section(f"{stage}_train", figures)
+    curves = {name: points for name, points in curves.items() if points}
+    write_section(f"{stage}_train", {**figures, **curves, "loss": smooth})
 
 
 def _median(values: list[float]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanochat.common import UserError, warn, write_atomic
+from nanochat.common import UserError, to_json, warn, write_atomic
 
 
 class Tracker:
@@ -26,15 +26,15 @@ class Tracker:
         path = folder / "metrics.jsonl"
         kept = [line for line in _lines(path) if line.get("step", 0) <= step] if step else []
         self.last = kept[-1].get("step", 0) if kept else -1
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))  # a kill here must not lose them
+        write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # a kill here must not lose them
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held for the life of the stage
         if run != "dummy":
             self.run = _wandb(run, settings)
 
     def log(self, **figures: Any) -> None:
-        """Write one line; floats as given, so that what is read back is what was measured."""
+        """Write one line; floats as given, so that what is read back is what was measured, or None if not finite."""
         if self.file is not None:
-            self.file.write(json.dumps(figures) + "\n")
+            self.file.write(to_json(figures) + "\n")
             self.file.flush()
         self._tell(lambda run: run.log(figures, step=figures.get("step")))
 
@@ -54,7 +54,7 @@ class Tracker:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a stage's metrics.jsonl; a last line cut by a kill is left out."""
+    """The lines of a stage's metrics.jsonl; what was not finite is None, and a last line cut by a kill left out."""
     return _lines(folder / "metrics.jsonl")
 
 

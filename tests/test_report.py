@@ -21,7 +21,7 @@ COSTS = {
 }
 
 
-def line(step: int, **more: float) -> str:
+def line(step: int, **more: float | None) -> str:
     figures = {"step": step, "loss": 4.0 - step / 10, "smooth_loss": 4.0 - step / 20, "mfu": 10.0,
                "tokens_per_second": 1000.0 + step, "total_seconds": 6.0 * step, "skipped": step == 2}  # fmt: skip
     return json.dumps(figures | more) + "\n"
@@ -134,6 +134,20 @@ def test_a_training_section_sums_up_its_metrics(base_folder: Path) -> None:
     assert "val_bpb" not in section and section["loss"][-1] == [5, 3.75]
     assert report.has_training_section("base", "d2")
     assert not report.has_training_section("base", "d4") and not report.has_training_section("mid", "d2")
+
+
+@pytest.mark.parametrize("bad", [[1], [3], [1, 2, 3]], ids=str)
+def test_updates_that_were_not_finite_are_counted_and_left_out_of_the_curves(base_folder: Path, bad: list[int]) -> None:
+    nothing: dict[str, Any] = {"loss": None, "grad_norm": None, "skipped": True}
+    lines = [line(step, **(nothing if step in bad else {"skipped": False})) for step in (1, 2, 3)]
+    lines[0] = line(1, smooth_loss=None, **nothing) if 1 in bad else lines[0]
+    trained(base_folder, "base", *lines)
+    found, text = generated()
+    section = found["sections"]["base_train"]
+    assert section["skipped_updates"] == len(bad) and section["steps"] == 3
+    assert len(section["loss"]) == 3 - (1 in bad) and section["last_loss"] == 3.85
+    good = [4.0 - step / 10 for step in (1, 2, 3) if step not in bad]
+    assert section["first_loss"] == (good[0] if good else None) and not re.search(r"\bnan\b", text)
 
 
 @pytest.mark.parametrize("kept", ["base_train", "sft_eval", "rl_train", "tok_eval", "base_loss"])

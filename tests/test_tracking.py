@@ -27,6 +27,16 @@ def test_figures_are_read_back_exactly_as_measured(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_is_not_finite_is_null_since_json_has_no_nan(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    tracker.log(step=1, loss=float("nan"), grad_norm=float("inf"), samples=[float("-inf"), 2.0])
+    tracker.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line == '{"step": 1, "loss": null, "grad_norm": null, "samples": [null, 2.0]}'
+    Tracker(tmp_path, "dummy", {}, 1, main=True).close()
+    assert read_metrics(tmp_path)[0]["loss"] is None
+
+
 def test_a_line_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
     tracker.log(step=1)
