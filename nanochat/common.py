@@ -174,8 +174,9 @@ def parse(config: type[Config], argv: Sequence[str] | None = None, description: 
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     launched = sys.modules["__main__"].__spec__
     program = f"python -m {launched.name}" if launched and launched.name != "__main__" else None
-    texts = {"prog": program, "description": _indented_commands(description)}
-    return tyro.cli(config, args=words, console_outputs=rank() == 0, **texts)  # all ranks have the same command line
+    speaks = rank() == 0  # all ranks have the same command line
+    about = _indented_commands(description)
+    return tyro.cli(config, prog=program, args=words, description=about, console_outputs=speaks)
 
 
 def _indented_commands(description: str | None) -> str | None:
