@@ -9,11 +9,8 @@ echo "法国的首都是哪里？" | python -m scripts.chat_cli
 import contextlib
 import io
 import os
-import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -27,10 +24,8 @@ from nanochat.device import DTYPES, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.reply import TextStream, reply_parts
 from nanochat.sampling import Sampling
+from nanochat.terminal import dim, harmless, history, keyboard, language, stoppable
 from nanochat.transcript import instructions, read_transcript, write_transcript
-
-HISTORY_LINES = 1000
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a reply must not steer the terminal
 
 
 @dataclass(frozen=True)
@@ -123,14 +118,6 @@ TEXTS = {
 }
 
 
-def language(asked: str) -> str:
-    """en or zh: what was asked for, or what the terminal's locale begins with."""
-    if asked != "auto":
-        return asked
-    locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
-    return "zh" if locale.lower().startswith("zh") else "en"
-
-
 @dataclass
 class Chat:
     """A conversation with a loaded model; replies go to `out`, everything else to `notes`."""
@@ -155,12 +142,7 @@ class Chat:
         self.dim(TEXTS[self.lang][name].format(**values))
 
     def dim(self, text: str) -> None:
-        print(_dim(text, self.notes), file=self.notes, flush=True)
-
-
-def _dim(text: str, stream: TextIO) -> str:
-    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\033[2m{text}\033[0m"
+        print(dim(text, self.notes), file=self.notes, flush=True)
 
 
 # --- replies -------------------------------------------------------------------------------------
@@ -184,32 +166,14 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
     return tokens
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C is only remembered, so that it never breaks into a pass of the model; a second one ends all."""
-    presses = 0
-
-    def press(number: int, frame: Any) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: presses > 0
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def show(part: Part, chat: Chat, call: str) -> str:
     """Print a part as it comes; a calculator call waits for its answer. Returns the call that waits."""
     if part.kind == "python":
         return part.text
     if part.kind == "text":
-        print(CONTROL.sub("\ufffd", part.text), end="", file=chat.out, flush=True)
+        print(harmless(part.text), end="", file=chat.out, flush=True)
         return call
-    answered = _dim(CONTROL.sub("\ufffd", f"[{call} = {part.text}]"), chat.notes)
+    answered = dim(harmless(f"[{call} = {part.text}]"), chat.notes)
     chat.out.flush()
     print(answered, end="" if chat.notes is chat.out else "\n", file=chat.notes, flush=True)
     return ""
@@ -303,39 +267,10 @@ def set_number(chat: Chat, name: str, given: str) -> None:
 # --- modes ---------------------------------------------------------------------------------------
 
 
-def ask() -> str:
-    """A line from the keyboard, or several between two lines with triple quotes. EOFError at the end of input."""
-    text = input("> ")
-    if text.startswith('"""'):
-        text = text[3:]
-        while not text.endswith('"""'):
-            text += "\n" + input("... ")
-        text = text[:-3]
-    return text
-
-
-@contextlib.contextmanager
-def history(path: Path) -> Iterator[None]:
-    """Within, the arrow keys bring back what was typed, in earlier chats too; the file is the user's alone."""
-    try:
-        import readline  # here, because it changes how input() works, and Windows has none
-    except ImportError:
-        yield
-        return
-    path.touch(mode=0o600)
-    with contextlib.suppress(OSError):  # a file in another editing library's format
-        readline.read_history_file(path)
-    readline.set_history_length(HISTORY_LINES)
-    try:
-        yield
-    finally:
-        readline.write_history_file(path)
-
-
 def converse(chat: Chat) -> None:
     """Chat until /quit or the end of input."""
-    chat.note("hello")
-    with history(base_dir() / "chat_history"):
+    with history(base_dir() / "chat_history"), keyboard() as ask:
+        chat.note("hello")
         while True:
             try:
                 text = ask()
