@@ -238,6 +238,11 @@ class Loaded:
     tag: str
     step: int
 
+    @property
+    def corpus(self) -> str | None:
+        """The corpus the model was trained on, None if its meta.json does not say."""
+        return self.meta.get("config", {}).get("corpus")
+
 
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
     """(stage, folder) in order of preference: later stages first, then newer checkpoints."""

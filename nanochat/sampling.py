@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,24 @@ class Sampling:
             raise UserError(f"top_k must be 1 or more, or None for all tokens, got {self.top_k}", exit_code=2)
         if self.max_tokens < 1:
             raise UserError(f"max_tokens must be 1 or more, got {self.max_tokens}", exit_code=2)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A temperature, and why it is that, in English and Chinese."""
+
+    value: float
+    reason: dict[str, str]
+
+
+def chat_temperature(asked: float | Literal["auto"], corpus: str | None) -> Temperature:
+    """What chats with a model of a corpus draw at: what was asked for, or, for auto, what suits the model."""
+    if asked != "auto":
+        return Temperature(asked, {"en": "asked for", "zh": "您指定的"})
+    if corpus == "tinyworld":
+        return Temperature(0.0, {"en": "a TinyWorld model knows facts by its likeliest words only",
+                                 "zh": "TinyWorld 模型很小，最可能的词才可靠"})  # fmt: skip
+    return Temperature(0.6, {"en": "the default", "zh": "默认值"})
 
 
 def uniform(generator: random.Random) -> float:

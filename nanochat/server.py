@@ -60,7 +60,7 @@ class Settings:
     stage: str
     tag: str
     step: int
-    temperature: float = 0.8
+    temperature: float = 0.6
     top_k: int = 50  # 0: the whole vocabulary
     max_tokens: int = 512
     waiting: int = 64  # chats that may wait for a slot; more are refused

@@ -23,7 +23,7 @@ from nanochat.conversation import Conversation, Message, Part, assistant, system
 from nanochat.device import DTYPES, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.reply import TextStream, reply_parts
-from nanochat.sampling import Sampling
+from nanochat.sampling import Sampling, chat_temperature
 from nanochat.terminal import dim, harmless, history, keyboard, language, stoppable
 from nanochat.transcript import instructions, read_transcript, write_transcript
 
@@ -42,8 +42,8 @@ class Config:
     """Answer this and end. Unset: chat, or answer what comes through a pipe."""
     system: str = ""
     """Instructions that go before the chat."""
-    temperature: Annotated[float, arg(aliases=["-t"])] = 0.6
-    """How freely words are drawn; 0 takes the likeliest."""
+    temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
+    """How freely words are drawn; 0 takes the likeliest. auto: 0 for a TinyWorld model, else 0.6."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Draw among the k likeliest tokens; 0 takes all."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
@@ -61,6 +61,7 @@ class Config:
 TEXTS = {
     "en": {
         "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
+        "temperature": "temperature {value:g}: {reason}",
         "base": "this model was not taught to chat: it continues what you type",
         "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends",
         "help": """/help         this list
@@ -89,6 +90,7 @@ TEXTS = {
     },
     "zh": {
         "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
+        "temperature": "温度 {value:g}：{reason}",
         "base": "此模型还没有学过对话，只会接着您输入的文字往下写",
         "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",
         "help": """/help         显示本列表
@@ -293,16 +295,20 @@ def converse(chat: Chat) -> None:
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
     """Load the model and say which."""
-    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_tokens, cfg.seed)
+    given = 0.0 if cfg.temperature == "auto" else cfg.temperature
+    sampling = Sampling(given, cfg.top_k or None, cfg.max_tokens, cfg.seed)  # before all else: it checks the flags
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         if cfg.dtype != "auto":
             compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
         loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     engine = Engine(loaded.model, loaded.tokenizer, slots=1)
+    temperature = chat_temperature(cfg.temperature, loaded.corpus)
+    sampling = replace(sampling, temperature=temperature.value)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes)
     chat.messages = [system(cfg.system)] if cfg.system.strip() else []
     chat.note("model", stage=loaded.stage, tag=loaded.tag, step=loaded.step, context=engine.length)
+    chat.note("temperature", value=temperature.value, reason=temperature.reason[chat.lang])
     if loaded.stage == "base":
         chat.note("base")
     return chat

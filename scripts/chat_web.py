@@ -17,6 +17,7 @@ from nanochat.checkpoint_manager import Loaded, load_model
 from nanochat.common import UserError, log, run, warn
 from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
+from nanochat.sampling import chat_temperature
 from nanochat.server import Settings, create_app, serve
 
 
@@ -30,8 +31,9 @@ class Config:
     """Tag of the model, such as d20. Unset: the newest."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
     """Step of the checkpoint. Unset: the last."""
-    temperature: Annotated[float, arg(aliases=["-t"])] = 0.8
-    """How freely words are drawn, 0 to 2; 0 takes the likeliest. A request may ask for another."""
+    temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
+    """How freely words are drawn, 0 to 2; 0 takes the likeliest. auto: 0 for a TinyWorld model, else 0.6. A request
+    may ask for another."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Draw among the k likeliest tokens; 0 takes all. A request may ask for another."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
@@ -70,7 +72,7 @@ def check(cfg: Config) -> None:
     }
     for name, (low, high) in limits.items():
         value = getattr(cfg, name)
-        if not low <= value <= high:
+        if value != "auto" and not low <= value <= high:
             raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
 
 
@@ -137,14 +139,14 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 # --- serving -------------------------------------------------------------------------------------
 
 
-def settings_of(cfg: Config, loaded: Loaded) -> Settings:
+def settings_of(cfg: Config, loaded: Loaded, temperature: float) -> Settings:
     """What the server needs to know about the model and the defaults."""
     return Settings(
         model=f"nanochat-{loaded.stage}-{loaded.tag}",
         stage=loaded.stage,
         tag=loaded.tag,
         step=loaded.step,
-        temperature=cfg.temperature,
+        temperature=temperature,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
         hosts=(cfg.host, socket.gethostname(), *cfg.allowed_hosts),
@@ -157,8 +159,10 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots)
-    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded))
+    temperature = chat_temperature(cfg.temperature, loaded.corpus)
+    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded, temperature.value))
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}, context of {engine.length} tokens")
+    log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
     if not is_local(cfg.host):
         warn(
             f"--host {cfg.host} lets everyone who can reach this machine use the model; there is no password, and "

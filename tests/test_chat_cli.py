@@ -117,6 +117,21 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("corpus", "flags", "said"),
+    [
+        ("tinyworld", {}, "temperature 0: a TinyWorld model"),
+        ("fineweb", {}, "temperature 0.6: the default"),
+        ("tinyworld", {"temperature": 0.9}, "temperature 0.9: asked for"),
+    ],
+)
+def test_the_temperature_suits_the_model_and_its_reason_is_said(corpus, flags, said):
+    tiny_checkpoint(corpus=corpus)
+    notes = io.StringIO()
+    chat = chat_cli.open_chat(Config(**flags), notes)
+    assert said in notes.getvalue() and f"temperature {chat.sampling.temperature:g}:" in said + ":"
+
+
 # --- the chat ------------------------------------------------------------------------------------
 
 

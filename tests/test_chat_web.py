@@ -105,7 +105,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
     tokenizer = tiny_tokenizer()
     model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
     nothing = SimpleNamespace(state=dict)
-    meta = {"model": asdict(model.config)}
+    meta = {"model": asdict(model.config), "config": {"corpus": "tinyworld"}}
     checkpoint_manager.save(checkpoint_manager.checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
     process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12")
     assert process.stdout
@@ -116,7 +116,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             if "Ctrl-C" in line:
                 break
         said = "".join(lines)
-        assert "stage sft, tag d4, step 7" in said
+        assert "stage sft, tag d4, step 7" in said and "temperature 0: " in said
         url = re.search(r"http://127\.0\.0\.1:\d+", said)
         assert url, said
         with httpx.Client(base_url=url[0], timeout=60) as client:
@@ -127,7 +127,9 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line and line != "data: [DONE]"]
             words = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
             assert words == answers[0]["choices"][0]["message"]["content"]
-            assert client.get("/v1/models").json()["data"][0]["id"] == "nanochat-sft-d4"
+            served = client.get("/v1/models").json()["data"][0]
+            assert served["id"] == "nanochat-sft-d4"
+            assert served["defaults"] == {"temperature": 0, "top_k": 50, "max_tokens": 12}
     finally:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

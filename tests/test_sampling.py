@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UserError
-from nanochat.sampling import Sampling, choose, uniform
+from nanochat.sampling import Sampling, chat_temperature, choose, uniform
 
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -82,3 +82,18 @@ def test_a_row_chooses_the_same_alone_and_among_others():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "corpus", "expected"),
+    [
+        ("auto", "tinyworld", 0.0),
+        ("auto", "fineweb", 0.6),
+        ("auto", None, 0.6),
+        (0.9, "tinyworld", 0.9),
+        (0.0, "x", 0.0),
+    ],
+)
+def test_chats_with_a_small_world_take_the_likeliest_words_unless_asked_otherwise(asked, corpus, expected):
+    temperature = chat_temperature(asked, corpus)
+    assert temperature.value == expected and set(temperature.reason) == {"en", "zh"}

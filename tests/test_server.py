@@ -100,7 +100,7 @@ def test_sampling_is_as_asked_or_as_the_server_was_started(client, engine):
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0, None, 20, 5)
     client.post(CHAT, json=ask("hello"))
     sampling = engine.seen[-1].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.8, 50, 200 - 9)
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 50, 200 - 9)
     seeds = {engine.seen[-1].sampling.seed for _ in range(3) if client.post(CHAT, json=ask("hello"))}
     assert len(seeds) == 3
 
@@ -111,7 +111,7 @@ def test_models_and_health(client):
     assert models["object"] == "list"
     assert (model["id"], model["object"], model["stage"], model["tag"]) == ("nanochat-sft-d4", "model", "sft", "d4")
     assert (model["step"], model["context_length"]) == (300, 200)
-    assert model["defaults"] == {"temperature": 0.8, "top_k": 50, "max_tokens": 512}
+    assert model["defaults"] == {"temperature": 0.6, "top_k": 50, "max_tokens": 512}
     eventually(lambda: client.get("/health").json()["free_slots"] == 4)
     assert client.get("/health").json() == {"status": "ok", "slots": 4, "free_slots": 4, "chats": 0}
 
