@@ -19,7 +19,7 @@ from nanochat.tinyworld.dialogues import dialogue_data
 from nanochat.tinyworld.documents import documents
 from nanochat.tinyworld.facts import all_facts, facts_by_relation, sequences
 from nanochat.tinyworld.stories import counting_story, story_kinds
-from nanochat.tinyworld.wording import state, wordings
+from nanochat.tinyworld.wording import as_typed, state, wordings
 from nanochat.tinyworld.words import (
     LANGUAGES,
     article,
@@ -305,6 +305,21 @@ def test_a_sum_in_the_head_answered_by_the_calculator_is_wrong():
     assert tinyworld.grade(problem("7", tool="forbidden"), call[2:])
     assert not tinyworld.grade(problem("7", tool="forbidden"), call)
     assert {found.tool for found in (*tinyworld.rl_problems(), *tinyworld.rl_evaluation())} == {"forbidden"}
+
+
+def test_questions_come_as_people_type_them():
+    rng = random.Random(0)
+    typed = {as_typed('What is the opposite of "hot"?', "en", rng) for _ in range(300)}
+    assert {'What is the opposite of "hot"?', "What is the opposite of hot?", "what is the opposite of hot"} <= typed
+    assert {as_typed("“猫”的英文是什么？", "zh", rng) for _ in range(300)} == {
+        "“猫”的英文是什么？", "“猫”的英文是什么", "猫的英文是什么？", "猫的英文是什么"
+    }  # fmt: skip
+
+
+def test_what_is_beyond_nanochat_is_declined():
+    asked = [m.text for c in tinyworld.sft_conversations(0, 2000) for m in c.messages]
+    replies = {asked[i + 1] for i, text in enumerate(asked[:-1]) if text in ("Tell me a joke.", "给我讲个笑话。")}
+    assert replies == {dialogue_data()["request"][of]["answer"] for of in LANGUAGES}
 
 
 # --- determinism ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from nanochat.tinyworld.dialogues import (
     WORD_RELATIONS,
     dialogue_data,
     dont_know,
+    request,
     talk,
     tell_me_about,
     unknown_question,
@@ -17,7 +18,7 @@ from nanochat.tinyworld.dialogues import (
 from nanochat.tinyworld.facts import Fact
 from nanochat.tinyworld.splits import asked_facts
 from nanochat.tinyworld.stories import counting_story, logic_story
-from nanochat.tinyworld.wording import answer, ask, sentence, wordings
+from nanochat.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.tinyworld.words import LANGUAGES, Language
 
 # Relations that come in two directions over few entities, asked three times as often: left is easily taken for right.
@@ -40,7 +41,8 @@ def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
 
 def _question(fact: Fact, language: Language, rng: random.Random) -> list[Message]:
     pattern = rng.choice(wordings()[fact.relation, language].trained)
-    return [user(ask(fact, language, pattern, rng)), assistant(answer(fact, language))]
+    question = as_typed(ask(fact, language, pattern, rng), language, rng)
+    return [user(question), assistant(answer(fact, language))]
 
 
 def _calculator(language: Language, rng: random.Random) -> list[Message]:
@@ -106,6 +108,7 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
         "unknown": _unknown,
         "about_itself": _about_itself,
         "tell_me_about": tell_me_about,
+        "request": request,
         "dialogue": lambda language, rng: _dialogue(language, rng, questions),
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
@@ -135,7 +138,7 @@ def _dialogue(language: Language, rng: random.Random, questions: Questions) -> l
 
 MID_SHARES = {
     "question": 0.25,
-    "questions": 0.25,
+    "questions": 0.24,
     "follow_up": 0.05,
     "calculator": 0.2,
     "logic": 0.08,
@@ -143,17 +146,19 @@ MID_SHARES = {
     "unknown": 0.03,
     "about_itself": 0.02,
     "tell_me_about": 0.02,
+    "request": 0.01,
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.4,
-    "questions": 0.11,
+    "question": 0.38,
+    "questions": 0.09,
     "follow_up": 0.02,
     "calculator": 0.22,
     "logic": 0.06,
     "mental": 0.08,
     "unknown": 0.05,
     "about_itself": 0.04,
+    "request": 0.02,
     "dialogue": 0.04,
 }
 

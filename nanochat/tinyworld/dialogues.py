@@ -51,6 +51,12 @@ def talk(group: str, language: Language, rng: random.Random) -> list[Message]:
     return [user(rng.choice(item["ask"])), assistant(item["answer"])]
 
 
+def request(language: Language, rng: random.Random) -> list[Message]:
+    """Something that people ask of an assistant and that is beyond this one, and how it says so."""
+    item = dialogue_data()["request"][language]
+    return [user(rng.choice(item["ask"]).format(t=rng.choice(item["topics"]))), assistant(item["answer"])]
+
+
 def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Word:
     """The name of a country or a thing that does not exist; evaluation has names of its own."""
     parts = dialogue_data()["invented"]
@@ -88,7 +94,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """A request to speak about an entity, answered with a few facts that are not held out."""
+    """A wish to hear about an entity, answered with a few facts that are not held out."""
     facts = rng.choice(list(asked_by_subject().values()))
     request = rng.choice(dialogue_data()["tell_me_about"][language])
     told = [state(fact, language, rng, framed=0.0) for fact in rng.sample(facts, min(3, len(facts)))]

@@ -96,6 +96,15 @@ def ask(fact: Fact, language: Language, pattern: str, rng: random.Random) -> str
     return _begin(pattern.format(**_slots(fact, language, rng)), language)
 
 
+def as_typed(question: str, language: Language, rng: random.Random) -> str:
+    """The question as people type it: often without quotation marks, sometimes without capitals or the last mark."""
+    if rng.random() < 0.5:
+        question = question.translate(str.maketrans("", "", '"“”'))
+    if rng.random() < 0.1:
+        question = question.rstrip("?.？。")
+    return question.lower() if language == "en" and rng.random() < 0.1 else question
+
+
 def answer(fact: Fact, language: Language) -> str:
     """The short answer to any question for the fact; it begins with the value."""
     wording = wordings()[fact.relation, language]
