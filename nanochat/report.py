@@ -85,6 +85,45 @@ def sections() -> dict[str, dict[str, Any]]:
     return {name: read_json(folder / f"{name}.json") for name in TITLES if (folder / f"{name}.json").exists()}
 
 
+def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[str, Any]]:
+    """The sections of the pipeline that left section `newest`, without those that other tags or corpora left.
+
+    All stages of a pipeline have one tag. A stage that names no corpus of its own has its parent's, and the tokenizer
+    that of a stage; where that does not hold, a section is of a model that is there no longer.
+    """
+    tag = found[newest].get("tag")
+    kept = {name: data for name, data in found.items() if data.get("tag", tag) == tag}
+    gone: set[str] = set()
+    for stage in ("mid", "sft", "rl"):
+        settings = kept.get(f"{stage}_train", {}).get("settings", {})
+        source = settings.get("parent", "").partition(" ")[0]
+        before = kept.get(f"{source}_train", {}).get("settings", {}).get("corpus")
+        inherits = settings.get("data") is None and before is not None
+        if source in gone or (inherits and settings.get("corpus") != before):
+            gone.add(stage)
+            kept = {name: data for name, data in kept.items() if not name.startswith(f"{stage}_")}
+    corpora = {kept[name]["settings"].get("corpus") for name in kept if name.endswith("_train") and "tag" in kept[name]}
+    for name in ("tok_train", "tok_eval"):
+        section = kept.get(name, {})
+        corpus = section.get("corpus") or section.get("settings", {}).get("data")
+        if corpus and corpora - {None} and corpus not in corpora:
+            del kept[name]
+    return kept
+
+
+def of_this_run() -> dict[str, dict[str, Any]]:
+    """The sections that belong together with the newest one of a model; says which are left out."""
+    found = sections()
+    ages = {name: (report_dir() / "sections" / f"{name}.json").stat().st_mtime_ns for name in found}
+    tagged = [name for name, data in found.items() if "tag" in data]
+    if not tagged:
+        return found
+    kept = current(found, max(tagged, key=lambda name: ages[name]))
+    if others := [name for name in found if name not in kept]:
+        log(f"left out, since another run left them: {', '.join(others)}")
+    return kept
+
+
 def environment() -> dict[str, Any]:
     """Where and with what this ran: commit, host, versions."""
     root = Path(__file__).resolve().parent.parent
@@ -281,7 +320,7 @@ def draw(name: str, data: Mapping[str, Any]) -> str:
 
 def generate(key: str = "") -> Path:
     """Write report.md, report.json and the pictures; `key` names the finished run, for is_finished()."""
-    found, costs = sections(), read_stages()
+    found, costs = of_this_run(), read_stages()
     if not found:
         raise UserError(f"no stage has left figures in {report_dir()}; run one first, such as bash speedrun.sh", 2)
     report = {"key": key, "environment": environment(), "summary": summary(found, costs), "table": table(found),

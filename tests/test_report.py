@@ -192,6 +192,46 @@ def test_the_costs_of_another_run_are_forgotten(base_folder: Path) -> None:
     assert not stages_file().exists() and len(report.sections()) == 10
 
 
+def a_pipeline(base: Path, tag: str, corpus: str, *stages: str) -> None:
+    """Sections as a pipeline of a corpus leaves them, those of its later stages with their corpus from their parent."""
+    for name in ("tok_train", "tok_eval"):
+        report.write_section(name, {"settings": {"data": corpus}, "vocab_size": 300})
+    for number, stage in enumerate(stages):
+        folder = base / f"{tag}-{corpus}-{stage}"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(line(1))
+        inherited = {"parent": f"{stages[number - 1]} {tag} step 1 0", "data": None} if number else {"data": corpus}
+        report.training_section(stage, tag, folder, {"corpus": corpus, **inherited}, {"device": "a CPU"})
+        report.write_section(f"{stage}_eval", {"tag": tag, "tasks": {"mental": score(0.5)}})
+
+
+def test_what_another_tag_left_is_not_in_the_report(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_pipeline(base_folder, "d20", "fineweb", "base", "mid", "sft", "rl")
+    assert len(generated()[0]["sections"]) == 10 and "left out" not in capsys.readouterr().out
+    a_pipeline(base_folder, "speedrun", "tinyworld", "base", "mid")
+    found, text = generated()
+    assert list(found["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "mid_eval"]
+    assert set(found["table"]["mental"]) == {"base", "mid"} and "SFT: fine-tuning" not in text
+    assert "another run left them: sft_train, sft_eval, rl_train, rl_eval" in capsys.readouterr().out
+    report.write_section("sft_eval", report.sections()["sft_eval"])  # the first pipeline goes on
+    assert list(generated()[0]["sections"]) == ["sft_train", "sft_eval", "rl_train", "rl_eval"]
+
+
+def test_what_another_corpus_left_under_the_same_tag_is_not_in_the_report(base_folder: Path) -> None:
+    a_pipeline(base_folder, "d4", "fineweb", "base", "mid", "sft", "rl")
+    a_pipeline(base_folder, "d4", "tinyworld", "base")
+    assert list(generated()[0]["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval"]
+    report.write_section("tok_eval", {"corpus": "fineweb"})
+    assert list(generated()[0]["sections"]) == ["tok_train", "base_train", "base_eval"]
+
+
+def test_a_stage_on_a_corpus_of_its_own_belongs_to_its_pipeline(base_folder: Path) -> None:
+    a_pipeline(base_folder, "d4", "fineweb", "base", "mid")
+    section = report.sections()["mid_train"]
+    report.write_section("mid_train", {**section, "settings": {**section["settings"], "corpus": "own", "data": "own"}})
+    assert len(generated()[0]["sections"]) == 6
+
+
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)
 
