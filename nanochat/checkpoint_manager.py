@@ -167,9 +167,25 @@ def _same(folder: Path, meta: dict[str, Any], settings: dict[str, Any]) -> None:
                for key in sorted({*known, *asked}) if known.get(key) != asked.get(key)]  # fmt: skip
     if changed:
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, another "
-            f"--model_tag to begin beside it, or delete the folder to begin anew."
+            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, {_anew(meta)}"
         )
+
+
+def _same_data(folder: Path, meta: dict[str, Any], data: str) -> None:
+    """Refuse to go on with other rows than a run was begun with, which a corpus made anew under its name would give."""
+    known = meta["state"].get("data", data)
+    if known != data and meta["step"] < meta["steps"]:
+        corpus = meta["config"].get("corpus")
+        raise UserError(
+            f"{folder} was begun on other data: the rows of corpus {corpus} were {known}, they are {data} now, and "
+            f"step {meta['step']:,} of {meta['steps']:,} would mix them. Put the corpus back to go on, {_anew(meta)}"
+        )
+
+
+def _anew(meta: dict[str, Any]) -> str:
+    """How to begin without the checkpoints that are there; a later stage has the tag of its parent."""
+    beside = "another --model_tag to begin beside it, " if meta["stage"] == "base" else ""
+    return f"{beside}or delete the folder to begin anew."
 
 
 @dataclass(frozen=True)
@@ -181,16 +197,22 @@ class Resumed:
 
 
 def resume(
-    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute, data: str = ""
 ) -> Resumed:
-    """Load the newest whole step into model and optimizers; step 0 and no state where there is none."""
+    """Load the newest whole step into model and optimizers; step 0 and no state where there is none.
+
+    `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they or the
+    settings differ from those that the run was begun with.
+    """
     if compute.main:
         sweep(folder)
     barrier(compute)
     step = newest_whole(folder, compute)
     if step is None:
         return Resumed(0, {})
-    _same(folder, read_meta(folder, step), settings)
+    meta = read_meta(folder, step)
+    _same(folder, meta, settings)
+    _same_data(folder, meta, data)
     meta = restore(folder, step, model, optimizers)
     if compute.main:
         log(f"going on from step {step:,} of {folder}")

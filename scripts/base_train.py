@@ -102,7 +102,7 @@ def train(cfg: Config, compute: Compute) -> None:
                             schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
 
     # Go on where a run was stopped
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
@@ -127,7 +127,7 @@ def train(cfg: Config, compute: Compute) -> None:
         step += 1
         line = stage.tick(step, outcome, lrm)
         if stage.save_due(step):  # before the validation, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step}
+            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step, "data": rows.key}
             meta = checkpoints.make_meta("base", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
         finish(line)

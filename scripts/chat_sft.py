@@ -65,7 +65,7 @@ def train(cfg: Config, compute: Compute) -> None:
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
@@ -90,7 +90,7 @@ def train(cfg: Config, compute: Compute) -> None:
         step += 1
         line = stage.tick(step, outcome, lrm)
         if stage.save_due(step):  # before the validation, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step}
+            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step, "data": rows.key}
             meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
         finish(line)

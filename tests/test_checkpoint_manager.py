@@ -227,6 +227,21 @@ def test_other_settings_are_refused_and_named(tmp_path: Path, tokenizer: Tokeniz
             ask()
 
 
+def test_other_data_is_refused_until_the_last_step(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    for stage, step in (("base", 50), ("sft", 50), ("base", 100)):
+        meta = checkpoints.make_meta(stage, pair[0].config, SETTINGS, 100, {"row": 200, "data": "a1"})
+        checkpoints.save(tmp_path / f"{stage}{step}", step, *pair, tokenizer, meta, CPU)
+    resumed = checkpoints.resume(tmp_path / "base50", *pair, SETTINGS, CPU, "a1")
+    assert resumed == checkpoints.Resumed(50, {"row": 200, "data": "a1"})
+    with pytest.raises(UserError, match=r"were a1, they are b2 now.* 50 of 100 .*--model_tag.* or delete the folder"):
+        checkpoints.resume(tmp_path / "base50", *pair, SETTINGS, CPU, "b2")
+    with pytest.raises(UserError, match=r"they are b2 now.* or delete the folder") as refused:
+        checkpoints.resume(tmp_path / "sft50", *pair, SETTINGS, CPU, "b2")
+    assert "--model_tag" not in str(refused.value)  # there it would name another parent
+    assert checkpoints.resume(tmp_path / "base100", *pair, SETTINGS, CPU, "b2").step == 100
+
+
 def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder, pair = tmp_path / "run", make()
     save(folder, 50, *pair, tokenizer)

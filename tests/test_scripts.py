@@ -27,7 +27,7 @@ from small_world import (
 )
 from tiny_model import on_cpu
 
-from nanochat import checkpoint_manager, loss_eval
+from nanochat import checkpoint_manager, loss_eval, prepare
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
@@ -140,6 +140,18 @@ def test_a_tokenizer_trained_anew_is_noticed(ready: Chain) -> None:
     with pytest.raises(UserError, match="tokenizer"):
         run_stage("base", ready.compute, stop_at=10)
     run_stage("rl", ready.compute, num_iterations=1)  # later stages take the tokenizer of the checkpoint
+
+
+@pytest.mark.parametrize("stage", ["base", "sft"])
+def test_a_corpus_made_anew_is_noticed(
+    stage: str, chain: Chain, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_to(stage, chain.base, base_folder)
+    run_stage(stage, chain.compute, stop_at=2)
+    make = prepare.TokenSet.key.func
+    monkeypatch.setattr(prepare.TokenSet, "key", property(lambda token_set: f"other{make(token_set)}"))
+    with pytest.raises(UserError, match=r"was begun on other data: the rows of corpus tinyworld .* now, and step 2"):
+        run_stage(stage, chain.compute, stop_at=4)
 
 
 @pytest.mark.parametrize(("stage", "maker"), [("mid", "base_train"), ("sft", "mid_train"), ("rl", "chat_sft")])
