@@ -303,6 +303,13 @@ class Stage:
         self.tracker.close()
 
 
+def log_end(folder: Path, step: int, steps: int) -> None:
+    """Say where the checkpoints are, and how to go on from a stop."""
+    log(
+        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
+    )
+
+
 def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
     for block in blocks:
         block._compiled_call_impl = None

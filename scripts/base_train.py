@@ -134,9 +134,7 @@ def train(cfg: Config, compute: Compute) -> None:
     stage.close()
     if step == steps and compute.main:
         report.training_section("base", tag, folder, wanted, device.summary(compute, counts["total"]))
-    log(
-        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
-    )
+    loop.log_end(folder, step, steps)
 
 
 if __name__ == "__main__":

@@ -210,3 +210,12 @@ def test_a_line_that_was_saved_but_not_logged_is_owed(tmp_path: Path) -> None:
     beginning = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU, {})
     assert beginning.owed is None
     beginning.close()
+
+
+def test_the_end_says_where_the_checkpoints_are_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop.log_end(tmp_path, 9, 9)
+    assert capsys.readouterr().out == f"checkpoints: {tmp_path}\n"
+    loop.log_end(tmp_path, 4, 9)
+    assert "stopped at step 4; leave --stop_at out" in capsys.readouterr().out
