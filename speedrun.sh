@@ -161,13 +161,13 @@ tinyworld | tinyworld-small)
     base_flags=("${small_model[@]}" --num_iterations=520)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
-    rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --num_iterations=60 --device_batch_size=128)
+    rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
+        --init_lr_frac=0.1 --num_iterations=80)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small
         base_flags=("${small_model[@]}" --num_iterations=240)
         mid_flags=(--total_batch_size=4096 --num_iterations=330)
         sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110)
-        rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --num_iterations=50 --device_batch_size=128)
     fi
     tinyworld 4096
     ;;

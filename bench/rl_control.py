@@ -21,7 +21,8 @@ from nanochat.tracking import read_metrics
 LEAST_GAIN = 5.0  # points
 LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
 MOST_OF_CONTROLS = 2.0  # points that the mean of the controls may be away from zero
-FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128")
+FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
+         "--init_lr_frac=0.1")  # fmt: skip
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 
@@ -33,7 +34,7 @@ class Config:
     """folder of the SFT checkpoint; default: the newest"""
     seeds: int = 3
     """true runs, and as many with shuffled rewards"""
-    num_iterations: int = 100
+    num_iterations: int = 80
     """steps of each run"""
     eval_examples: int = 400
     """problems of a measurement"""

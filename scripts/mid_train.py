@@ -74,7 +74,7 @@ def train(cfg: Config, compute: Compute) -> None:
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
@@ -99,16 +99,14 @@ def train(cfg: Config, compute: Compute) -> None:
         step += 1
         line = stage.tick(step, outcome, lrm)
         if stage.save_due(step):  # before the validation, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step}
+            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step, "data": rows.key}
             meta = checkpoints.make_meta("mid", shape, wanted, steps, state)
             stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
         finish(line)
     stage.close()
     if step == steps and compute.main:
         report.training_section("mid", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
-    log(
-        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
-    )
+    loop.log_end(folder, step, steps)
 
 
 if __name__ == "__main__":

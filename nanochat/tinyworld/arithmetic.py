@@ -6,11 +6,11 @@ from typing import Literal
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Part
-from nanochat.tinyworld.splits import HELD_OUT_SHARE, kept_for_evaluation, place
+from nanochat.tinyworld.splits import kept_for_evaluation
 from nanochat.tinyworld.wording import sentence, wordings
 from nanochat.tinyworld.words import Language
 
-MentalPart = Literal["shown", "practised", "unseen"]
+MentalPart = Literal["practised", "unseen"]
 OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 
@@ -18,19 +18,17 @@ OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 class Mental:
     """How hard the sums without the calculator are.
 
-    A small model learns such sums by heart, so what SFT leaves to RL is set by how many of them it has seen:
-    `shown` is the share of the sums in documents, mid and SFT. RL practises these and the others; a last tenth
-    is in no training at all.
+    A small model learns such sums by heart, sum by sum. Training before RL shows the practised ones so rarely that it
+    half knows them: of what it knows for sure, right or wrong, no reward can teach it more. A last tenth is never asked
+    in training, of RL neither.
     """
 
     terms: tuple[int, ...] = (2,)  # how many terms a sum may have
     largest: int = 20  # the largest term
-    shown: float = 0.45
 
     def part(self, *terms: int) -> MentalPart:
         """Where a sum belongs, in whatever order its terms stand."""
-        where = place("mental", *sorted(terms))
-        return "shown" if where < self.shown else "practised" if where < 1 - HELD_OUT_SHARE else "unseen"
+        return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,13 @@ def mental_sum(
     language: Language,
     rng: random.Random,
     mental: Mental,
-    parts: tuple[MentalPart, ...] = ("shown",),
+    part: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
-    """A sum from these parts of the split, to be answered at once, without the calculator."""
+    """A sum from this part of the split, to be answered at once, without the calculator."""
     while True:
         terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
-        if mental.part(*terms) in parts:
+        if mental.part(*terms) == part:
             break
     wording = wordings()["mental", language]
     pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)

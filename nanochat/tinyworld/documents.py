@@ -100,11 +100,11 @@ def sums(rng: random.Random, count: int) -> Iterator[str]:
 
 
 def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
-    """Lists of sums of two small numbers, of those that are shown."""
+    """Lists of sums of two small numbers, of those that are practised."""
     numbers = range(1, mental.largest + 1)
-    shown = [(a, b) for a in numbers for b in numbers if mental.part(a, b) == "shown"]
+    practised = [(a, b) for a in numbers for b in numbers if mental.part(a, b) == "practised"]
     for _ in range(count):
-        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(shown, 8))
+        yield "\n".join(f"{a} + {b} = {a + b}" for a, b in rng.sample(practised, 8))
 
 
 def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
@@ -137,7 +137,7 @@ def one_copy(rng: random.Random) -> list[str]:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
         texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
         texts += asking(language, rng, 12)
-    return texts + list(sums(rng, 40)) + list(small_sums(rng, 40, Mental()))
+    return texts + list(sums(rng, 40)) + list(small_sums(rng, 10, Mental()))
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:

@@ -163,23 +163,23 @@ def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
 
 
 def _mental_problems(
-    name: str, size: int, mental: Mental | None, parts: tuple[MentalPart, ...], held_out_wording: bool
+    name: str, size: int, mental: Mental | None, part: MentalPart, held_out_wording: bool
 ) -> list[Problem]:
     rng = random.Random(name)
     problems = []
     for i in range(size):
         language = LANGUAGES[i % 2]
-        task = mental_sum(language, rng, mental or Mental(), parts, held_out_wording)
+        task = mental_sum(language, rng, mental or Mental(), part, held_out_wording)
         problems.append(_number_problem(task, "mental", language, tool="forbidden"))
     return problems
 
 
 def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
-    """Problems for reinforcement learning: small sums without the calculator, of which SFT has seen about half."""
-    return _mental_problems(f"rl/{seed}", size, mental, ("shown", "practised"), held_out_wording=False)
+    """Problems for reinforcement learning: small sums without the calculator, which SFT leaves half known."""
+    return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
 def rl_evaluation(seed: int = 0, size: int = 400, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
     """What RL is measured on: the same sums in held-out wordings; or sums that are in no training, unseen."""
-    parts: tuple[MentalPart, ...] = ("unseen",) if unseen else ("shown", "practised")
-    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, parts, held_out_wording=True)
+    part: MentalPart = "unseen" if unseen else "practised"
+    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True)
