@@ -51,7 +51,7 @@ class Config(loop.StageFlags, Rates):
     eval_examples: int = 400
     """problems of a measurement"""
     shuffle_rewards: bool = False
-    """deal the rewards of a problem to the wrong replies: a control that must not learn"""
+    """deal the rewards of a step to its replies at random: a control that must not learn"""
 
 
 def train(cfg: Config, compute: Compute) -> None:
