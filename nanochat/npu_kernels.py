@@ -1,0 +1,1 @@
+"""What Ascend NPUs compute with operators of their own: attention, norm, rotary embedding; chosen in kernels.py."""
