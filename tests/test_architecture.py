@@ -225,7 +225,7 @@ def problems(path: str, source: str) -> list[str]:
 
 
 def python_files() -> list[str]:
-    folders = ("nanochat", "scripts", "tasks", "bench", "tests", "dev")
+    folders = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests", "dev")
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
