@@ -5,11 +5,12 @@ Run any command on it:
     python -m tests.emulated_npu [--chip 910A|910B3|910_93xx|310P] [--devices N] -- CMD...
 
 The command finds a stub package `torch_npu` first on its PYTHONPATH, a driver, a CANN root, device files and an
-`npu-smi` of a pretended host; it must not know that they are emulated. What the command line sets is read from the
-environment by the stub: NANOCHAT_EMULATED_NPU_{LIBRARY,CHIP,DEVICES,MEMORY,STRICT,DEFERRED}.
+`npu-smi` of a pretended host (under ASCEND_ROOT_PREFIX); it must not know that they are emulated. Only the stub reads
+NANOCHAT_EMULATED_NPU, a JSON object in which the command line's choices are.
 
 The pieces: build.py compiles csrc/*.cpp once; stub/torch_npu is the package; chips.py says what each chip has;
-host.py makes the pretended host; log.py counts what reaches the device:
+host.py and smi.py make the pretended host; worker.py runs tests in processes that have the device; log.py counts what
+reaches the device:
 
     from emulated_npu import log          # from the tests; `from tests.emulated_npu import log` elsewhere
     with log.record() as seen:            # in a process in which `import torch_npu` gave the stub
@@ -23,6 +24,7 @@ host.py makes the pretended host; log.py counts what reaches the device:
     seen.copied_bytes     Counter of the same keys
     seen.unsupported      Counter: operators that the real package's lists lack and that would run on the CPU
     seen.collectives      Counter: "allreduce", "_allgather_base", ... -> times
-`log.record()` may be nested and covers all threads of the process. A multi-tensor operator (`_fused_adamw`,
-`_foreach_*`) counts as one kernel for each tensor of its first list, as the real package launches them.
+`log.record()` may be nested and covers all threads of the process. Multi-tensor operators count as the real package
+launches them: `_fused_adamw` and `_amp_foreach_*` a kernel for each tensor, `_foreach_*` one for each 48 tensors.
+Reading a number ("item") is a synchronisation and no copy.
 """
