@@ -39,7 +39,7 @@ class Chip:
     @property
     def saturates(self) -> bool:
         """Whether an overflow gives the largest number instead of inf, so that only a status flag tells of it."""
-        return not self.bf16
+        return self.kernels == "chunked"
 
 
 CHIPS = (

@@ -87,13 +87,13 @@ def _cuda_dtype() -> tuple[torch.dtype, str]:
 def _npu_dtype() -> tuple[torch.dtype, str]:
     if torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
         return torch.bfloat16, "the NPU has bf16"
-    chip = _chip("npu")
+    known = chip("npu")
     return torch.float16, "the NPU has no bf16; " + (
-        "a gradient scaler is used" if chip is None or chip.trains else "for inference only"
+        "a gradient scaler is used" if known is None or known.trains else "for inference only"
     )
 
 
-def _chip(name: str) -> ascend.Chip | None:
+def chip(name: str) -> ascend.Chip | None:
     """The Ascend chip of this process, by its SoC version; None on other devices, and for one that is not known."""
     return ascend.chip_of(torch.npu.get_soc_version()) if name == "npu" else None  # type: ignore[attr-defined]
 
@@ -191,7 +191,7 @@ def compute_init(asked: str | None = None) -> Compute:
     dtype, dtype_reason = _dtype(name)
     if "RANK" in os.environ and not dist.is_initialized():
         _join(name, collectives)
-    compute = Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, _chip(name))
+    compute = Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, chip(name))
     if name == "npu" and world_size > 1:
         _choose_port_block(compute)
     if compute.main:
@@ -203,7 +203,7 @@ def compute_init(asked: str | None = None) -> Compute:
 
 def cards() -> tuple[ascend.Chip | None, int]:
     """The Ascend chip of this host's cards, and how many are visible; (None, 0) where the device is another."""
-    return (_chip("npu"), torch.npu.device_count()) if device_type == "npu" else (None, 0)  # type: ignore[attr-defined]
+    return (chip("npu"), torch.npu.device_count()) if device_type == "npu" else (None, 0)  # type: ignore[attr-defined]
 
 
 def _take(module: types.ModuleType, name: str, index: int) -> None:

@@ -12,7 +12,7 @@ from nanochat import ascend
     [
         (100, "910A", False, True, True),
         (104, "910A", False, True, True),  # calls itself Ascend910B, and is not one of the 910B1..B4
-        (202, "310P", False, False, True),
+        (202, "310P", False, False, False),
         (220, "910B1", True, True, False),
         (223, "910B3", True, True, False),
         (225, "910B4-1", True, True, False),
