@@ -302,9 +302,10 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         if options.fix and python and not options.dry_run and not re.search(LIBRARY, pair.failure):
             (ROOT / ".venv" / "setup.busy").touch()  # what is installed is broken: setup_env.sh makes it anew
         make_environment(pick, env, options.dry_run)
+        pair = Pair("", "", "not yet loaded")
 
     new = job_environment(found, torch_npu, env, options.fix)
-    if not options.dry_run:
+    if not options.dry_run and not pair.loads:  # a pair that was kept has just been loaded
         pair = probe(own_python() or shutil.which("python", path=new.get("PATH")) or sys.executable, new)
         if not pair.loads:
             report_load_failure(pair, bool(found.cards), options.fix)
@@ -360,7 +361,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code of setup_ascend.sh."""
-    options = parser().parse_args(words)
+    options, rest = parser().parse_known_args(words)
+    if rest and not options.env_file:
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # a script that sources us hands on its own flags, whether it wants to or not
+        say(f"not a flag of setup_ascend.sh, left alone: {' '.join(rest)}")
     env = dict(os.environ)
     if options.root:
         env["ASCEND_ROOT_PREFIX"] = options.root

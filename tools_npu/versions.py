@@ -147,10 +147,11 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
     exact = next((row for row in TABLE if row.torch_npu == torch_npu), None)
     kin = [row for row in TABLE if release(row.torch_npu)[:2] == release(torch_npu)[:2]]
     if exact is None and not kin:
-        need = cann_key(NEWEST.cann) or key
-        status = "WARN" if key >= need else "FAIL"
-        return Fit(status, f"torch_npu {torch_npu} needs CANN {NEWEST.cann} or later, as far as is known; found {cann}",
-                   f"torch_npu {torch_npu} 不在配套表中；应为 CANN {NEWEST.cann} 或更高，当前为 {cann}")  # fmt: skip
+        if key < (cann_key(NEWEST.cann) or key):
+            return Fit("FAIL", f"torch_npu {torch_npu} needs CANN {NEWEST.cann} or later, it seems, not {cann}",
+                       f"据目前所知 torch_npu {torch_npu} 需要 CANN {NEWEST.cann} 或更高，当前为 {cann}")  # fmt: skip
+        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; CANN {cann} should be new enough",
+                   f"torch_npu {torch_npu} 不在配套表中；CANN {cann} 应当足够新")  # fmt: skip
     # One that is not listed needs at least the CANN of the one listed before it, as far as is known.
     own = order(torch_npu)
     before = [row for row in kin if order(row.torch_npu) <= own]
