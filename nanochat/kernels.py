@@ -18,7 +18,7 @@ from torch import Tensor
 from nanochat import device, npu_kernels
 from nanochat.ascend import Kernels
 from nanochat.blocked_attention import BlockedAttention, hidden_score
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 
 SOFTCAP = 15.0  # logits are squashed to (-15, 15) by 15 tanh(l / 15)
@@ -51,6 +51,11 @@ def select(name: Asked, compute: Compute) -> None:
     if compute.device_type == "npu":
         kind = _kind_on_npu()
         operators = ", ".join(npu_kernels.NEEDS[kind]) if kind != "plain" else ""
+        if kind == "plain" and compute.chip is not None and compute.chip.saturates and compute.scaler:
+            warn(
+                f"torch's attention masks with inf, which a {compute.chip.name} may count as an overflow: if every "
+                "update is skipped, leave --kernels plain out"
+            )
         log(f"kernels: {kind}" + (f" ({operators})" if operators else ""))
     elif asked() == "fused":
         raise UserError(f"--kernels fused is for NPUs, and the device is {compute.device_type}; leave it out")

@@ -26,6 +26,7 @@ class _FusionAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, *results)
         ctx.plan, ctx.band = plan, band
         ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # no zeros for them: the real one launches none
         return results
 
     @staticmethod

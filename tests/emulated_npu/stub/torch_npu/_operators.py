@@ -67,6 +67,7 @@ class _RMSNorm(torch.autograd.Function):
             rstd = give(rstd, x)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)  # no zeros for it: the real one launches none
         return y, rstd
 
     @staticmethod
