@@ -4,6 +4,7 @@
 #include "npu.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -191,6 +192,13 @@ struct Call {
     }
     for (auto& pair : storages) {
       if (cpu.storage().is_alias_of(pair.alias)) {
+        // In inference mode a view of a tensor that was made outside of it is no inference tensor either.
+        std::optional<c10::InferenceMode> outside;
+        for (auto& given : tensors) {
+          if (!outside && !given.original.is_inference() && given.alias.storage().is_alias_of(pair.alias)) {
+            outside.emplace(false);
+          }
+        }
         return over(pair.original, cpu, c10::DispatchKey::PrivateUse1);
       }
     }
