@@ -47,10 +47,6 @@ class Row:
     module: Callable[[], types.ModuleType | None]  # torch.cuda, torch.npu, or None for the host
 
 
-def _no_cpu_reason() -> str:
-    return ""
-
-
 def _no_cuda_reason() -> str:
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
@@ -101,7 +97,7 @@ def chip(name: str) -> ascend.Chip | None:
 ROWS = {
     "npu": Row("hccl", _no_npu_reason, _npu_dtype, lambda: torch.npu),  # type: ignore[attr-defined]
     "cuda": Row("nccl", _no_cuda_reason, _cuda_dtype, lambda: torch.cuda),
-    "cpu": Row("gloo", _no_cpu_reason, _cpu_dtype, lambda: None),
+    "cpu": Row("gloo", str, _cpu_dtype, lambda: None),
 }
 
 
@@ -165,6 +161,8 @@ def _dtype(name: str) -> tuple[torch.dtype, str]:
         return ROWS[name].best_dtype()
     if asked not in DTYPES:
         raise UserError(f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2)
+    if asked == "bfloat16" and name == "npu" and not torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
+        raise UserError("NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
     return DTYPES[asked], "NANOCHAT_DTYPE"
 
 

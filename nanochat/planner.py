@@ -17,7 +17,7 @@ from nanochat import ascend, device, sizes
 from nanochat.common import UserError, run
 from nanochat.gpt import GPT, GPTConfig
 
-# Operators that reach the device with the fused kernels, counted by `python -m bench.npu_ops --layers` on the emulated NPU.
+# Operators that reach the device with the fused kernels: python -m bench.npu_ops --layers, on the emulated NPU.
 OPERATORS_PER_LAYER = 61.5  # forward and backward of one pass
 OPERATORS_PER_PASS = 94.0  # embedding, head and loss
 # Assumptions, to be replaced by `python check_npu.py --bench` on real cards.

@@ -79,6 +79,14 @@ def test_the_format_follows_the_chip(card: Card, soc: int, dtype: torch.dtype, w
     assert compute.chip is ascend.chip_of(soc)
 
 
+def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
+    assert compute_init("npu").dtype == torch.bfloat16
+    card.soc = 104
+    with pytest.raises(UserError, match="NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16"):
+        compute_init("npu")
+
+
 def test_the_device_is_taken_before_the_process_group(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("RANK", "3")

@@ -210,6 +210,20 @@ def test_generation_by_lengths_continues_the_whole_forward(dtype: torch.dtype) -
 
 
 @on_npu()
+def test_requests_by_lengths_say_together_what_each_says_alone() -> None:
+    """Slots join and leave, prompts are read in padded passes, and windows are shorter than the replies."""
+    tokenizer = tiny_tokenizer()
+    model = wide_gpt(torch.float16).npu()
+    prompts = [tokenizer.encode("the cat sat on the mat " * n)[: 3 + 12 * n] for n in (1, 2, 4, 3, 1)]
+    settings = Sampling(0.0, None, 100)
+    together = Engine(model, tokenizer, slots=3, length=160, prefill_tokens=40).generate(prompts, settings)
+    for prompt, said in zip(prompts, together, strict=True):
+        (alone,) = Engine(model, tokenizer, slots=1, length=160).generate([prompt], settings)
+        assert alone.tokens == said.tokens
+        assert max(abs(a - b) for a, b in zip(alone.logprobs, said.logprobs, strict=True)) < 0.05
+
+
+@on_npu()
 def test_the_engine_says_the_same_on_an_npu_and_on_the_cpu() -> None:
     tokenizer = tiny_tokenizer()
     prompts = [tokenizer.encode("the cat sat"), tokenizer.encode("strawberry 12 34"), tokenizer.encode("on")]
