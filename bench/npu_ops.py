@@ -132,7 +132,7 @@ def main(cfg: Config) -> None:
         raise UserError(f"--chip must be 910B3 or 910_93xx, got {cfg.chip!r}", exit_code=2)
     if cfg.depth < 5:
         raise UserError(f"--depth must be at least 5, got {cfg.depth}", exit_code=2)
-    width, vocab_size = (128, 1024) if cfg.quick else (-(-cfg.depth * 64 // 128) * 128, 32768)
+    width, vocab_size = (256, 1024) if cfg.quick else (-(-cfg.depth * 64 // 128) * 128, 32768)
     task = Task("auto", cfg.depth, width, vocab_size, cfg.chip)
     fused = count(task)
     plain = count(Task("plain", cfg.depth, width, vocab_size, cfg.chip))

@@ -66,6 +66,14 @@ def test_a_host_without_cards_must_name_them() -> None:
         planner.main(planner.Config())
 
 
+@pytest.mark.parametrize("name", ["npu-speed.md", "npu-speed.zh.md"])
+def test_the_documents_show_the_table_as_it_is(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert "\n".join(planner.table(32768).splitlines()[1:]) in text
+    for number in (planner.OPERATORS_PER_LAYER, planner.OPERATORS_PER_PASS, 1e6 * planner.LAUNCH_SECONDS):
+        assert f"{number:g}" in text
+
+
 def test_the_table_has_a_row_for_every_chip_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
     planner.main(planner.Config(table=True))
     rows = capsys.readouterr().out.splitlines()[2:]
