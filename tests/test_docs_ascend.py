@@ -54,6 +54,13 @@ def test_the_paper_model_is_that_of_the_planner(name: str) -> None:
         assert told[chip] == cells
 
 
+@pytest.mark.parametrize("name", ["NPU使用技巧.md", "docs/en/npu-tips.md"])
+def test_the_tips_repeat_the_counts_of_the_page_on_speed(name: str) -> None:
+    counted = {row[0]: row[1:] for row in rows((ROOT / "docs/npu-speed.md").read_text(encoding="utf-8"))}["step"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert counted[0] in text and counted[1] in text
+
+
 @pytest.mark.parametrize("name", TROUBLESHOOTING)
 def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
