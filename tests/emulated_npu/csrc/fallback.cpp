@@ -35,11 +35,7 @@ const std::unordered_set<std::string> kWaiting = {
 Operator describe(const c10::FunctionSchema& schema) {
   Operator op{};
   op.name = base_name(schema.name());
-  bool view = false;
-  for (const auto& result : schema.returns()) {
-    view |= result.alias_info() && !result.alias_info()->isWrite();
-  }
-  op.launches = !view && !kShapeOnly.count(op.name);
+  op.launches = !gives_views(schema) && !kShapeOnly.count(op.name);
   op.waits = kWaiting.count(op.name) > 0;
   op.takes_indices = op.name == "index" || op.name == "index_put" || op.name == "_index_put_impl";
   op.per_tensor = op.name.rfind("_fused_adam", 0) == 0 || op.name.rfind("_amp_foreach", 0) == 0;
@@ -319,6 +315,15 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     (*stack)[i] = to_npu(call, (*stack)[i]);
   }
+}
+
+bool gives_views(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns()) {
+    if (result.alias_info() && !result.alias_info()->isWrite()) {
+      return true;
+    }
+  }
+  return false;
 }
 
 at::Tensor cpu_alias(const at::Tensor& tensor) {

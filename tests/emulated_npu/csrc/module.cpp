@@ -12,21 +12,41 @@ namespace py = pybind11;
 namespace emulated {
 namespace {
 
-// A functional operator such as add.Tensor would allocate its result and call add.out: two dispatches and one more
-// Python-visible allocation. Sent straight to the fallback, it costs what it costs on a CPU.
-void send_functional_operators_to_the_fallback() {
+bool takes_device(const c10::FunctionSchema& schema) {
+  for (const auto& argument : schema.arguments()) {
+    if (argument.type()->str().rfind("Device", 0) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// PyTorch would compose some operators of others here that are one kernel on the device:
+// - a functional operator such as add.Tensor, of an allocation and add.out;
+// - what the real package has a kernel of its own for, such as _foreach_mul, of many kernels.
+// Sent straight to the fallback they are one kernel, and cost what they cost on a CPU.
+void send_composed_operators_to_the_fallback() {
+  using Key = c10::DispatchKey;
+  static const std::unordered_set<std::string> kept_composed = {
+      "clone", "copy", "empty_like", "resize_as", "new_empty_strided", "lift_fresh", "_lazy_clone", "record_stream"};
   static auto* kept = new std::vector<c10::RegistrationHandleRAII>;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     auto op = dispatcher.findOp(name);
-    const bool wanted = op && op->hasSchema() &&
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
-        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
-    if (wanted) {
+    if (!op || !op->hasSchema() || op->schema().name().rfind("aten::", 0) != 0 ||
+        op->hasKernelForDispatchKey(Key::PrivateUse1)) {
+      continue;
+    }
+    const bool functional = op->hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional) &&
+        op->hasKernelForDispatchKey(Key::CPU);
+    const std::string base = base_name(op->schema().name());
+    const bool native = op->hasKernelForDispatchKey(Key::CompositeExplicitAutograd) &&
+        settings().supported.count(base) && !kept_composed.count(base) && !takes_device(op->schema()) &&
+        !gives_views(op->schema());
+    if (functional || native) {
       kept->push_back(dispatcher.registerImpl(
-          name, c10::DispatchKey::PrivateUse1, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt,
-          nullptr, "emulated npu"));
+          name, Key::PrivateUse1, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
+          "emulated npu"));
     }
   }
 }
@@ -77,7 +97,7 @@ void configure(
     s.refused_by[name] = bits(dtypes);
   }
   s.supported = supported;
-  static const bool once = (send_functional_operators_to_the_fallback(), true);
+  static const bool once = (send_composed_operators_to_the_fallback(), true);
   (void)once;
 }
 

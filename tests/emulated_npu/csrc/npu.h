@@ -99,6 +99,9 @@ bool overflow_flag(bool clear);
 void judge(const std::string& name, c10::ScalarType type);
 std::string base_name(const std::string& schema_name);
 
+// Whether an operator's results share memory with its arguments.
+bool gives_views(const c10::FunctionSchema& schema);
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 } // namespace emulated

@@ -1,5 +1,6 @@
 """Loads the compiled device, tells it what to be, and joins it to torch under the name `npu`."""
 
+import atexit
 import importlib.machinery
 import importlib.util
 import json
@@ -61,7 +62,10 @@ def device() -> Any:
     refused, by_name = [], {}
     if said["strict"]:
         refused = WIDE + lacking
-        by_name = {name: lacking for name in ANY_DTYPE} | {name: refused + INTEGERS for name in PRODUCTS}
+        # torch's GradScaler inverts its scale in float64
+        by_name = {name: lacking for name in [*ANY_DTYPE, "reciprocal"]} | {
+            name: refused + INTEGERS for name in PRODUCTS
+        }
     words = (Path(__file__).parent / "supported_operators.txt").read_text(encoding="utf-8").split()
     module.configure(
         visible_devices(), int(chip["memory"]), bool(said["deferred"]),
@@ -84,6 +88,20 @@ def join_torch(module: types.ModuleType) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     if dist.is_available():
         dist.Backend.register_backend("hccl", _hccl, devices=["npu"])
+    print_from_the_host()
+    atexit.register(_let_autograd_finish)
+
+
+def _let_autograd_finish() -> None:
+    """Wait for what autograd's threads still do after a backward pass has returned.
+
+    They drop the last references to Python functions then; a thread that asks for the interpreter while that ends is
+    killed, and the process with it. A pass without Python functions is done behind them.
+    """
+    if any(kind == "backward" for kind, _ in device().counts()):
+        for index in range(device().device_count()):
+            if device().usage(index)["allocations"]:
+                torch.ones((), device=f"npu:{index}", requires_grad=True).mul(1).backward()
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -103,3 +121,13 @@ def replace_scaled_dot_product_attention() -> None:
 
 
 _kept: list[Any] = []
+
+
+def print_from_the_host() -> None:
+    """Let repr() copy a tensor to the host first: torch would compute with it in float64 where it is."""
+    original = torch._tensor_str._tensor_str
+
+    def from_the_host(self: torch.Tensor, indent: int) -> str:
+        return original(self.detach().cpu() if self.device.type == "npu" else self, indent)
+
+    torch._tensor_str._tensor_str = from_the_host
