@@ -167,7 +167,7 @@ def test_help_names_the_flags(clone: Clone) -> None:
 
 @pytest.mark.npu
 @pytest.mark.smoke
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_smoke_preset_on_two_emulated_npus(tmp_path: Path) -> None:
     clone = make_clone(tmp_path)
     for name in ("speedrun_npu.sh", "setup_ascend.sh"):
