@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat import kernels
 from nanochat.device import is_sharded, local
 from nanochat.muon import Muon
 
@@ -58,7 +59,10 @@ class Optimizers:
                 groups.append({"params": [parameter for _, parameter in named[role]], **shared})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
         self.adamw = torch.optim.AdamW(groups, fused=True)
-        self.muon = Muon(named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype)
+        self.muon = Muon(
+            named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
+            stacked=kernels.asked() != "plain",
+        )  # fmt: skip
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
