@@ -16,6 +16,8 @@ from nanochat import device, parallel
 from nanochat.common import UserError, base_dir, log, warn
 from nanochat.device import Compute
 from nanochat.optim import Optimizers
+from nanochat.parallel import Sharding
+from nanochat.placement import place_of
 from nanochat.tracking import Tracker, progress_on_terminal
 
 BAD_STEPS = 10  # non-finite updates in a row after which a run stops
@@ -94,6 +96,7 @@ def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: 
     squares = torch.stack([*(g.float().square().sum() for g in gradients), loss_sum.double().float()])
     host = squares.double().cpu() if compute.device_type == "cpu" else squares.cpu().double()  # the one host sync
     norm_square, loss_total = parallel.total([float(host[:-1].sum()), float(host[-1])], compute)
+    norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
     finite = math.isfinite(mean) and math.isfinite(norm_square)
     if finite:
@@ -259,6 +262,9 @@ class StageFlags:
     """save and stop after this step; the same command without it goes on"""
     compile: bool | None = None
     """torch.compile; default: where it works and pays"""
+    shard: Sharding = "grad"
+    """what many devices share out: none = each holds all, grad = gradients and state (ZeRO-2), full = parameters too
+    (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
 

@@ -92,7 +92,7 @@ def train(cfg: Config, compute: Compute) -> None:
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model.init_weights(cfg.seed)
     model.to(compute.device)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
                                   cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
     rates = dataclasses.replace(

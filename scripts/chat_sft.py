@@ -62,7 +62,7 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)

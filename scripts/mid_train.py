@@ -70,7 +70,7 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
         f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
