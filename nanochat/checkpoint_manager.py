@@ -20,7 +20,7 @@ import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanochat import parallel
+from nanochat import fingerprint, parallel
 from nanochat.common import UserError, base_dir, log, warn, write_json
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
@@ -203,8 +203,9 @@ def resume(
     """Load the newest whole step into model and optimizers; step 0 and no state where there is none.
 
     `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they or the
-    settings differ from those that the run was begun with.
+    settings differ from those that the run was begun with, or are not the same on all ranks.
     """
+    fingerprint.check({"the data": data}, compute)
     if compute.main:
         sweep(folder)
     barrier(compute)

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, parallel
+from nanochat import device, memory, parallel
 from nanochat.common import UserError, base_dir, log, warn
 from nanochat.device import Compute
 from nanochat.optim import Optimizers
@@ -35,7 +35,7 @@ class MicroBatches(Protocol):
     def num_targets(self) -> int: ...
 
     @property
-    def micro_batches(self) -> Iterable[tuple[Tensor, ...]]: ...
+    def micro_batches(self) -> Sequence[tuple[Tensor, ...]]: ...
 
 
 @dataclass
@@ -79,12 +79,20 @@ def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: 
     """Forward, backward and one optimizer step over a step's micro-batches; skipped whole if not finite.
 
     The loss is divided by the targets of the whole step over all ranks, so that neither the split into micro-batches
-    nor the number of ranks changes the gradient.
+    nor the number of ranks changes the gradient. UserError with the next value to try where memory runs out.
     """
+    rows = [len(batch[0]) for batch in step.micro_batches]
+    with memory.advising(max(rows, default=1), sum(rows)):
+        return _update(model, optimizers, step, scale, compute)
+
+
+def _update(
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute
+) -> Outcome:
     optimizers.zero_grad()
     # FSDP averages gradients over ranks; every rank's part is of the same whole, so the average is undone here.
     factor = scale.value * compute.world_size / max(step.num_targets, 1)
-    batches = list(step.micro_batches)
+    batches = step.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
         inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
@@ -359,6 +367,8 @@ def compiled(
             fast = torch.compile(model, dynamic=False)
         fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+        if memory.ran_out(failure):
+            raise memory.advice(shape[0], shape[0]) from failure
         if wanted:
             raise
         warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")

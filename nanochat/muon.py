@@ -174,9 +174,9 @@ class Muon(torch.optim.Optimizer):
         share = -(-count // replicas)
         padded = mine.new_zeros(share, stack.rows, stack.cols, dtype=self.dtype)
         padded[: mine.size(0)] = mine
-        gathered = padded.new_empty(replicas, *padded.shape)
-        dist.all_gather_into_tensor(gathered, padded, group=self.place.replica_group)
-        return gathered.transpose(0, 1).flatten(0, 1)[:count].float()  # matrix i was replica i % replicas's
+        parts = [torch.empty_like(padded) for _ in range(replicas)]
+        dist.all_gather(parts, padded, group=self.place.replica_group)
+        return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # matrix i was replica i % replicas's
 
     def _to_rows(self, whole: Tensor, stack: _Stack) -> Tensor:
         """(owned, rows, cols) updates on their owners -> (K, local rows, cols) on the ranks that hold the rows."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, parallel, report, rollout
+from nanochat import dataloader, device, fingerprint, loop, parallel, report, rollout
 from nanochat.chat_eval import evaluate
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
@@ -60,6 +60,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag)):
         return
     if cfg.examples_per_step % compute.world_size:

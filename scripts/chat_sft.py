@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, loss_eval, parallel, report, schedule, sizes
+from nanochat import dataloader, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -48,6 +48,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag)):
         return
     loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
@@ -68,6 +69,7 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
+    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

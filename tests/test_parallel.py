@@ -1,11 +1,12 @@
 """Training on several ranks against one process: the same losses, parameters and state."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from rank_training import CONFIG, CPU, ROWS, batches, make
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,48 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nanochat import device, loop, parallel
 from nanochat.common import UserError
 from nanochat.device import Compute
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.muon import Muon
-from nanochat.optim import Optimizers, Rates
 
-CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
-# Rows that no number of ranks divides: gates of 3, matrices of 54 and 216, scalars of 1 and 3.
-CONFIG = GPTConfig(sequence_len=16, vocab_size=70, n_layer=3, n_head=3, n_kv_head=3, n_embd=54)
-STEPS, ROWS = 10, 8
-
-
-@dataclass
-class Batches:
-    """A step's micro-batches."""
-
-    num_targets: int
-    micro_batches: list[tuple[Tensor, ...]]
-
-
-def make(compute: Compute) -> tuple[GPT, Optimizers]:
-    """A model none of whose gradients is zero or mere rounding at the start, which AdamW would make whole steps of."""
-    model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
-    model.init_weights(3)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.c_proj.weight.normal_(0, 0.1, generator=generator)
-            block.mlp.c_proj.weight.normal_(0, 0.1, generator=generator)
-        model.lm_head.weight.normal_(0, 0.1, generator=generator)
-        model.smear_lambda.fill_(0.3)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
-    return model, Optimizers(model, model.parameter_roles(), CONFIG.n_embd, Rates(), 0.1, compute.dtype)
-
-
-def batches(step: int, passes: int, compute: Compute) -> Batches:
-    """This rank's share of a step's 8 rows, whose numbers of targets differ from row to row, with token weights."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randint(0, 70, (ROWS, 16), generator=generator)
-    targets = (3 * inputs + 1) % 70
-    for row in range(ROWS):
-        targets[row, : (row + step) % 8] = -1
-    weights = 1 + 0.1 * torch.randn(ROWS, 16, generator=generator)
-    columns = [x[compute.rank :: compute.world_size].chunk(passes) for x in (inputs, targets, weights)]
-    return Batches(int((targets >= 0).sum()), list(zip(*columns, strict=True)))
+STEPS = 10
 
 
 def train(compute: Compute, passes: int) -> dict[str, Any]:
