@@ -6,6 +6,7 @@ python -m bench.ranks                    # as the training scripts do it: compil
 The groups of processes take turns, a step each, so that a busy machine slows all alike. The last line is JSON.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,12 +24,13 @@ import torch.distributed as dist
 
 from bench.wire import Wire
 from nanochat import dataloader, device, loop, parallel
-from nanochat.common import log, run
+from nanochat.common import UserError, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers, Rates
 from nanochat.parallel import Sharding
 
+# Also bench.train's model: 46 % of its parameters are matrices, which the bytes sent depend on.
 D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")
 STEP_TOKENS, PASSES = 16384, 2
 
@@ -60,7 +62,8 @@ class Ranks:
 
     def __init__(self, task: Task):
         self.task, self._folder = task, tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", __name__])  # imports once for all
         self._pipes, self._processes = [], []
         for rank in range(task.ranks):
             ours, theirs = context.Pipe()
@@ -69,8 +72,12 @@ class Ranks:
             self._processes[-1].start()
             theirs.close()  # so that reading ends with the process
             self._pipes.append(ours)
-        for pipe in self._pipes:
-            pipe.recv()  # ready: compiled, and warm
+        try:
+            for pipe in self._pipes:
+                pipe.recv()  # ready: compiled, and warm
+        except EOFError as end:
+            self.close()
+            raise UserError(f"a process of {task} ended before its first step; what it said is above") from end
 
     def step(self) -> list[Timed]:
         """One step, by rank."""
@@ -79,8 +86,12 @@ class Ranks:
         return [Timed(**pipe.recv()) for pipe in self._pipes]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; those that do not listen are killed."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(False)
         for process in self._processes:
+            process.join(10)
             process.kill()
             process.join()
         self._folder.cleanup()
@@ -107,6 +118,7 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
         sent = step(number)
         pipe.send({"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "wire_bytes": sent})
         number += 1
+    device.compute_cleanup()
 
 
 def training_step(task: Task, compute: Compute) -> Any:
