@@ -41,8 +41,9 @@ def fit(batch: Batch, asked: int | Literal["auto"], model: nn.Module, optimizers
     finally:
         optimizers.zero_grad()
         memory.start_watch(compute)
-    log(f"device_batch_size: {rows} rows a pass ({why})")
-    return replace(batch, device_batch_size=rows, passes=rows_of_rank // rows)
+    passes = rows_of_rank // rows
+    log(f"device_batch_size: {rows} rows a pass, {passes} pass(es) a step ({why})")
+    return replace(batch, device_batch_size=rows, passes=passes)
 
 
 def doublings(rows: int) -> list[int]:

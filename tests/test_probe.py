@@ -125,7 +125,7 @@ def test_passes_are_tried_as_in_training_and_leave_the_run_as_it_was(capsys: pyt
     found = probed(CPU)
     assert found["batch"] == Batch(512, 32, 4, 8)
     assert found["calls"] == [1, 1, 2, 2, 4, 4]  # two passes each: gradients add up
-    assert "device_batch_size: 4 rows a pass (8 would take" in capsys.readouterr().out
+    assert "device_batch_size: 4 rows a pass, 8 pass(es) a step (8 would take" in capsys.readouterr().out
     for name, value in untouched(CPU).items():
         assert torch.equal(found["after"][name], value), name
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from small_world import STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
+from tiny_model import on_cpu
 
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
@@ -49,6 +50,20 @@ def test_two_ranks_learn_what_one_does(stage: str, alone: Path, base_folder: Pat
         assert all(b == pytest.approx(a, abs=1e-4, rel=1e-4) for a, b in pairs), (name, pairs)
     assert any("val_bpb" in line or "accuracy" in line for line in two)
     assert (base_folder / "report" / "sections" / f"{stage}_train.json").exists()
+
+
+def a_part(compute: Compute, mode: str, stop: int) -> None:
+    run_stage("base", compute, num_iterations=STEPS, eval_every=STEPS, shard=mode, stop_at=stop)
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_sharding(alone: Path, base_folder: Path) -> None:
+    up_to("base", alone, base_folder)
+    run_ranks(2, a_part, "none", 2)
+    run_ranks(4, a_part, "full", 4)
+    a_part(on_cpu(), "grad", STEPS)
+    one, mixed = (read_metrics(stage_folder(base, "base")) for base in (alone, base_folder))
+    assert [line["step"] for line in mixed] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in one], abs=1e-4)
 
 
 @pytest.mark.slow
