@@ -60,7 +60,7 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     replicas, shards = mesh_shape(mode, compute)
-    log(f"parameters: {replicas} cop{'ies' if replicas > 1 else 'y'} over {shards} rank(s) each (--shard={mode})")
+    log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
     dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
     mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     mixed = compute.dtype != torch.float32

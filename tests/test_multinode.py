@@ -52,11 +52,11 @@ def test_two_launchers_train_what_one_process_trains(base_folder: Path) -> None:
     first = launch(2, 2, "--model_tag=two", "--stop_at=7")
     assert [done.returncode for done in first] == [0, 0], first[0].stderr + first[1].stderr
     together = "".join(done.stdout for done in first)
-    assert "parameters: 2 copies over 2 rank(s) each (--shard=grad)" in together
+    assert "parameters: --shard=grad, 2 replica(s) of 2 shard(s)" in together
     assert together.count("step 00007/00012") == 1  # rank 0 speaks for both hosts
     rest = launch(2, 1, "--model_tag=two", "--shard=full")
     assert [done.returncode for done in rest] == [0, 0], rest[0].stderr + rest[1].stderr
-    assert "parameters: 1 copy over 2 rank(s) each (--shard=full)" in "".join(done.stdout for done in rest)
+    assert "parameters: --shard=full, 1 replica(s) of 2 shard(s)" in "".join(done.stdout for done in rest)
     alone = launch(1, 1, "--model_tag=one")
     assert alone[0].returncode == 0, alone[0].stderr
     two, one = (read_metrics(base_folder / "base_checkpoints" / tag) for tag in ("two", "one"))

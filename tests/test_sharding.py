@@ -88,6 +88,7 @@ def test_each_host_holds_a_copy(monkeypatch: pytest.MonkeyPatch, alone: dict[Any
         assert ran["held"].shape == (64, 54)
         check({("grad", "muon"): ran["curve"], ("full", "muon"): ran["full"]}, alone)
         assert ran["calls"]["_allgather_base_"] == ran["calls"]["_reduce_scatter_base_"] == GROUPS
+        assert ran["calls"]["allreduce_"] == GROUPS + 1  # between the hosts, and one sum of figures
         for name, value in found[0]["curve"]["parameters"].items():
             assert torch.equal(ran["curve"]["parameters"][name], value)  # copies stay the same to the last bit
 
