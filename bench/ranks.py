@@ -107,6 +107,7 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task["ranks"])
     sys.stdout = sys.stderr  # the table is the parent's
+    device.use_compile_cache()
     step = training_step(Task(**{**task, "shape": GPTConfig(**task["shape"])}), device.compute_init("cpu"))
     for number in range(2):
         step(number)
@@ -130,7 +131,6 @@ def training_step(task: Task, compute: Compute) -> Any:
     optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
     T, scale = task.shape.sequence_len, loop.LossScale()
     rows = task.tokens // T // compute.world_size // task.passes
-    loop.use_compile_cache()
     fast = loop.compiled(model, task.compiled, (rows, T), compute, model.blocks)
 
     def step(number: int) -> float:

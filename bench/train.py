@@ -23,7 +23,7 @@ import torch
 
 from bench.ranks import D4, wire_bytes_per_parameter
 from bench.train_rows import check_rows, make_rows, standard_library
-from nanochat import device, loop
+from nanochat import device
 from nanochat.common import UserError, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.optim import Rates
@@ -295,8 +295,8 @@ def main(cfg: Config) -> None:
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
+    device.use_compile_cache()  # of both sides, in the base folder
     compute = device.compute_init("cpu")
-    loop.use_compile_cache()  # of both sides, in the base folder
     chosen = variants(cfg, device.compiler_missing(compute))
     with tempfile.TemporaryDirectory() as temporary:
         rows = cfg.rows or Path(temporary)

@@ -1,7 +1,6 @@
 """The arithmetic that every training script shares; the loop itself stays visible in the script."""
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device, memory, parallel
-from nanochat.common import UserError, base_dir, log, warn
+from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 from nanochat.optim import Optimizers
 from nanochat.parallel import Sharding
@@ -330,11 +329,6 @@ def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
     return model
 
 
-def use_compile_cache() -> None:
-    """Keep compiled kernels in the base folder, so that later stages and runs find them."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base_dir() / "compile_cache"))
-
-
 def compiled(
     model: nn.Module,
     wanted: bool | None,
@@ -353,7 +347,6 @@ def compiled(
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
         log(f"not compiled: {why_not}")
         return model
-    use_compile_cache()
     start = time.monotonic()
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
     with torch.no_grad():  # what a model makes on its first pass, made while tracing, would trace the second anew

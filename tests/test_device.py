@@ -362,3 +362,16 @@ def test_torchrun_starts_ranks_that_talk_and_one_that_speaks(tmp_path: Path) -> 
     assert launched.stdout.count("2 ranks over gloo") == launched.stdout.count("device: ") == 1
     for rank in (0, 1):
         assert (tmp_path / f"{rank}.txt").read_text() == "[(0, 0, 2, 4), (1, 1, 2, 4)] False"
+
+
+def test_compiled_kernels_are_kept_in_the_base_folder(base_folder: Path):
+    """In a fresh process, with an optimizer, whose first import would settle on another folder."""
+    script = (
+        "import os, torch; from nanochat import device\n"
+        "work = lambda cfg, compute: torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())\n"
+        "device.with_compute(work)(type('Config', (), {'device_type': 'cpu'}))\n"
+        "import torch._inductor.runtime.cache_dir_utils as cache; print('CACHE', cache.cache_dir())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert f"CACHE {base_folder / 'compile_cache'}" in done.stdout

@@ -137,12 +137,12 @@ def _dialogue(language: Language, rng: random.Random, questions: Questions) -> l
 
 
 MID_SHARES = {
-    "question": 0.27,
-    "questions": 0.26,
+    "question": 0.265,
+    "questions": 0.24,
     "follow_up": 0.05,
     "calculator": 0.2,
-    "logic": 0.08,
-    "mental": 0.01,
+    "logic": 0.1,
+    "mental": 0.015,
     "unknown": 0.03,
     "about_itself": 0.02,
     "tell_me_about": 0.02,
@@ -150,12 +150,12 @@ MID_SHARES = {
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.41,
-    "questions": 0.11,
+    "question": 0.4,
+    "questions": 0.1,
     "follow_up": 0.02,
     "calculator": 0.22,
-    "logic": 0.06,
-    "mental": 0.03,
+    "logic": 0.07,
+    "mental": 0.04,
     "unknown": 0.05,
     "about_itself": 0.04,
     "request": 0.02,
