@@ -10,12 +10,19 @@ from nanochat.device import Compute
 SHARE = 0.9  # of what is free, so that the optimizer's step and fragments find room
 
 
-def budget(compute: Compute) -> int:
-    """Bytes that this process may hold: a share of what is free and of what it has taken already."""
+def reachable(compute: Compute) -> int:
+    """Bytes that this process holds or may still take: other processes on the same card make it less than its total.
+    Of the host, where pages can be taken back from others, all of its memory."""
     module = device.ROWS[compute.device_type].module()
-    assert module is not None, "the host's memory is not asked for"
+    if module is None:
+        return device.memory_total(compute)
     free, _ = module.mem_get_info()
-    return int(SHARE * (free + module.memory_reserved()))
+    return int(free + module.memory_reserved())
+
+
+def budget(compute: Compute) -> int:
+    """Bytes that passes may fill, everything that is held already included."""
+    return int(SHARE * reachable(compute))
 
 
 def start_watch(compute: Compute) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import dataloader, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
-from nanochat.common import log, run, settings
+from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
 from tasks.mixtures import mix
@@ -51,6 +51,11 @@ def train(cfg: Config, compute: Compute) -> None:
     fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag)):
         return
+    if cfg.target_examples_per_step % compute.world_size:
+        raise UserError(
+            f"target_examples_per_step must be a multiple of the {compute.world_size} ranks, got "
+            f"{cfg.target_examples_per_step}", 2
+        )  # fmt: skip
     loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len

@@ -57,7 +57,8 @@ def fake_card(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 def test_the_budget_is_what_is_free_and_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_card(monkeypatch, mem_get_info=lambda: (700, 10_000), memory_reserved=lambda: 300)
-    assert memory.budget(CUDA) == 900
+    assert (memory.reachable(CUDA), memory.budget(CUDA)) == (1000, 900)
+    assert memory.reachable(on_cpu()) == device.memory_total(on_cpu())
 
 
 def test_the_peak_counts_from_the_start_of_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from ranks import run_ranks
 from small_world import STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
 from tiny_model import on_cpu
 
+from nanochat import checkpoint_manager, fingerprint
+from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
 
@@ -80,3 +82,14 @@ def test_torchrun_gives_the_losses_of_one_process(base_folder: Path) -> None:
         lines = read_metrics(base_folder / "base_checkpoints" / tag)
         losses.append([line["loss"] for line in lines])
     assert len(losses[0]) == 20 and losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(("stage", "flag"), [("sft", "target_examples_per_step"), ("rl", "examples_per_step")])
+def test_a_step_that_ranks_cannot_share_is_refused(stage: str, flag: str, alone: Path, base_folder: Path) -> None:
+    up_to(stage, alone, base_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "check_start", lambda *_: None)
+        patch.setattr(checkpoint_manager, "finished", lambda *_: False)
+        with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
+            run_stage(stage, on_cpu(0, 3), **{flag: 8})
+    assert refused.value.exit_code == 2

@@ -141,9 +141,18 @@ def test_sharding_makes_room_on_devices_but_not_on_one_host(
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(device, "memory_total", lambda compute: 12 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 12 * 2**30)
     compute = replace(CPU, device_type=kind, world_size=ranks)
     if fits:
         sizes.check_fits(40, 3 * 2**30, mode, compute)
         return
     with pytest.raises(UserError, match="depth 40"):
         sizes.check_fits(40, 3 * 2**30, mode, compute)
+
+
+def test_a_card_whose_memory_others_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_total", lambda compute: 80 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 3 * 2**30)
+    with pytest.raises(UserError, match=r"at least 12.0 GiB of each device, but only 3.0 of 80.0 GiB are free"):
+        sizes.check_fits(20, 2**30, "none", CUDA)
+    sizes.check_fits(4, 2**28, "none", CUDA)
