@@ -33,7 +33,7 @@ class Rates:
     """the decay of those matrices, before it is scaled to the length of the run"""
 
 
-ADAMW_SHARE = 0.05  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
+ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
 
 
 class Optimizers:

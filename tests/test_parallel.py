@@ -10,7 +10,7 @@ from rank_training import CONFIG, CPU, ROWS, batches, make
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanochat import device, loop, parallel
 from nanochat.common import UserError
@@ -44,12 +44,14 @@ def train(compute: Compute, passes: int) -> dict[str, Any]:
 MATRICES = [(3, 12)] * 2 + [(54, 54)] * 3 + [(216, 54), (54, 216)] + [(1, 8)] * 5
 
 
-def step_muon(compute: Compute) -> dict[str, Tensor]:
+def step_muon(compute: Compute, replicas: int = 1) -> dict[str, Tensor]:
     """Five steps of matrices sharded by rows, with more and fewer of a shape than there are ranks."""
-    mesh = init_device_mesh("cpu", (compute.world_size,)) if compute.world_size > 1 else None
+    ranks = (replicas, compute.world_size // replicas) if replicas > 1 else (compute.world_size,)
+    mesh = init_device_mesh("cpu", ranks) if compute.world_size > 1 else None
+    placements = [Replicate(), Shard(0)][-len(ranks) :]
 
     def place(value: Tensor) -> Tensor:
-        return value if mesh is None else distribute_tensor(value, mesh, [Shard(0)])
+        return value if mesh is None else distribute_tensor(value, mesh, placements)
 
     generator = torch.Generator().manual_seed(0)
     named = [
@@ -112,8 +114,9 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
 def everything(compute: Compute) -> dict[str, Any]:
     """All of it in one start of the processes."""
     passes = (1, 2) if ROWS // compute.world_size > 1 else (1,)
+    copies = [n for n in (1, 2, 4) if compute.world_size % n == 0]
     return {
-        "train": {n: train(compute, n) for n in passes}, "muon": step_muon(compute),
+        "train": {n: train(compute, n) for n in passes}, "muon": [step_muon(compute, n) for n in copies],
         "bf16": train(replace(compute, dtype=torch.bfloat16), 1),
         "small": small_things(replace(compute, dtype=torch.bfloat16)),
     }  # fmt: skip
@@ -165,7 +168,8 @@ def test_ranks_do_what_one_process_does(ranks: int) -> None:
     alone, together = everything(CPU), run_ranks(ranks, everything)
     check_training(alone, together)
     for ran in together:
-        close(ran["muon"], alone["muon"], 1e-6)
+        for found in ran["muon"]:  # one copy over all ranks, two copies, a copy each
+            close(found, alone["muon"][0], 1e-6)
     check_bf16(alone, together)
     check_small_things(alone, together)
 
