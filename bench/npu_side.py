@@ -6,7 +6,7 @@ python -m tests.emulated_npu -- python -m bench.npu_side '{"kernels": "auto", "d
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         row = torch.randint(0, shape.vocab_size, (1, shape.sequence_len + 1), generator=generator)
         parts = (row[:, :-1].contiguous(), row[:, 1:].contiguous())
-        self.micro_batches: Iterable[tuple[Tensor, ...]] = [tuple(device.pin(part, compute) for part in parts)]
+        self.micro_batches: Sequence[tuple[Tensor, ...]] = [tuple(device.pin(part, compute) for part in parts)]
         self.num_targets = shape.sequence_len
 
 

@@ -21,14 +21,14 @@ from typing import Any, TextIO
 
 import torch
 
+from bench.ranks import D4, wire_bytes_per_parameter
 from bench.train_rows import check_rows, make_rows, standard_library
-from nanochat import device
-from nanochat.common import UserError, log, run
+from nanochat import device, host
+from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.optim import Rates
 
 ROOT = Path(__file__).resolve().parent.parent
-D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")
 STEP_TOKENS = 4096
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, in a second
 
@@ -295,7 +295,7 @@ def main(cfg: Config) -> None:
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
-    device.use_compile_cache()  # of both sides, in the base folder
+    host.use_compile_cache(base_dir() / "compile_cache")  # of both sides, in the base folder
     compute = device.compute_init("cpu")
     chosen = variants(cfg, device.compiler_missing(compute))
     with tempfile.TemporaryDirectory() as temporary:
@@ -313,7 +313,8 @@ def main(cfg: Config) -> None:
         f"4 layers, 256 channels, one thread each, median of {plan.rounds * plan.steps} steps of {STEP_TOKENS:,} tokens"
     )
     log(table(measured, plan))
-    print(json.dumps(figures(measured, plan)), flush=True)
+    wire = round(wire_bytes_per_parameter(), 3)  # four ranks, counted
+    print(json.dumps({**figures(measured, plan), "wire_bytes_per_parameter": wire}), flush=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def upstream(task: dict[str, Any]) -> Side:
         raise SystemExit("this nanochat's GPT has no setup_optimizer; give a checkout of 2026, such as the newest")
     model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's, which a type checker does not see
     model.init_weights()
-    optimizer = model.setup_optimizer(**task["rates"])
+    optimizer = model.setup_optimizer(
+        **{name: rate for name, rate in task["rates"].items() if name != "matrix_optimizer"}
+    )
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model
 
     def step(batch: Batch) -> float:

@@ -20,7 +20,7 @@ import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanochat import parallel
+from nanochat import fingerprint, parallel
 from nanochat.common import UserError, base_dir, log, warn, write_json
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
@@ -47,7 +47,8 @@ MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scr
 # Which model a run starts from is told by its parent's identity, however it was named.
 FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
               "eval_every", "eval_tokens", "eval_examples", "data", "model_tag", "source", "source_step",
-              "base_step")  # fmt: skip
+              "base_step", "shard")  # fmt: skip
+ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag
 NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names
 KEEP = 2  # newest steps kept of a running stage
 
@@ -102,7 +103,7 @@ def _write_files(
 ) -> dict[str, dict[str, Any]]:
     """Write and sync this rank's files; return the hashes and sizes of all ranks'."""
     name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    state = optimizers.state()
+    state = optimizers.saved()
     layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
     tensors = {key: value.detach() for key, (value, _, _) in state.items()}
     write_tensors(tensors, folder / name, {"layout": json.dumps(layout)})
@@ -161,8 +162,8 @@ def finished(folder: Path, settings: dict[str, Any], compute: Compute, reported:
 
 def _same(folder: Path, meta: dict[str, Any], settings: dict[str, Any]) -> None:
     """Refuse to go on with other settings than a run was begun with."""
-    known = {key: value for key, value in meta["config"].items() if key not in FREE_FLAGS}
-    asked = {key: value for key, value in settings.items() if key not in FREE_FLAGS}
+    known = {key: value for key, value in {**ADDED_FLAGS, **meta["config"]}.items() if key not in FREE_FLAGS}
+    asked = {key: value for key, value in {**ADDED_FLAGS, **settings}.items() if key not in FREE_FLAGS}
     changed = [f"{key if key in NOT_FLAGS else '--' + key}: {known.get(key)} before, {asked.get(key)} now"
                for key in sorted({*known, *asked}) if known.get(key) != asked.get(key)]  # fmt: skip
     if changed:
@@ -202,8 +203,9 @@ def resume(
     """Load the newest whole step into model and optimizers; step 0 and no state where there is none.
 
     `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they or the
-    settings differ from those that the run was begun with.
+    settings differ from those that the run was begun with, or are not the same on all ranks.
     """
+    fingerprint.check({"the data": data}, compute)
     if compute.main:
         sweep(folder)
     barrier(compute)

@@ -253,7 +253,7 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """A main for common.run(): take the device that the flags name, work there, and leave the process group."""
 
     def main(cfg: Any) -> None:
-        use_compile_cache()
+        host.use_compile_cache(base_dir() / "compile_cache")
         compute = compute_init(cfg.device_type)
         try:
             work(cfg, compute)
@@ -266,14 +266,6 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             compute_cleanup()
 
     return main
-
-
-def use_compile_cache() -> None:
-    """Keep compiled kernels in the base folder, so that later stages and runs find them.
-
-    It must come early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base_dir() / "compile_cache"))
 
 
 def describe(compute: Compute) -> str:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sysconfig
+from pathlib import Path
 
 
 def cpu_flags() -> frozenset[str]:
@@ -36,3 +37,11 @@ def compiler_missing() -> str:
     if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         return "Python's headers (python3-dev) were not found"
     return ""
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Keep compiled kernels in a folder of ours, so that later stages and runs find them.
+
+    It must come early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +11,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, kernels, parallel
+from nanochat import device, kernels, memory, parallel
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 from nanochat.kernels import Asked
 from nanochat.optim import Optimizers
+from nanochat.parallel import Sharding
+from nanochat.placement import place_of
 from nanochat.tracking import Tracker, progress_on_terminal
 
 BAD_STEPS = 10  # non-finite updates in a row after which a run stops
@@ -33,7 +35,7 @@ class MicroBatches(Protocol):
     def num_targets(self) -> int: ...
 
     @property
-    def micro_batches(self) -> Iterable[tuple[Tensor, ...]]: ...
+    def micro_batches(self) -> Sequence[tuple[Tensor, ...]]: ...
 
 
 @dataclass
@@ -77,13 +79,21 @@ def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: 
     """Forward, backward and one optimizer step over a step's micro-batches; skipped whole if not finite.
 
     The loss is divided by the targets of the whole step over all ranks, so that neither the split into micro-batches
-    nor the number of ranks changes the gradient.
+    nor the number of ranks changes the gradient. UserError with the next value to try where memory runs out.
     """
+    rows = [len(batch[0]) for batch in step.micro_batches]
+    with memory.advising(max(rows, default=1), sum(rows)):
+        return _update(model, optimizers, step, scale, compute)
+
+
+def _update(
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute
+) -> Outcome:
     optimizers.zero_grad()
     device.clear_overflow(compute)
     # FSDP averages gradients over ranks; every rank's part is of the same whole, so the average is undone here.
     factor = scale.value * compute.world_size / max(step.num_targets, 1)
-    batches = list(step.micro_batches)
+    batches = step.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
         inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
@@ -97,6 +107,7 @@ def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: 
     norm_square, loss_total, overflows = parallel.total(
         [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
     )
+    norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     if finite:
@@ -263,6 +274,9 @@ class StageFlags:
     """torch.compile; default: where it works and pays"""
     kernels: Asked = "auto"
     """on an NPU: fused = its own operators or an error, plain = torch's, auto = what the chip has"""
+    shard: Sharding = "grad"
+    """what many devices share out: none = each holds all, grad = gradients and state (ZeRO-2), full = parameters too
+    (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
 
@@ -361,6 +375,8 @@ def compiled(
             fast = torch.compile(model, dynamic=False)
         fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+        if memory.ran_out(failure):
+            raise memory.advice(shape[0], shape[0]) from failure
         if wanted:
             raise
         warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.device import is_sharded, local
+from nanochat.device import local
+from nanochat.placement import place_of
 
 # (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T; computed for a safety factor of 2e-2, cushion 2.
 POLAR_EXPRESS = (
@@ -72,17 +73,19 @@ class _Stack:
     names: list[str]
     rows: int
     cols: int
-    owned: list[list[int]]  # rank -> which matrices it makes whole and orthogonalizes
-    row_counts: list[int]  # rank -> how many rows of each matrix it holds
+    owned: list[list[int]]  # shard -> which matrices are made whole there
+    row_counts: list[int]  # shard -> how many rows of each matrix it holds
+    mine: list[int]  # which matrices this rank orthogonalizes: those whole here, dealt out among the replicas
     momentum: Tensor  # (K, local rows, cols)
-    variance: Tensor  # (matrices owned here, rows, 1) or (.., 1, cols)
+    variance: Tensor  # (mine, rows, 1) or (mine, 1, cols)
 
 
 class Muon(torch.optim.Optimizer):
     """One instance for all matrices; on one rank or with parameters that FSDP2 has sharded by rows.
 
-    With N ranks the momenta of each stack are exchanged all-to-all, so that a rank holds whole matrices, multiplies
-    them there, and sends the rows of the update back.
+    With N shards the momenta of each stack are exchanged all-to-all, so that a rank holds whole matrices, multiplies
+    them there, and sends the rows of the update back. Replicas hold the same momenta: each multiplies its share of the
+    matrices, and they gather the products.
     """
 
     def __init__(
@@ -103,8 +106,7 @@ class Muon(torch.optim.Optimizer):
         )
         # fp16 has too few exponent bits for the Gram matrices' powers
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.ranks = next((p.device_mesh.size() for _, p in named if is_sharded(p)), 1)
-        self.rank = dist.get_rank() if self.ranks > 1 else 0
+        self.place = place_of(named[0][1])
         by_shape: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         for name, parameter in named:
             rows, cols = parameter.shape
@@ -120,17 +122,17 @@ class Muon(torch.optim.Optimizer):
 
     def _stack(self, members: list[tuple[str, Tensor]], first: int) -> _Stack:
         rows, cols = members[0][1].shape
-        owned: list[list[int]] = [[] for _ in range(self.ranks)]
+        place = self.place
+        owned: list[list[int]] = [[] for _ in range(place.shards)]
         for i in range(len(members)):
-            owned[(first + i) % self.ranks].append(i)
-        share = -(-rows // self.ranks)  # FSDP2 shards as torch.chunk does: the last ranks may hold fewer, or none
-        row_counts = [max(min(share, rows - r * share), 0) for r in range(self.ranks)]
+            owned[(first + i) % place.shards].append(i)
+        mine = owned[place.shard][place.replica :: place.replicas]
+        row_counts = place.row_counts(rows)
         device = local(members[0][1]).device
-        momentum = torch.zeros(len(members), row_counts[self.rank], cols, device=device)
-        shape = (len(owned[self.rank]), *variance_shape(rows, cols))
-        variance = torch.zeros(shape, device=device)
+        momentum = torch.zeros(len(members), row_counts[place.shard], cols, device=device)
+        variance = torch.zeros((len(mine), *variance_shape(rows, cols)), device=device)
         return _Stack(
-            [p for _, p in members], [n for n, _ in members], rows, cols, owned, row_counts, momentum, variance
+            [p for _, p in members], [n for n, _ in members], rows, cols, owned, row_counts, mine, momentum, variance
         )
 
     @torch.no_grad()
@@ -144,10 +146,13 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack([local(p.grad) for p in stack.parameters if p.grad is not None])
         stack.momentum.lerp_(gradients, 1 - momentum)
         g = gradients.lerp_(stack.momentum, momentum).to(self.dtype)  # Nesterov
-        whole = g if self.ranks == 1 else self._to_owners(g, stack)
+        whole = g if self.place.shards == 1 else self._to_owners(g, stack)
+        whole = whole[self.place.replica :: self.place.replicas]
         if whole.size(0):
             whole = equalize(orthogonalize(whole), stack.variance, beta2)
-        update = whole if self.ranks == 1 else self._to_rows(whole, stack)
+        if self.place.replicas > 1:
+            whole = self._from_replicas(whole, stack)
+        update = whole if self.place.shards == 1 else self._to_rows(whole, stack)
         lr = lr * max(1.0, stack.rows / stack.cols) ** 0.5
         held = [local(parameter) for parameter in stack.parameters]
         if update.device.type != "cpu":  # launching operators is dear: the same arithmetic, once for all
@@ -164,24 +169,34 @@ class Muon(torch.optim.Optimizer):
 
     def _to_owners(self, g: Tensor, stack: _Stack) -> Tensor:
         """(K, local rows, cols) momenta -> (owned, rows, cols) whole matrices on their owners."""
-        mine = len(stack.owned[self.rank])
-        here = stack.row_counts[self.rank]
+        mine = len(stack.owned[self.place.shard])
+        here = stack.row_counts[self.place.shard]
         outgoing = torch.cat([g[indices].flatten() for indices in stack.owned])
         sizes_out = [len(indices) * here * stack.cols for indices in stack.owned]
         sizes_in = [mine * rows * stack.cols for rows in stack.row_counts]
         incoming = outgoing.new_empty(sum(sizes_in))
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out)
+        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group)
         parts = incoming.split(sizes_in)
         return torch.cat([p.view(mine, r, stack.cols) for p, r in zip(parts, stack.row_counts, strict=True)], dim=1)
 
+    def _from_replicas(self, mine: Tensor, stack: _Stack) -> Tensor:
+        """(mine, rows, cols) updates of this replica -> (owned, rows, cols) of all of them, on each."""
+        replicas, count = self.place.replicas, len(stack.owned[self.place.shard])
+        share = -(-count // replicas)
+        padded = mine.new_zeros(share, stack.rows, stack.cols, dtype=self.dtype)
+        padded[: mine.size(0)] = mine
+        parts = [torch.empty_like(padded) for _ in range(replicas)]
+        dist.all_gather(parts, padded, group=self.place.replica_group)
+        return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # matrix i was replica i % replicas's
+
     def _to_rows(self, whole: Tensor, stack: _Stack) -> Tensor:
         """(owned, rows, cols) updates on their owners -> (K, local rows, cols) on the ranks that hold the rows."""
-        here = stack.row_counts[self.rank]
+        here = stack.row_counts[self.place.shard]
         outgoing = torch.cat([part.to(self.dtype).flatten() for part in whole.split(stack.row_counts, dim=1)])
         sizes_out = [whole.size(0) * rows * stack.cols for rows in stack.row_counts]
         sizes_in = [len(indices) * here * stack.cols for indices in stack.owned]
         incoming = outgoing.new_empty(sum(sizes_in))
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out)
+        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group)
         update = torch.empty(len(stack.parameters), here, stack.cols, device=whole.device)
         for indices, part in zip(stack.owned, incoming.split(sizes_in), strict=True):
             update[indices] = part.view(len(indices), here, stack.cols).float()
@@ -191,10 +206,9 @@ class Muon(torch.optim.Optimizer):
         """State for a checkpoint: name -> (tensor held here, its whole shape, its first row in the whole)."""
         state: dict[str, tuple[Tensor, tuple[int, ...], int]] = {}
         for stack in self.stacks:
-            start = sum(stack.row_counts[: self.rank])
+            start = self.place.first_row(stack.rows)
             for i, name in enumerate(stack.names):
                 state[f"{name}.momentum"] = (stack.momentum[i], (stack.rows, stack.cols), start)
-            for place, i in enumerate(stack.owned[self.rank]):
-                variance = stack.variance[place]
+            for variance, i in zip(stack.variance, stack.mine, strict=True):
                 state[f"{stack.names[i]}.variance"] = (variance, tuple(variance.shape), 0)
         return state

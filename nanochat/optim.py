@@ -1,15 +1,17 @@
-"""Parameter roles to optimizers: AdamW for tables, head and scalars, Muon for the matrices inside layers."""
+"""Parameter roles to optimizers: AdamW for tables, head and scalars, Muon (or AdamW too) for matrices in layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from nanochat import kernels
-from nanochat.device import is_sharded, local
+from nanochat.device import local
 from nanochat.muon import Muon
+from nanochat.placement import place_of
 
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
 
@@ -23,11 +25,16 @@ class Rates:
     embedding_lr: float = 0.3
     """AdamW's of the embedding, at 768 channels; value embeddings take half"""
     matrix_lr: float = 0.02
-    """Muon's, of the matrices inside layers"""
+    """Muon's, of the matrices inside layers; AdamW takes a part of it"""
+    matrix_optimizer: Literal["muon", "adamw"] = "muon"
+    """what steps the matrices inside layers"""
     scalar_lr: float = 0.5
     """AdamW's of the scalars of the residual stream"""
     weight_decay: float = 0.28
-    """Muon's decay, before it is scaled to the length of the run"""
+    """the decay of those matrices, before it is scaled to the length of the run"""
+
+
+ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
 
 
 class Optimizers:
@@ -48,6 +55,8 @@ class Optimizers:
             "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
             "smear": (0.2, (0.8, 0.95), 0.0, 1e-6),
         }
+        if rates.matrix_optimizer == "adamw":
+            settings["matrix"] = (ADAMW_SHARE * rates.matrix_lr * width, (0.8, 0.95), rates.weight_decay, 1e-8)
         named: dict[str, list[tuple[str, Tensor]]] = {}
         for name, parameter in model.named_parameters():
             named.setdefault(roles[name], []).append((name, parameter))
@@ -55,44 +64,60 @@ class Optimizers:
         for role, (lr, betas, decay, eps) in settings.items():
             if role in named:
                 lr = lr * scale
-                shared = {"lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay, "eps": eps}
+                shared = {"role": role, "lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay, "eps": eps}
                 groups.append({"params": [parameter for _, parameter in named[role]], **shared})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
         self.adamw = torch.optim.AdamW(groups, fused=True)
-        self.muon = Muon(
-            named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
-            stacked=kernels.asked() != "plain",
-        )  # fmt: skip
+        self.muon = None
+        if rates.matrix_optimizer == "muon":
+            self.muon = Muon(
+                named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
+                stacked=kernels.asked() != "plain",
+            )  # fmt: skip
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
-        """Set the factors of this step: on all learning rates, Muon's momentum itself, and on Muon's decay."""
+        """Set the factors of this step: on all learning rates, Muon's momentum itself, and on the matrices' decay."""
         for group in self.adamw.param_groups:
             group["lr"] = group["base_lr"] * lr
+            if group["role"] == "matrix":
+                group["weight_decay"] = self.base_decay * decay
+        if self.muon is None:
+            return
         matrices = self.muon.param_groups[0]
         matrices["lr"], matrices["momentum"] = self.base_matrix_lr * lr, momentum
         matrices["weight_decay"] = self.base_decay * decay
 
     def step(self) -> None:
         """Update all parameters from their gradients."""
-        self.adamw.step()
-        self.muon.step()
+        for optimizer in self._both():
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.adamw.zero_grad(set_to_none=True)
-        self.muon.zero_grad(set_to_none=True)
+        for optimizer in self._both():
+            optimizer.zero_grad(set_to_none=True)
+
+    def _both(self) -> list[torch.optim.Optimizer]:
+        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
 
     def state(self) -> State:
         """Everything a resume needs, by name: the tensors this rank holds and where they lie in the whole."""
-        state = self.muon.named_state()
+        state = {} if self.muon is None else self.muon.named_state()
         for parameter, held in self._adamw_state().items():
-            name, start = self.names[parameter], _first_row(parameter)
+            name, start = self.names[parameter], place_of(parameter).first_row(parameter.shape[0])
             for key in ("exp_avg", "exp_avg_sq"):
                 here = local(held[key])
                 state[f"{name}.{key}"] = (here, tuple(parameter.shape), start)
             state[f"{name}.step"] = (held["step"].reshape(1), (1,), 0)
         return state
+
+    def saved(self) -> State:
+        """The part of state() that this rank writes: of what replicas hold alike, each has a share."""
+        state, place = self.state(), place_of(next(iter(self.names)))
+        alike = [name for name in state if not name.endswith(".variance")]
+        mine = set(alike[place.replica :: place.replicas])
+        return {name: part for name, part in state.items() if name in mine or name not in alike}
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
         """AdamW's state, made now where no step has been taken yet."""
@@ -105,12 +130,3 @@ class Optimizers:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
         return {parameter: self.adamw.state[parameter] for parameter in self.adamw.state}
-
-
-def _first_row(parameter: Tensor) -> int:
-    """Where this rank's rows of a parameter begin: FSDP2 shards dimension 0 as torch.chunk does."""
-    if not is_sharded(parameter):
-        return 0
-    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-    share = -(-parameter.shape[0] // ranks)
-    return min(rank * share, parameter.shape[0])

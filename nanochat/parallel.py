@@ -5,38 +5,72 @@ FSDP2 and DTensor are imported where they are used: they cost two seconds, which
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError
-from nanochat.device import Compute, is_sharded
+from nanochat.common import UserError, log
+from nanochat.device import Compute, is_sharded, local
+from nanochat.placement import place_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def shard(model: nn.Module, groups: list[nn.Module], compute: Compute) -> None:
-    """Spread parameters, gradients and optimizer state over the ranks (ZeRO-2), in place; one rank keeps all.
+Sharding = Literal["none", "grad", "full"]
+_EVERY_PASS = "reduces_in_every_pass"  # attribute of a sharded model
 
-    `groups` are the modules gathered and reduced together: layers, embeddings, head. Parameters stay fp32 masters;
-    they are gathered in the compute dtype, and gradients are reduced in fp32.
+
+def ranks_per_host(compute: Compute) -> int:
+    """How many ranks the launcher started on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", compute.world_size))
+
+
+def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
+    """(replicas, shards): copies of the parameters, and ranks that share one copy.
+
+    On several hosts each holds a copy (HSDP), so that only gradients cross the network, once a step; on hosts with
+    one rank each a copy is spread over all.
+    """
+    if mode == "none":
+        return compute.world_size, 1
+    here = ranks_per_host(compute)
+    if 1 < here < compute.world_size and compute.world_size % here == 0:
+        return compute.world_size // here, here
+    return 1, compute.world_size
+
+
+def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad") -> None:
+    """Spread a model over the ranks, in place; one rank keeps all.
+
+    "none" holds everything on every rank; "grad" shards masters, gradients and optimizer state (ZeRO-2): gathered once
+    a step, reduced once a step; "full" gives up gathered parameters after every use and reduces gradients in every
+    pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules gathered and reduced together:
+    layers, embeddings, head. Parameters stay fp32 masters; they are gathered in the compute dtype, and gradients are
+    reduced in fp32, while the backward pass goes on.
     """
     if compute.world_size == 1:
         return
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    replicas, shards = mesh_shape(mode, compute)
+    log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
+    dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
+    mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     mixed = compute.dtype != torch.float32
     # Inputs are left as they are: the models cast what they use, and RL's token weights must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for module in [*groups, model]:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full")
+    setattr(model, _EVERY_PASS, mode == "full")
 
 
 def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
@@ -44,8 +78,8 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over ranks, and give up gathered parameters, only in the last pass of a step."""
-    if _is_fsdp(model):
+    """Reduce gradients over ranks, and give up gathered parameters, only in the last pass of a step; see shard()."""
+    if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
@@ -64,6 +98,15 @@ def total(values: list[float], compute: Compute) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def least(value: int, compute: Compute) -> int:
+    """The smallest of all ranks' numbers, on every rank."""
+    if compute.world_size == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return int(tensor.item())
 
 
 def agree(value: int, compute: Compute) -> int:
@@ -94,12 +137,9 @@ def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
     if wrong:
         raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
     for name, parameter in model.named_parameters():
-        value = values[name].to(parameter.device)
-        if is_sharded(parameter):
-            from torch.distributed.tensor import Shard, distribute_tensor
-
-            value = distribute_tensor(value, parameter.device_mesh, [Shard(0)])
-        parameter.copy_(value)
+        here = local(parameter)
+        first = place_of(parameter).first_row(parameter.shape[0])
+        here.copy_(values[name][first : first + here.shape[0]])
 
 
 @torch.no_grad()

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat import device, schedule
+from nanochat import device, parallel, schedule
 from nanochat.common import UserError, log
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
+from nanochat.memory import reachable
 
 Auto = Literal["auto"]
 CPU_PASS_TOKENS = 4096  # tokens of a pass on a CPU: larger ones only fall out of its caches
+STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
 ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
 
 
@@ -35,6 +37,27 @@ def model_config(
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
+
+
+def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
+    """UserError where the parameters of a model and what training keeps beside them exceed the device's memory."""
+    _, shards = parallel.mesh_shape(mode, compute)
+    sharers = parallel.ranks_per_host(compute) if compute.device_type == "cpu" else 1  # ranks in one memory
+    needed, total = STATE_BYTES * parameters / shards * sharers, device.memory_total(compute)
+    free = reachable(compute)
+    if free < needed <= total:
+        raise UserError(
+            f"training takes at least {needed / 2**30:,.1f} GiB of each device, but only {free / 2**30:,.1f} of "
+            f"{total / 2**30:,.1f} GiB are free: other processes hold the rest. End them, or choose another device."
+        )
+    if needed > total:
+        whose = "this host" if compute.device_type == "cpu" else "a device"
+        raise UserError(
+            f"depth {depth} makes {parameters:,} parameters, which take at least {needed / 2**30:,.0f} GiB to train; "
+            f"{whose} has {total / 2**30:,.0f} GiB. Take a smaller --depth or --model_dim"
+            + ("." if compute.device_type == "cpu" else f", or more devices with --shard=full (now {mode})."),
+            exit_code=2,
+        )
 
 
 @dataclass(frozen=True)

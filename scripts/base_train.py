@@ -8,8 +8,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, report, schedule, sizes
+from nanochat import (
+    dataloader,
+    dataset,
+    device,
+    fingerprint,
+    loop,
+    loss_eval,
+    parallel,
+    probe,
+    report,
+    schedule,
+    sizes,
+)
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -63,14 +77,17 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = dataset.resolve(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag)):
         return
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
                                tokenizer.vocab_size, corpus.name, compute)  # fmt: skip
-    model = GPT(shape, dtype=compute.dtype)
+    with torch.device("meta"):  # without memory, until it is known to fit
+        model = GPT(shape, dtype=compute.dtype)
     counts, flops = model.parameter_counts(), model.flops_per_token()
+    sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
                         corpus.name, compute)  # fmt: skip
@@ -91,9 +108,9 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
+    model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
-    model.to(compute.device)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
                                   cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
     rates = dataclasses.replace(
@@ -106,6 +123,7 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
+    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

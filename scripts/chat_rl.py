@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, parallel, report, rollout
+from nanochat import dataloader, device, fingerprint, loop, parallel, report, rollout
 from nanochat.chat_eval import evaluate
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
@@ -61,6 +61,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag)):
         return
     if cfg.examples_per_step % compute.world_size:
@@ -80,7 +81,7 @@ def train(cfg: Config, compute: Compute) -> None:
     # The sampler is a whole copy of the model in the compute dtype; the trained one may be sharded.
     sampler = GPT(shape, dtype=compute.dtype).to(compute.device).eval()
     checkpoints.held_in(sampler, compute.dtype)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
     replies = cfg.examples_per_step * cfg.num_samples

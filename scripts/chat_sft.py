@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, loop, loss_eval, parallel, report, schedule, sizes
-from nanochat.common import log, run, settings
+from nanochat import dataloader, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
+from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
 from tasks.mixtures import mix
@@ -49,8 +49,14 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag)):
         return
+    if cfg.target_examples_per_step % compute.world_size:
+        raise UserError(
+            f"target_examples_per_step must be a multiple of the {compute.world_size} ranks, got "
+            f"{cfg.target_examples_per_step}", 2
+        )  # fmt: skip
     loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
@@ -63,12 +69,13 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
+    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, dataset, device, loop, loss_eval, parallel, report, schedule, sizes
+from nanochat import dataloader, dataset, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -53,6 +53,7 @@ def train(cfg: Config, compute: Compute) -> None:
     folder = checkpoints.checkpoint_dir("mid", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
+    fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("mid", parent.tag)):
         return
     loaded = checkpoints.load_model("base", parent.tag, parent.step, compute, dtype=device.MASTER)
@@ -71,13 +72,14 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
         f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
+    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
     fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
     stage = loop.Stage("mid", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
     1: """
-        chat_api device download engine_thread measure npu_kernels sampling schedule shards step_files textfiles
-        tinyworld token_files tracking transcript
+        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
+        textfiles tinyworld token_files tracking transcript
     """,
-    2: "dataset execution kernels muon tokenizer",
+    2: "dataset execution fingerprint kernels memory muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval planner",
+    5: "core_eval engine export loss_eval planner probe",
     6: "chat_eval report server web",
     7: "rollout",
 }

@@ -231,3 +231,18 @@ def test_a_wrong_command_line_ends_with_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --upstream must name a folder")
     assert list(here.iterdir()) == []
+
+
+def test_the_last_line_tells_the_bytes_that_ranks_send(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {
+        Variant("matmuls", "bfloat16"): Measured(10, [0.0], [1.0]),
+        Variant("ours", "float32"): Measured(10, [2.0], [3.0], 100),
+    }
+    monkeypatch.setattr(bench, "measure", lambda *_: measured)
+    monkeypatch.setattr(bench, "make_rows", lambda *_: {"rows": 1, "row_tokens": 513, "text": "none"})
+    monkeypatch.setattr(bench, "wire_bytes_per_parameter", lambda: 4.8214)
+    bench.main(Config(quick=True))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["wire_bytes_per_parameter"] == 4.821 and found["variant"] == "ours eager float32"

@@ -1,6 +1,7 @@
 """The shared arithmetic of training: when, how large, what is skipped, what is compiled."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +172,19 @@ def test_a_step_that_is_not_finite_touches_nothing(break_it: Callable[[GPT], Non
     for one, two in zip(before, snapshot(model, optimizers), strict=True):
         assert torch.equal(one, two) or (one.isnan().all() and two.isnan().all())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("passes", "said"), [([4, 4], "pass of 4 row(s) on each device. Try --device_batch_size=2:"),
+                                              ([1] * 8, "pass of one row")])  # fmt: skip
+def test_running_out_of_memory_names_the_next_value(passes: list[int], said: str) -> None:
+    model = gpt()
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    model.lm_head.register_full_backward_hook(full)
+    with pytest.raises(UserError, match=re.escape(said)):
+        loop.update(model, optimizers_of(model), split(rows()[:2], passes), LossScale(), CPU)
 
 
 # --- fp16 ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizers, Rates
+from nanochat.optim import ADAMW_SHARE, Optimizers, Rates
 
 DIM = 48
 # role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours)
@@ -89,6 +89,35 @@ def test_adamw_steps_equal_the_formulas() -> None:
     for name, parameter in model.named_parameters():
         if name in p:
             torch.testing.assert_close(parameter.detach().double(), p[name], atol=2e-6, rtol=2e-6, msg=name)
+
+
+def test_matrices_may_be_stepped_by_adamw() -> None:
+    """Every matrix against a torch.optim.AdamW of its own, under changing rates and decay."""
+    model, optimizers = model_and_optimizers(2.0, Rates(matrix_optimizer="adamw", matrix_lr=0.04, weight_decay=0.3))
+    assert optimizers.muon is None
+    roles, oracles = model.parameter_roles(), {}
+    rate = 2.0 * 0.04 * ADAMW_SHARE * (DIM / 768) ** -0.5
+    for name, parameter in model.named_parameters():
+        if roles[name] == "matrix":
+            twin = torch.nn.Parameter(parameter.detach().clone())
+            oracles[name] = (twin, torch.optim.AdamW([twin], lr=rate, betas=(0.8, 0.95), eps=1e-8, foreach=False))
+    for step in range(5):
+        gradients = fill_gradients(model, step)
+        optimizers.schedule(1 - 0.1 * step, 0.9, 1 - 0.2 * step)
+        for name, (twin, oracle) in oracles.items():
+            twin.grad = gradients[name]
+            oracle.param_groups[0].update(lr=rate * (1 - 0.1 * step), weight_decay=0.3 * (1 - 0.2 * step))
+            oracle.step()
+        optimizers.step()
+    assert len(oracles) == len([name for name in roles if roles[name] == "matrix"]) > 10
+    for name, parameter in model.named_parameters():
+        if name in oracles:
+            torch.testing.assert_close(parameter.detach(), oracles[name][0].detach(), atol=1e-6, rtol=1e-6, msg=name)
+    optimizers.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state = optimizers.state()
+    assert {f"{name}.exp_avg_sq" for name in oracles} <= state.keys()
+    assert not any(name.endswith((".momentum", ".variance")) for name in state)
 
 
 def test_schedule_sets_what_it_says_from_the_base_each_time() -> None:

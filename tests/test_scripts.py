@@ -258,6 +258,15 @@ def test_without_an_earlier_stage_a_command_ends_with_2(
     assert "python -m scripts.base_train" in capsys.readouterr().err
 
 
+def test_a_depth_too_large_for_memory_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, base_folder: Path
+) -> None:
+    make_corpus(base_folder)
+    with pytest.raises(UserError, match=r"depth 128 makes [\d,]+ parameters, which take at least [\d,]+ GiB"):
+        run_stage("base", depth=128, model_dim=16384, head_dim=128)
+    assert not list(base_folder.rglob("*.safetensors")) and not list(base_folder.rglob("*.bin"))
+
+
 def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     chain: Chain, base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

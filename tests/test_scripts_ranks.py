@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from small_world import STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
+from tiny_model import on_cpu
 
+from nanochat import checkpoint_manager, fingerprint
+from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
 
@@ -51,6 +54,20 @@ def test_two_ranks_learn_what_one_does(stage: str, alone: Path, base_folder: Pat
     assert (base_folder / "report" / "sections" / f"{stage}_train.json").exists()
 
 
+def a_part(compute: Compute, mode: str, stop: int) -> None:
+    run_stage("base", compute, num_iterations=STEPS, eval_every=STEPS, shard=mode, stop_at=stop)
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_sharding(alone: Path, base_folder: Path) -> None:
+    up_to("base", alone, base_folder)
+    run_ranks(2, a_part, "none", 2)
+    run_ranks(4, a_part, "full", 4)
+    a_part(on_cpu(), "grad", STEPS)
+    one, mixed = (read_metrics(stage_folder(base, "base")) for base in (alone, base_folder))
+    assert [line["step"] for line in mixed] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in one], abs=1e-4)
+
+
 @pytest.mark.slow
 def test_torchrun_gives_the_losses_of_one_process(base_folder: Path) -> None:
     make_corpus(base_folder)
@@ -65,3 +82,14 @@ def test_torchrun_gives_the_losses_of_one_process(base_folder: Path) -> None:
         lines = read_metrics(base_folder / "base_checkpoints" / tag)
         losses.append([line["loss"] for line in lines])
     assert len(losses[0]) == 20 and losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(("stage", "flag"), [("sft", "target_examples_per_step"), ("rl", "examples_per_step")])
+def test_a_step_that_ranks_cannot_share_is_refused(stage: str, flag: str, alone: Path, base_folder: Path) -> None:
+    up_to(stage, alone, base_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "check_start", lambda *_: None)
+        patch.setattr(checkpoint_manager, "finished", lambda *_: False)
+        with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
+            run_stage(stage, on_cpu(0, 3), **{flag: 8})
+    assert refused.value.exit_code == 2

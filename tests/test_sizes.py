@@ -9,6 +9,7 @@ from nanochat import device, sizes
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
+from nanochat.parallel import Sharding
 from nanochat.sizes import Batch
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
@@ -115,3 +116,43 @@ def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     for memory, expected in ((80, 16), (8, 1)):
         monkeypatch.setattr(device, "memory_total", lambda compute, memory=memory: memory * 2**30)
         assert sizes.batch(2**19, "auto", d20, 896_500_000, None, "x", CUDA).device_batch_size == expected
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_a_depth_too_large_for_memory_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_total", lambda compute: 24 * 2**30)
+    sizes.check_fits(4, 2 * 2**30, "grad", CPU)  # 12 bytes each fill it
+    with pytest.raises(
+        UserError, match=r"depth 40 makes 2,147,483,649 parameters, .* at least 24 GiB .* --depth"
+    ) as no:
+        sizes.check_fits(40, 2 * 2**30 + 1, "grad", CPU)
+    assert no.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "ranks", "fits"),
+    [("cuda", "grad", 4, True), ("cuda", "full", 4, True), ("cuda", "none", 4, False), ("cuda", "grad", 2, False),
+     ("cpu", "grad", 4, False), ("cpu", "none", 1, False)],
+)  # fmt: skip
+def test_sharding_makes_room_on_devices_but_not_on_one_host(
+    kind: str, mode: Sharding, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(device, "memory_total", lambda compute: 12 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 12 * 2**30)
+    compute = replace(CPU, device_type=kind, world_size=ranks)
+    if fits:
+        sizes.check_fits(40, 3 * 2**30, mode, compute)
+        return
+    with pytest.raises(UserError, match="depth 40"):
+        sizes.check_fits(40, 3 * 2**30, mode, compute)
+
+
+def test_a_card_whose_memory_others_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_total", lambda compute: 80 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 3 * 2**30)
+    with pytest.raises(UserError, match=r"at least 12.0 GiB of each device, but only 3.0 of 80.0 GiB are free"):
+        sizes.check_fits(20, 2**30, "none", CUDA)
+    sizes.check_fits(4, 2**28, "none", CUDA)
