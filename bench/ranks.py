@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.wire import Wire
-from nanochat import dataloader, device, loop, parallel
+from nanochat import dataloader, device, host, loop, parallel
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
