@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import types
 from datetime import timedelta
 from functools import lru_cache
@@ -102,6 +103,7 @@ def _let_autograd_finish() -> None:
         for index in range(device().device_count()):
             if device().usage(index)["allocations"]:
                 torch.ones((), device=f"npu:{index}", requires_grad=True).mul(1).backward()
+        time.sleep(0.2)  # the thread lets go of the interpreter a moment after the pass has returned
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
