@@ -110,7 +110,9 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     batches = []
     for number in range(passes):
         part = samples[number * rows : (number + 1) * rows]
-        inputs = torch.full((max(len(part), 1), T), pad, dtype=torch.long)
+        # Few heights as well as few lengths: libraries keep something for every shape they have met.
+        height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
+        inputs = torch.full((height, T), pad, dtype=torch.long)
         targets = torch.full_like(inputs, -1)
         weights = torch.zeros(inputs.shape)
         for row, sample in enumerate(part):

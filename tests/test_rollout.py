@@ -88,7 +88,8 @@ def gradient(device_batch_size: int, compute: Compute) -> tuple[loop.Outcome, di
 def test_rows_weigh_the_reply_s_tokens_and_no_others():
     rollouts, samples = rolled()
     ((inputs, targets, weights),) = rollouts.micro_batches
-    assert len(samples) == len(inputs) and inputs.shape == targets.shape == weights.shape
+    assert len(inputs) == rollout.ROUND >= len(samples) and inputs.shape == targets.shape == weights.shape
+    assert bool((targets[len(samples) :] == -1).all()) and not weights[len(samples) :].any()
     assert inputs.shape[1] % rollout.ROUND == 0
     for row, sample in enumerate(samples):
         tokens, first = sample.prompt + sample.completion.tokens, len(sample.prompt) - 1
