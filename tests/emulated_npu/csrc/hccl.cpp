@@ -185,8 +185,11 @@ struct Hccl final : c10d::Backend {
     count("collectives", "reduce_scatter");
     auto options = given;
     options.reduceOp = reduction(given.reduceOp, outputs.at(0));
-    at::Tensor whole = at::stack(host_aliases(inputs.at(0)));
-    Tensors made{host_alias(outputs[0])};
+    Tensors made{host_alias(outputs[0]).flatten()}, parts;
+    for (const auto& tensor : host_aliases(inputs.at(0))) {
+      parts.push_back(tensor.flatten());
+    }
+    at::Tensor whole = at::cat(parts);
     gloo->_reduce_scatter_base(made[0], whole, options)->wait();
     average(given.reduceOp, made, size_);
     return done(outputs);
@@ -211,8 +214,8 @@ struct Hccl final : c10d::Backend {
       total += made[i].numel();
     }
     at::Tensor source = at::cat(flat), target = at::empty({total}, source.options());
+    auto parts = target.split_with_sizes(output_sizes);  // before gloo empties the list of sizes
     gloo->alltoall_base(target, source, output_sizes, input_sizes, options)->wait();
-    auto parts = target.split_with_sizes(output_sizes);
     for (size_t i = 0; i < made.size(); i++) {
       made[i].copy_(parts[i].view_as(made[i]));
     }

@@ -1,6 +1,7 @@
 """Loads the compiled device, tells it what to be, and joins it to torch under the name `npu`."""
 
 import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -94,16 +95,29 @@ def join_torch(module: types.ModuleType) -> None:
 
 
 def _let_autograd_finish() -> None:
-    """Wait for what autograd's threads still do after a backward pass has returned.
+    """Wait, at the end of the program, until autograd's threads sleep.
 
-    They drop the last references to Python functions then; a thread that asks for the interpreter while that ends is
-    killed, and the process with it. A pass without Python functions is done behind them.
+    After a backward pass has returned they drop the last references to its Python functions; a thread that asks for
+    the interpreter while that ends is killed, and the whole process with it.
     """
-    if any(kind == "backward" for kind, _ in device().counts()):
-        for index in range(device().device_count()):
-            if device().usage(index)["allocations"]:
-                torch.ones((), device=f"npu:{index}", requires_grad=True).mul(1).backward()
-        time.sleep(0.2)  # the thread lets go of the interpreter a moment after the pass has returned
+    end, before = time.monotonic() + 10, None
+    while time.monotonic() < end:
+        now = _autograd_threads()
+        if now == before and all(state == "S" for state, _ in now):
+            return
+        before = now
+        time.sleep(0.002)  # lets them have the interpreter
+
+
+def _autograd_threads() -> list[tuple[str, str]]:
+    """State of each of autograd's threads, and how often it has gone to sleep; none where there is no /proc."""
+    threads = []
+    for folder in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            if lines["Name"].strip().startswith("pt_autograd"):
+                threads.append((lines["State"].strip()[0], lines["voluntary_ctxt_switches"].strip()))
+    return threads
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
