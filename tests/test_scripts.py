@@ -275,12 +275,13 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     flags = words("base", save_every=5)
     write, count = checkpoint_manager.write_tensors, 0
 
-    def fills(tensors_: Any, path: Path, metadata: Any = None) -> None:
+    def fills(tensors_: Any, path: Path, metadata: Any = None) -> Any:
         nonlocal count
         count += 1
-        write(tensors_, path, metadata)
-        if count == 4:  # the model of the second save
+        sealed = write(tensors_, path, metadata)
+        if count == 2:  # of the second save
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return sealed
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_manager, "write_tensors", fills)
