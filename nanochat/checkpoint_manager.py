@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nanochat import fingerprint, parallel, same_run, signals
-from nanochat.common import UserError, log, warn, write_json
+from nanochat.common import UserError, log, warn
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers
@@ -41,6 +41,7 @@ from nanochat.step_files import (
     steps,
     sweep,
     verify,
+    write_meta,
 )
 from nanochat.tensor_files import TensorFile, shapes_of, write_tensors
 from nanochat.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ def save(
             record = {"format": FORMAT, "step": step, "saved_at": time.time(), "world_size": compute.world_size,
                       "tokenizer_hash": tokenizer.hash, "files": hashes, "made_with": same_run.made_with(compute),
                       **meta}  # fmt: skip
-            write_json(temporary / "meta.json", record)
+            write_meta(temporary, record)
             publish(temporary, step_dir(folder, step))
     if compute.main:
         prune(folder, keep, step)
@@ -108,6 +109,7 @@ def _together(temporary: Path, compute: Compute) -> Iterator[None]:
     if any(found):
         if compute.main:
             shutil.rmtree(temporary, ignore_errors=True)
+        barrier(compute)
         raise failure or OSError(*next(filter(None, found)))
 
 

@@ -354,7 +354,7 @@ class Stage:
                 save(line)
         if asked:
             self.stop = line["step"]
-            log(f"{signals.asked() or 'a signal to another rank'}: saved step {self.stop:,} and stopping")
+            log(f"{signals.asked()}: saved step {self.stop:,} and stopping")
 
     def complete(self, step: int) -> bool:
         """Whether after `step` updates all are done and measured."""

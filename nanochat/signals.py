@@ -70,6 +70,11 @@ def asked() -> str:
     return _state.asked
 
 
+def ask(why: str) -> None:
+    """Save and stop at the next step, as after a signal."""
+    _state.asked = _state.asked or why
+
+
 def alive(step: int | None = None) -> None:
     """Say that this process goes on, and at which step, to whoever watches it."""
     _state.alive += 1
@@ -94,6 +99,8 @@ def agreed(compute: Compute) -> bool:
     flag = torch.tensor([int(bool(_state.asked))], dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     alive()
+    if flag.item():
+        ask("a signal to another rank")
     return bool(flag.item())
 
 

@@ -1,5 +1,7 @@
 """The folders of a checkpoint on disk: one a step, under its name only when whole, checked by size and SHA-256."""
 
+import hashlib
+import json
 import os
 import shutil
 import time
@@ -7,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError, fsync_dir, read_json, sha256_of, warn
+from nanochat.common import UserError, fsync_dir, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
 HASHERS = 4  # threads that read files back: Python lets go of its lock while it hashes
@@ -41,6 +43,16 @@ def seal(path: Path) -> dict[str, Any]:
     finally:
         os.close(fd)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+
+
+def write_meta(folder: Path, record: dict[str, Any]) -> None:
+    """Write meta.json, with the hash of what it says: a flipped bit may leave it readable."""
+    content = json.loads(to_json(record))
+    write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -114,9 +126,12 @@ def verify(folder: Path, training: bool = True) -> str:
     """
     try:
         meta = read_json(folder / "meta.json")
+        digest = meta.pop("sha256", None)  # not in those of before it was kept
         files = {name: (known["bytes"], known["sha256"]) for name, known in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:  # not JSON, or not ours any more
         return f"meta.json cannot be read ({failure!r})"
+    if digest is not None and digest != _digest(meta):
+        return "meta.json has a wrong SHA-256"
     if not training:
         files = {name: known for name, known in files.items() if not name.startswith("optim-")}
     for name, (size, _) in files.items():

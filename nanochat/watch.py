@@ -39,7 +39,7 @@ class Watch:
         self.compute, self.seconds = compute, seconds
         self.store = c10d.PrefixStore("watch", c10d._get_default_store())
         self._beats, self._over = 0, threading.Event()
-        self._main = threading.main_thread().ident
+        self._main, self._parent = threading.main_thread().ident, os.getppid()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -81,9 +81,13 @@ class Watch:
     def _run(self) -> None:
         try:
             self._look()
-        except (RuntimeError, ValueError) as failure:  # the store went with the launcher; the collectives fail too
-            if not self._over.is_set():
+        except (RuntimeError, ValueError) as failure:  # the store went with the launcher
+            if not self._over.wait(BEAT_SECONDS) and os.getppid() == self._parent:
                 print(f"warning: rank {self.compute.rank} watches no longer: {failure}", file=sys.stderr, flush=True)
+        if (
+            not self._over.is_set() and os.getppid() != self._parent
+        ):  # nobody would end these ranks, or start them again
+            signals.ask("the launcher's end")
 
     def _look(self) -> None:
         neighbour = (self.compute.rank + 1) % self.compute.world_size
@@ -91,6 +95,8 @@ class Watch:
         moved, moments = time.monotonic(), 0  # of this rank
         while not self._over.wait(min(BEAT_SECONDS, self.seconds / 5)):
             now = time.monotonic()
+            if os.getppid() != self._parent:
+                return
             self._beat()
             if self.store.check(["verdict"]):
                 self._end(self.store.get("verdict").decode())
@@ -100,8 +106,8 @@ class Watch:
             if said.get("beats", -1) != beats or not moments:
                 heard, beats = now, said.get("beats", -1)
             if now - heard > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not said.get("over"):
-                self._judge(f"rank {neighbour} is gone: nothing was heard of it for {now - heard:.0f} s, "
-                            f"last {_where(said)}")  # fmt: skip
+                self._judge(f"rank {neighbour} is gone in step {signals.step() + 1}: nothing was heard of it for "
+                            f"{now - heard:.0f} s, last at {said.get('place', 'its start')}")  # fmt: skip
             if moments and now - moved > self.seconds:
                 self._judge(hanging(self.said(), now - moved))
 
@@ -123,7 +129,9 @@ class Watch:
             time.sleep(BEAT_SECONDS / 4)
             now = self.said()
             silent = {rank for rank in silent if now[rank] == before[rank]}
-        return "; ".join(f"rank {rank} is gone, last {_where(before[rank])}" for rank in sorted(silent))
+        step = signals.step() + 1  # what a rank says of itself may be a second old; all are in one step
+        return "; ".join(f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
+                         for rank in sorted(silent))  # fmt: skip
 
 
 def calls() -> int:
@@ -147,7 +155,7 @@ def hanging(said: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
 
 
 def _where(said: Mapping[str, Any]) -> str:
-    return f"in step {said.get('step', 0)}, at {said.get('place', 'unknown')}"
+    return f"in step {said['step'] + 1}, at {said['place']}"
 
 
 @contextmanager
@@ -167,7 +175,7 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
         words = watch.gone()
         if not words:
             raise
-        first = str(failure).splitlines()[0]
+        first = str(failure).splitlines()[0].partition(". ")[0]
         raise UserError(
             f"{words}. The same command goes on from the newest checkpoint. (A collective said: {first})"
         ) from failure

@@ -2,8 +2,9 @@
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,13 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     if in_ci() and report.skipped:
         fail_skipped(report)
     return report
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Ranks that are started once for all tests of a process."""
+    from rank_pool import Pool
+
+    ranks = Pool()
+    yield ranks
+    ranks.close()

@@ -106,7 +106,7 @@ def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: T
 
 PHASES = [
     (checkpoints, "_write_files"), (checkpoints.parallel, "whole_parameters"), (checkpoints, "write_tensors"),
-    (Tokenizer, "save"), (checkpoints, "seal"), (checkpoints, "write_json"), (checkpoints, "publish"),
+    (Tokenizer, "save"), (checkpoints, "seal"), (checkpoints, "write_meta"), (checkpoints, "publish"),
     (step_files, "fsync_dir"), (step_files.os, "rename"),
 ]  # fmt: skip
 
