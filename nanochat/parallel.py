@@ -130,16 +130,21 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Copy whole tensors into a model, sharded or not; names and shapes must agree."""
     _reshard(model)
+    check_shapes(model, values)
+    for name, parameter in model.named_parameters():
+        here = local(parameter)
+        first = place_of(parameter).first_row(parameter.shape[0])
+        here.copy_(values[name][first : first + here.shape[0]])
+
+
+def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """UserError if tensors are not the parameters of a model by name and whole shape."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
              for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip
     if wrong:
         raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
-    for name, parameter in model.named_parameters():
-        here = local(parameter)
-        first = place_of(parameter).first_row(parameter.shape[0])
-        here.copy_(values[name][first : first + here.shape[0]])
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Where the checkpoints of a stage lie, and which one is meant by a stage and a tag."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from nanochat.common import UserError, base_dir
 from nanochat.step_files import latest_step, read_meta, step_dir, steps
@@ -73,3 +74,21 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     meta = read_meta(folder, step)
     digest = meta["files"]["model.safetensors"]["sha256"]
     return Parent(folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"])
+
+
+def make_meta(
+    stage: str,
+    model: Any,  # a GPTConfig
+    settings: dict[str, Any],
+    steps: int,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """What a training script says of a step: stage, shape, settings (parent and corpus among them), steps of the
+    whole run, and its own state (loop figures, row of the data)."""
+    return {
+        "stage": stage,
+        "model": asdict(model),
+        "config": settings,
+        "steps": steps,
+        "state": state,
+    }

@@ -1,6 +1,10 @@
 """What the fault tests share: a stage of twenty small steps, on any number of pooled ranks, and what it left."""
 
+import functools
 import hashlib
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,15 @@ def digests(base: Path, step: int = STEPS) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
 
+@functools.lru_cache(maxsize=1)
+def _made() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    make_corpus(Path(folder.name))
+    return folder
+
+
 def corpus(base: Path) -> Path:
-    """A base folder with a corpus and its tokenizer."""
-    base.mkdir(exist_ok=True)
-    make_corpus(base)
+    """A base folder with a corpus and its tokenizer, that of the environment from now on."""
+    shutil.copytree(_made().name, base, dirs_exist_ok=True)
+    os.environ["NANOCHAT_BASE_DIR"] = str(base)
     return base

@@ -12,18 +12,18 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: """
-        ascend blocked_attention calculator common conversation execution_child host packing policy progress
-        tensor_files terminal
+        ascend blocked_attention calculator common conversation execution_child host modeling_nanochat
+        packing policy progress tensor_files terminal
     """,
     1: """
         chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
         textfiles tinyworld token_files tracking transcript
     """,
     2: "dataset execution fingerprint guards kernels memory muon signals stages tokenizer",
-    3: "compiling gpt lora optim parallel prepare qwen reply same_run upstream watch",
-    4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval planner probe",
-    6: "chat_eval report server web",
+    3: "compiling gpt lora optim parallel prepare qwen reply same_run watch",
+    4: "dataloader loop saving sizes upstream",
+    5: "checkpoint_manager core_eval engine loss_eval planner probe",
+    6: "chat_eval export report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}

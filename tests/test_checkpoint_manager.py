@@ -8,7 +8,7 @@ from tiny_model import tiny_tokenizer
 from tiny_training import CPU, SETTINGS, equal, everything, flip_a_bit, make, save, train
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import step_files
+from nanochat import saving, step_files
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -105,8 +105,8 @@ def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: T
 # --- saves that do not end -----------------------------------------------------------------------
 
 PHASES = [
-    (checkpoints, "_write_files"), (checkpoints.parallel, "whole_parameters"), (checkpoints, "write_tensors"),
-    (Tokenizer, "save"), (checkpoints, "seal"), (checkpoints, "write_meta"), (checkpoints, "publish"),
+    (saving, "_write_files"), (saving.parallel, "whole_parameters"), (saving, "write_tensors"),
+    (Tokenizer, "save"), (saving, "seal"), (saving, "write_meta"), (saving, "publish"),
     (step_files, "fsync_dir"), (step_files.os, "rename"),
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import step_files, tensor_files
 from nanochat.device import Compute
+from nanochat.saving import KEEP
 
 pytestmark = pytest.mark.ranks
 
@@ -269,12 +270,12 @@ def test_a_kill_while_old_steps_are_removed(tmp_path: Path, pool: Pool) -> None:
     注入：正在删除旧的一步时 kill -9。必须：新的一步完整，并由它逐位继续；旧的一步剩下的一半不算检查点，并被清除。
     """
     folder = tmp_path / "run"
-    begun(folder, checkpoints.KEEP)
+    begun(folder, KEEP)
     (outcome,) = pool.outcomes(1, killed_while_removing, folder)
     assert outcome.killed_by == signal.SIGKILL
     assert [path.name for path in folder.glob(".*")] == [".deleted-step_000001"]
     straight = make()
-    train(*straight, 0, checkpoints.KEEP + 1)
+    train(*straight, 0, KEEP + 1)
     step, values = resumed(folder)
-    assert step == checkpoints.KEEP + 1 and equal(values, everything(*straight))
+    assert step == KEEP + 1 and equal(values, everything(*straight))
     assert step_files.steps(folder) == [2, 3, 4] and not list(folder.glob(".*"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nanochat import device, loop, parallel
+from nanochat import compiling, device, loop, parallel
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -102,7 +102,7 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", quick)
         patch.setattr(device, "compiler_missing", lambda compute: "")
-        patch.setattr(loop, "warn", said.append)
+        patch.setattr(compiling, "warn", said.append)
         model, optimizers = make(compute)
         fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, model.blocks)
         losses = [
