@@ -126,6 +126,23 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, value.full_tensor() if is_sharded(value) else value
 
 
+def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and some of its rows, one rank's after another's, until it is whole; every rank must walk
+    through all. No more is held than the share of one rank of one parameter."""
+    _reshard(model)
+    for name, parameter in model.named_parameters():
+        here, place = local(parameter.detach()), place_of(parameter)
+        if place.shards == 1:
+            yield name, here
+            continue
+        for owner, rows in enumerate(place.row_counts(parameter.shape[0])):
+            if rows:
+                part = here if owner == place.shard else here.new_empty(rows, *parameter.shape[1:])
+                dist.broadcast(part, group=place.shard_group, group_src=owner)
+                yield name, part
+                del part
+
+
 @torch.no_grad()
 def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Copy whole tensors into a model, sharded or not; names and shapes must agree."""

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,38 +96,41 @@ def _of_all_ranks(hashes: dict[str, Any], compute: Compute) -> dict[str, Any]:
 def _write_files(
     folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, compute: Compute
 ) -> dict[str, dict[str, Any]]:
-    """Write and sync this rank's files; return their hashes and sizes."""
-    failure: OSError | None = None
-    hashes = {}
-    try:
-        name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-        state = optimizers.saved()
-        layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
-        tensors = {key: value.detach() for key, (value, _, _) in state.items()}
-        hashes[name] = write_tensors(tensors, folder / name, {"layout": json.dumps(layout)})
-    except OSError as refused:
-        failure = refused
-    file = None
-    for key, value in parallel.whole_parameters(model):
-        signals.alive()
-        if compute.main and failure is None:  # else this rank only helps to gather
-            try:
-                file = file or TensorFile(folder / "model.safetensors", shapes_of(model.named_parameters()))
-                file.add(key, value)
-            except OSError as refused:
-                failure = refused
-    if file is not None:
-        hashes["model.safetensors"] = _finish(file, failure)
-    if failure is not None:
-        raise failure
+    """Write and sync this rank's files, its optimizer state beside the model; return their hashes and sizes."""
+    name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
+    with ThreadPoolExecutor(1) as beside:  # each file is hashed by one thread, which is slower than a fast disk
+        state = beside.submit(_write_state, folder / name, optimizers)
+        hashes = _write_model(folder / "model.safetensors", model, compute)
+    hashes[name] = state.result()
     if compute.main:
         tokenizer.save(folder)
         hashes["tokenizer.json"] = seal(folder / "tokenizer.json")
     return hashes
 
 
-def _finish(file: TensorFile, failure: OSError | None) -> dict[str, Any]:
+def _write_state(path: Path, optimizers: Optimizers) -> dict[str, Any]:
+    state = optimizers.saved()
+    layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
+    tensors = {key: value.detach() for key, (value, _, _) in state.items()}
+    return write_tensors(tensors, path, {"layout": json.dumps(layout)})
+
+
+def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, dict[str, Any]]:
+    """Write the parameters on rank 0, as they come from all; the other ranks only help to gather."""
+    file, failure = None, None
+    for key, rows in parallel.parameter_rows(model):
+        signals.alive()
+        if compute.main and failure is None:
+            try:
+                file = file or TensorFile(path, shapes_of(model.named_parameters()))
+                file.add(key, rows)
+            except OSError as refused:  # the others gather on
+                failure = refused
+    if file is None:
+        if failure is not None:
+            raise failure
+        return {}
     if failure is not None:
         file.abandon()
         raise failure
-    return file.close()
+    return {path.name: file.close()}

@@ -29,7 +29,7 @@ class TensorFile:
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
         # Wide formats first, so that every tensor begins at a multiple of its item size.
         self.names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
-        self._shapes, self._path, self._next = shapes, path, 0
+        self._shapes, self._path, self._next, self._missing = shapes, path, 0, 0
         self._digest, self._helpers = hashlib.sha256(), ThreadPoolExecutor(2)
         self._flushed: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
@@ -52,10 +52,15 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor of `names`."""
-        expected = self.names[self._next]
-        assert name == expected and (tensor.dtype, tuple(tensor.shape)) == self._shapes[name], (name, expected)
-        self._next += 1
+        """Write the next tensor of `names`, or its next rows."""
+        if not self._missing:
+            self._missing = math.prod(self._shapes[self.names[self._next]][1])
+            self._next += 1
+        expected = self.names[self._next - 1]
+        dtype, shape = self._shapes[expected]
+        fits = tensor.dtype == dtype and tuple(tensor.shape[1:]) == shape[1:] and tensor.numel() <= self._missing
+        assert name == expected and (fits or not shape), (name, expected, tensor.shape)
+        self._missing -= tensor.numel()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._write(flat.view(torch.uint8).numpy().data)
@@ -83,7 +88,7 @@ class TensorFile:
 
     def close(self) -> dict[str, Any]:
         """Make the content durable; return its hash and size, for meta.json."""
-        assert self._next == len(self.names), self.names[self._next :]
+        assert self._next == len(self.names) and not self._missing, self.names[self._next - 1 :]
         try:
             self._check_flushed()
             os.fsync(self._file.fileno())
