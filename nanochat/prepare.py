@@ -226,43 +226,37 @@ def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
     """
     folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}"
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
-    loaded = _load_plan(folder, key)
-    if loaded is None:
+    made = _load_plan(folder, key, row_tokens)
+    if made is None:
         with locked(token_set.folder / f".{folder.name}.lock"):
-            loaded = _load_plan(folder, key)
-            if loaded is None:
+            made = _load_plan(folder, key, row_tokens)
+            if made is None:
                 _make_plan(token_set, folder, row_tokens, cut, key)
-                loaded = _load_plan(folder, key)
-    assert loaded is not None
-    meta, arrays = loaded
-    if meta["cut_conversations"]:
+                made = _load_plan(folder, key, row_tokens)
+    assert made is not None
+    if made.cut_conversations:
         log(
-            f"{meta['cut_conversations']:,} of {token_set.documents:,} conversations were longer than a row of "
-            f"{row_tokens - 1:,} tokens and were cut; {meta['dropped_tokens']:,} of {token_set.tokens:,} tokens were "
+            f"{made.cut_conversations:,} of {token_set.documents:,} conversations were longer than a row of "
+            f"{row_tokens - 1:,} tokens and were cut; {made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
             "left out"
         )
-    return Plan(
-        row_tokens,
-        Packing(arrays["first"], arrays["starts"], arrays["lengths"]),
-        arrays["used"],
-        arrays["trained"],
-        key,
-        meta["cut_conversations"],
-        meta["dropped_tokens"],
-    )
+    return made
 
 
-def _load_plan(folder: Path, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """The description and arrays of a plan; None where it is not there, of other tokens, or (it says so) damaged."""
+def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
+    """A plan that was kept; None where there is none of this key, or, with a warning, none that is whole."""
     try:
-        meta = read_meta(folder)
+        meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
         if meta is None or meta["key"] != key:
             return None
         # Plans of older versions name no hashes; damage that changes no length shows nowhere in them.
         for name, why in damaged(folder, meta.get("sha256", {})).items():
             raise damage(folder / name, why)
-        return meta, {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
-    except (ValueError, OSError, EOFError) as failure:  # UserError is a ValueError; all else is numpy's
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
+        packing = Packing(arrays["first"], arrays["starts"], arrays["lengths"])
+        cut, dropped = meta["cut_conversations"], meta["dropped_tokens"]
+        return Plan(row_tokens, packing, arrays["used"], arrays["trained"], key, cut, dropped)
+    except (ValueError, OSError, EOFError, KeyError) as failure:  # UserError is a ValueError; all else is numpy's
         why = str(failure).partition(" Mend it")[0]
         warn(f"the packing plan {folder} cannot be used and is made anew: {why}")
         return None

@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,13 +78,19 @@ def part_files(part: dict[str, Any]) -> dict[str, str]:
     return {kind: f"{part['name']}{SUFFIXES[kind]}" for kind in part["sha256"]}
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
+PART = {"name", "tokens", "documents", "bytes", "sha256", "source"}
+
+
+def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
     """The description of a folder of token files, None if there is none. UserError if it cannot be read."""
     path = folder / META
     try:
-        return read_json(path) if path.exists() else None
+        meta = read_json(path) if path.exists() else None
     except ValueError as failure:
         raise damage(path, f"it is no JSON ({failure})") from failure
+    if meta is not None and not ({*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))):
+        raise damage(path, "it lacks what it should say")
+    return meta
 
 
 def open_tokens(folder: Path, verify: bool = False) -> TokenSet:

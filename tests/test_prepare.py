@@ -170,6 +170,26 @@ def test_ranks_that_prepare_at_once_agree():
     assert len(keys) == 1
 
 
+def prepare_with_two() -> None:
+    prepare_documents(Corpus("c", base_dir() / "base_data" / "c"), TOKENIZER, "train", processes=2)
+
+
+def test_a_killed_preparation_goes_on_with_the_shards_that_are_done(monkeypatch):
+    corpus = make_corpus(DOCUMENTS * 12)  # 29 shards
+    folder = corpus.folder / f"tokens-{TOKENIZER.hash[:8]}" / "train"
+    killed = multiprocessing.get_context("fork").Process(target=prepare_with_two)
+    killed.start()
+    while not list(folder.glob("shard_*.json")):
+        assert killed.is_alive()
+    killed.kill()
+    killed.join()
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("shard_*.json")}
+    assert done
+    tokens = prepare_documents(corpus, TOKENIZER, "train", processes=2)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
+    assert decoded(tokens) == list(texts(shards(corpus, "train"))) and not list(folder.glob(".tmp*"))
+
+
 def test_the_plan_is_kept_and_made_anew_when_the_tokens_change(monkeypatch):
     tokens = prepare_documents(make_corpus(), TOKENIZER, "train")
     first = plan(tokens, 65, cut=True)
