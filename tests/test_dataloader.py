@@ -1,6 +1,8 @@
 """The loader: rows as planned, an order that is known beforehand, the same on any number of ranks."""
 
 import dataclasses
+import queue
+import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -274,6 +276,27 @@ def test_a_failure_in_the_loader_reaches_the_caller(documents, monkeypatch):
     monkeypatch.setattr(Rows, "batch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(islice(stream, 3))
+
+
+def test_one_thread_makes_the_next_step_while_this_one_is_used_and_no_more(documents, monkeypatch):
+    rows, made, batch = rows_over(documents), queue.Queue(), Rows.batch
+
+    def noted(self: Rows, plan_rows: np.ndarray):
+        made.put((threading.current_thread(), plan_rows.tolist()))
+        return batch(self, plan_rows)
+
+    monkeypatch.setattr(Rows, "batch", noted)
+    stream = steps(rows, 0, 4, 4, CPU)
+    next(stream)
+    expected = rows.plan_rows(0, 16).reshape(4, 4).tolist()
+    some = [made.get(timeout=60) for _ in range(2)]  # the second without being asked for
+    assert [numbers for _, numbers in some] == expected[:2]
+    next(stream)
+    some.append(made.get(timeout=60))
+    stream.close()
+    assert some[2][1] == expected[2] and made.empty()
+    (thread,) = {thread for thread, _ in some}
+    assert thread is not threading.current_thread() and not thread.is_alive()
 
 
 def test_padding_is_begin_marks_without_targets(documents, tmp_path: Path):
