@@ -14,13 +14,13 @@ LAYERS = {
     0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
     1: """
         chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
-        textfiles tinyworld token_files tracking transcript
+        textfiles tinyworld token_files tokenizer tracking transcript workers
     """,
-    2: "dataset execution fingerprint kernels memory muon tokenizer",
-    3: "gpt lora optim parallel prepare qwen reply",
-    4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval planner probe",
-    6: "chat_eval report server web",
+    2: "dataset execution fingerprint kernels memory muon tokenise",
+    3: "gpt lora mixing optim parallel qwen reply",
+    4: "checkpoint_manager loop prepare sizes",
+    5: "core_eval dataloader engine export planner probe",
+    6: "chat_eval loss_eval report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}
