@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: """
-        ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal
-        timeline
+        ascend blocked_attention calculator common conversation execution_child gpus host packing policy progress
+        terminal timeline
     """,
     1: """
-        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
-        textfiles tinyworld token_files tracking transcript
+        chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
+        step_files textfiles tinyworld token_files tracking transcript
     """,
     2: "dataset execution fingerprint kernels memory muon npu_profiler tokenizer",
     3: "gpt lora optim parallel prepare profiling qwen reply",
