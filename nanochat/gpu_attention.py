@@ -26,6 +26,7 @@ class _Chosen:
 
     flash: Callable[..., Any] | None = None
     flex: bool = False
+    name: str = "torch's own"
     masks: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # (T, window, device)
 
 
@@ -37,18 +38,22 @@ def prepare(plain: bool, generation: int) -> str:
 
     UserError where a kernel of the hub was asked for by NANOCHAT_FLASH_KERNEL and cannot be had.
     """
-    _chosen.flash, _chosen.flex = None, False
+    _chosen.flash, _chosen.flex, _chosen.name = None, False, "torch's own"
     if plain:
-        return "torch's own"
+        return _chosen.name
+    library = next((name for name in LIBRARIES.get(generation, ()) if importlib.util.find_spec(name) is not None), "")
     if name := os.environ.get(HUB):
-        _chosen.flash = _of_hub(name)
-        return name
-    for library in LIBRARIES.get(generation, ()):
-        if importlib.util.find_spec(library) is not None:
-            _chosen.flash = importlib.import_module(library).flash_attn_func
-            return library
-    _chosen.flex = generation >= 8
-    return "FlexAttention where compiled, else torch's own" if _chosen.flex else "torch's own"
+        _chosen.flash, _chosen.name = _of_hub(name), name
+    elif library:
+        _chosen.flash, _chosen.name = importlib.import_module(library).flash_attn_func, library
+    elif generation >= 8:
+        _chosen.flex, _chosen.name = True, "FlexAttention where compiled, else torch's own"
+    return _chosen.name
+
+
+def chosen() -> str:
+    """What prepare() chose."""
+    return _chosen.name
 
 
 def _of_hub(name: str) -> Callable[..., Any]:
