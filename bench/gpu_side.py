@@ -50,7 +50,7 @@ def ours(task: dict[str, Any]) -> Side:
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     wanted = None if task["compile"] else False  # where it works
-    fast = loop.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, model.blocks)
+    fast = loop.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head])
     scale = loop.LossScale.start(compute, {})
 
     def step(batches: Batches) -> float:

@@ -26,6 +26,7 @@ SETTLING, TIMED, TRACED = 2, 4, 3
 NEEDED = SETTLING + TIMED + 1 + TRACED
 TRACING_RANKS = 8  # the others are timed only: a trace of one rank has some ten megabytes
 FOLDER, FILE = "profile", "profile.json"
+FUSED = "kernels fused by torch.compile"  # on a host, where they have no names of their own
 STEP = "nanochat step"  # the name of a step in the trace
 
 
@@ -88,7 +89,9 @@ class TorchTracer:
         times = {name: took for name, took in timeline.total_times(spans).items() if self.compute.backend in name}
         for average in self._profiler.key_averages():
             if not average.is_user_annotation:
-                times[average.key] = (average.count, average.self_cpu_time_total)
+                name = FUSED if average.key.startswith("## Call CompiledFxGraph") else average.key
+                calls, took = times.get(name, (0, 0.0))
+                times[name] = (calls + average.count, took + average.self_cpu_time_total)
         return times
 
 
