@@ -252,6 +252,10 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             work(cfg, compute)
         except RuntimeError as failure:
             words = ascend.explain(str(failure)) if compute.device_type == "npu" else ""
+            if not words and isinstance(failure, torch.OutOfMemoryError):
+                words = (
+                    "out of memory. Free the device, or take a smaller --depth, --device_batch_size or --max_seq_len"
+                )
             if not words:
                 raise
             raise UserError(f"{words}. It said: {str(failure).splitlines()[0]}") from failure

@@ -367,6 +367,8 @@ def compiled(
     here, so that a compiler that fails shows now, before any state is touched.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
+    if not parallel.least(int(not why_not), compute):  # the first pass takes all ranks
+        why_not = why_not or "another rank has no compiler"
     if why_not:
         if wanted:
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")

@@ -1,9 +1,12 @@
 """NVIDIA GPUs by name, and one that is taken: named before anything is computed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tiny_model import on_cpu
 
 from nanochat import device, gpus
 from nanochat.common import UserError
@@ -41,3 +44,37 @@ def test_a_gpu_whose_memory_others_hold_is_told(
     device._take(card(monkeypatch, True, free * 2**30), "cuda", 1)
     words = "".join(capsys.readouterr())
     assert said in words and bool(said) == bool(words)
+
+
+# --- copies and memory -----------------------------------------------------------------------------
+
+
+class HostTensor:
+    """A tensor of the host that says what is done with it."""
+
+    def __init__(self, pinned: bool = False):
+        self.pinned = pinned
+
+    def pin_memory(self) -> "HostTensor":
+        return HostTensor(pinned=True)
+
+    def to(self, where: torch.device, non_blocking: bool) -> tuple[torch.device, bool, bool]:
+        return where, self.pinned, non_blocking
+
+
+def test_batches_are_pinned_and_sent_without_waiting() -> None:
+    gpu = replace(on_cpu(), device=torch.device("cuda", 1), device_type="cuda", backend="nccl")
+    tensor: Any = HostTensor()
+    assert device.to_device(device.pin(tensor, gpu), gpu) == (torch.device("cuda", 1), True, True)
+
+
+def test_memory_that_runs_out_anywhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compute_init", lambda asked: on_cpu())
+
+    def work(cfg: Any, compute: device.Compute) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    with pytest.raises(
+        UserError, match=r"^out of memory. .* smaller --depth.* It said: CUDA out of memory. Tried .*GiB$"
+    ):
+        device.with_compute(work)(SimpleNamespace(device_type="cuda"))
