@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_world import make_corpus, run_stage
 from tiny_training import CPU, Batches, make
 
 from nanochat import loop, profiling, report
@@ -17,6 +18,7 @@ from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.loop import Meter, Stage, StageFlags
 from nanochat.profiling import NEEDED, TRACED, TorchTracer
+from nanochat.tracking import read_metrics
 
 PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 
@@ -115,6 +117,15 @@ def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[flo
     report.training_section("base", "d2", profiled[0], {}, {})
     text = report.generate().read_text(encoding="utf-8")
     assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
+
+
+def test_a_script_goes_on_without_the_flag_from_where_its_profile_stopped(base_folder: Path) -> None:
+    make_corpus(base_folder)
+    run_stage("base", num_iterations=NEEDED + 2, stop_at=NEEDED, profile=True)
+    folder = base_folder / "base_checkpoints" / "d2"
+    assert (folder / "profile" / "profile.txt").exists()
+    run_stage("base", num_iterations=NEEDED + 2)
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, NEEDED + 3))
 
 
 # --- what belongs to the device --------------------------------------------------------------------
