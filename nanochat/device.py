@@ -179,6 +179,8 @@ def compute_init(asked: str | None = None) -> Compute:
             )
         _take(module, name, local_rank)
         torch.set_float32_matmul_precision("high")
+    else:
+        host.keep_freed_memory()
     device = torch.device(name, local_rank) if module is not None else torch.device("cpu")
     dtype, dtype_reason = _dtype(name)
     if "RANK" in os.environ and not dist.is_initialized():

@@ -17,13 +17,13 @@ LAYERS = {
     """,
     1: """
         chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
-        step_files textfiles tinyworld token_files tracking transcript
+        step_files textfiles tinyworld token_files tokenizer tracking transcript workers
     """,
-    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenizer",
-    3: "gpt lora optim parallel prepare profiling qwen reply",
-    4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval planner probe",
-    6: "chat_eval report server web",
+    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenise",
+    3: "gpt lora mixing optim parallel profiling qwen reply",
+    4: "checkpoint_manager loop prepare sizes",
+    5: "core_eval dataloader engine export planner probe",
+    6: "chat_eval loss_eval report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}
