@@ -21,6 +21,7 @@ import tyro
 from nanochat.common import UserError, base_dir, log, read_json, run, write_atomic, write_json
 from nanochat.measure import read_stages, stages_file
 from nanochat.mixing import unweighted
+from nanochat.profiling import report_rows
 from nanochat.tracking import read_metrics
 
 COLUMNS = ("base", "mid", "sft", "rl")
@@ -70,7 +71,8 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
         "settings": settings,
     }
     curves = {name: points for name, points in curves.items() if points}
-    write_section(f"{stage}_train", {**figures, **curves, "loss": smooth})
+    rows = {"rows": found} if (found := report_rows(folder)) else {}  # of --profile
+    write_section(f"{stage}_train", {**figures, **curves, **rows, "loss": smooth})
 
 
 def _median(values: list[float]) -> float:
