@@ -83,7 +83,7 @@ def test_what_a_process_raises_is_raised_here(module, tmp_path, name, kind, text
 
 
 def test_a_process_that_cannot_start_is_said_and_not_waited_for(tmp_path):
-    with pytest.raises(UserError, match="worked on [ab] ended with code 1"):
+    with pytest.raises(UserError, match=r"worked on [ab] ended with code 1"):
         do("no_such_module", tmp_path, ["a", "b"])
 
 
