@@ -1,17 +1,19 @@
 """Parameter roles to optimizers: AdamW for tables, head and scalars, Muon (or AdamW too) for matrices in layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from nanochat import schedule
 from nanochat.device import local
 from nanochat.muon import Muon
 from nanochat.placement import place_of
 
+RatesT = TypeVar("RatesT", bound="Rates")  # Rates, or the flags of a script that has them
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
 
 
@@ -31,6 +33,16 @@ class Rates:
     """AdamW's of the scalars of the residual stream"""
     weight_decay: float = 0.28
     """the decay of those matrices, before it is scaled to the length of the run"""
+
+
+def for_run(rates: RatesT, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> RatesT:
+    """Decay and the scalars' rate for a batch and a horizon; the common factor on all rates is schedule.rate_scale."""
+    reference = target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS
+    return replace(
+        rates,
+        weight_decay=schedule.weight_decay(rates.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
+        scalar_lr=rates.scalar_lr * schedule.scalar_scale(tokens_per_step),
+    )
 
 
 ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit

@@ -4,7 +4,6 @@ python -m scripts.base_train --depth=4
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from nanochat import (
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates
+from nanochat.optim import Optimizers, Rates, for_run
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
@@ -110,11 +109,7 @@ def train(cfg: Config, compute: Compute) -> None:
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
-    decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
-                                  cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
-    rates = dataclasses.replace(
-        cfg, weight_decay=decay, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step)
-    )
+    rates = for_run(cfg, batch.tokens_per_step, steps, cfg.target_param_data_ratio)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
 
