@@ -348,7 +348,12 @@ def compiler_missing(compute: Compute) -> str:
     return ""
 
 
+def device_count() -> int:
+    """Accelerators that this process may use; 1 on a CPU."""
+    module = ROWS[device_type].module()
+    return module.device_count() if module is not None else 1
+
+
 if __name__ == "__main__":  # for shell scripts: the device, its number format, and how many there are
-    _module = ROWS[device_type].module()
     _format = str(_dtype(device_type)[0]).removeprefix("torch.")
-    print(device_type, _format, _module.device_count() if _module is not None else 1)
+    print(device_type, _format, device_count())
