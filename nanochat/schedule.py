@@ -75,8 +75,8 @@ def weight_decay(base: float, tokens_per_step: int, tokens: float, reference_tok
 
 
 def warmup_steps(asked: int | None, steps: int) -> int:
-    """Steps of linear warmup: as asked, else 40, but at most a fifth of the run (measured at 200 steps)."""
-    return asked if asked is not None else min(40, max(steps // 5, 1))
+    """Steps of linear warmup: as asked, else 40, but at most a twentieth of the run (fitted at 200 steps)."""
+    return asked if asked is not None else min(40, max(steps // 20, 1))
 
 
 def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: float) -> float:
@@ -91,14 +91,20 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
 
 
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
-    """Muon's momentum: 0.85 to 0.97 over 400 steps (or a quarter of a short run), down to 0.90 in the warmdown."""
+    """Muon's momentum: 0.85 to 0.97 over 400 steps (or a quarter of a short run), down to 0.90 in the warmdown.
+
+    A run that is short of 667 steps stays lower: it averages over a twentieth of its steps, 10 of 200 (fitted there),
+    and ends 0.05 below its peak where that is less.
+    """
+    high = min(0.97, max(0.85, 1 - 20 / steps))
+    low = max(0.85, min(0.90, high - 0.05))
     rise = min(400, max(steps // 4, 1))
     down = round(warmdown_ratio * steps)
-    peak = 0.85 + 0.12 * min(step / rise, 1.0)
+    peak = 0.85 + (high - 0.85) * min(step / rise, 1.0)
     left = steps - step
     if left >= down or down == 0:
         return peak
-    return 0.90 + (peak - 0.90) * left / down
+    return low + (peak - low) * left / down
 
 
 def decay_factor(step: int, steps: int) -> float:

@@ -57,7 +57,7 @@ class Config(loop.StageFlags, Rates):
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
     warmup_steps: int | None = None
-    """steps of linear warmup; default 40, in short runs a fifth"""
+    """steps of linear warmup; default 40, in short runs a twentieth"""
     warmdown_ratio: float = 0.65
     """the last part of the run, in which the learning rate falls"""
     final_lr_frac: float = 0.05
