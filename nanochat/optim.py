@@ -30,7 +30,7 @@ class Rates:
     matrix_optimizer: Literal["muon", "adamw"] = "muon"
     """what steps the matrices inside layers"""
     scalar_lr: float = 0.5
-    """AdamW's of the scalars of the residual stream"""
+    """AdamW's of the scalars of the residual stream; smear and backout take 0.4 of it"""
     weight_decay: float = 0.28
     """the decay of those matrices, before it is scaled to the length of the run"""
 
@@ -64,7 +64,9 @@ class Optimizers:
             # their first gradients are rounding errors, 1e-11, that upstream's eps of 1e-10 turns into full steps.
             "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
             "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
-            "smear": (0.2, (0.8, 0.95), 0.0, 1e-6),
+            # 0.2, upstream's, at the default. Small batches need less as for x0: the backout runs away to 1, where the
+            # middle of the network takes out its end (dev/LOG.md).
+            "smear": (0.4 * rates.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
         }
         if rates.matrix_optimizer == "adamw":
             settings["matrix"] = (ADAMW_SHARE * rates.matrix_lr * width, (0.8, 0.95), rates.weight_decay, 1e-8)

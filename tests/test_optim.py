@@ -62,7 +62,7 @@ def test_rates_and_scale_reach_their_roles() -> None:
     _, optimizers = model_and_optimizers(scale=10, rates=rates)
     width = math.sqrt(768 / DIM)
     by_role = [group["lr"] for group in optimizers.adamw.param_groups]
-    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 2])
+    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 16])
     assert optimizers.muon.param_groups[0]["lr"] == 30
     assert optimizers.muon.param_groups[0]["weight_decay"] == 5
 
