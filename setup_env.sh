@@ -3,7 +3,8 @@
 #
 #   source setup_env.sh && setup_env    in a script: afterwards `python` is the one in .venv
 #   bash setup_env.sh                   by hand
-# --dev adds the test tools. On an Ascend host torch is left alone: there it comes as a pair with torch_npu.
+# --dev adds the test tools. On an Ascend host torch is left alone: there it comes as a pair with torch_npu, which
+# setup_ascend.sh picks and asks for with --npu VERSION --python-max MINOR (the newest Python 3 that has a wheel of it).
 #
 # .venv/setup.stamp says for which inputs the environment is whole. .venv/setup.busy is there while packages are
 # being changed: an environment that a killed set-up left behind is thrown away and made anew from uv's cache.
@@ -68,17 +69,23 @@ print("%d %d %d" % (sys.version_info[0], sys.version_info[1], whole))' 2>/dev/nu
 }
 
 pick_python() { # sets PYTHON: the newest of 3.10 to 3.13 that can make an environment, else a newer one
-    local name path major minor whole rank best=0 best_whole=0 newest=0
+    local name path major minor whole rank best=0 best_whole=0 newest=0 limit=${PYTHON_MAX:-0}
     for name in python3.13 python3.12 python3.11 python3.10 python3 python; do
         path=$(command -v "$name") || continue
         read -r major minor whole < <(probe_python "$path") || continue
         rank=$((major * 100 + minor))
         if [ $rank -gt $newest ]; then newest=$rank; fi
-        if [ $rank -lt 310 ]; then continue; fi
+        if [ $rank -lt 310 ] || { [ "$limit" -gt 0 ] && [ $rank -gt $((300 + limit)) ]; }; then continue; fi
         if [ $rank -le 313 ]; then rank=$((rank + 1000)); fi # wheels of every package are known to exist
         if [ "$whole" -eq 1 ]; then rank=$((rank + 10000)); fi
         if [ $rank -gt $best ]; then best=$rank best_whole=$whole PYTHON=$path PYTHON_VERSION=$major.$minor; fi
     done
+    if [ $best -eq 0 ] && [ $newest -ge 310 ]; then
+        fail "torch_npu $NPU has wheels for Python 3.10 to 3.$limit, and PATH has only $((newest / 100)).$((newest % 100)). Install one, for example with
+  apt-get install -y python3.$limit python3.$limit-venv python3.$limit-dev    (Debian, Ubuntu)
+  dnf install -y python3.$limit python3.$limit-devel                          (openEuler, Fedora), or upgrade CANN, then type the same command again." \
+            "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 中只有 $((newest / 100)).$((newest % 100))。请用上面的命令安装，或升级 CANN，然后再次输入同一条命令。"
+    fi
     local again='then type the same command again' again_zh='然后再次输入同一条命令'
     if [ $best -eq 0 ]; then
         local found='none was found' found_zh='没有找到 Python'
@@ -190,6 +197,25 @@ install_lock() { # NAME FILE
     fi
 }
 
+install_npu() { # the pair that setup_ascend.sh picked; its own requirement on torch names a build that indexes lack
+    local torch=${NPU%%.post*} found=0
+    if [ "$(uname -m)" = x86_64 ]; then # there the plain torch brings CUDA along, 2 GB that nothing here uses
+        if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then found=1; fi
+    fi
+    if [ $found -eq 0 ] && ! install "torch $torch" "torch==$torch"; then
+        fail_with_log "torch $torch could not be installed. If the package index does not answer, name a mirror with: pip config set global.index-url URL; then type the same command again." \
+            "无法安装 torch $torch。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
+    fi
+    if ! install "torch_npu $NPU" --no-deps "torch_npu==$NPU"; then
+        fail_with_log "torch_npu $NPU could not be installed; it is published for Linux on x86_64 and aarch64." \
+            "无法安装 torch_npu $NPU；它只支持 Linux 的 x86_64 与 aarch64。"
+    fi
+    # CANN's own operators import these at run time.
+    if ! install "what CANN imports" decorator attrs psutil scipy cffi absl-py pyyaml; then
+        fail_with_log "the Python packages that CANN imports could not be installed." "无法安装 CANN 所需的 Python 软件包。"
+    fi
+}
+
 # --- our own code --------------------------------------------------------------------------------
 
 build_rustbpe() {
@@ -228,13 +254,13 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 }
 
 check_imports() {
-    local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken
-    if [ "$TORCH" = 1 ]; then
+    local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken # nanochat first: it keeps torch from loading torch_npu
+    if [ "$TORCH" = 1 ] || [ -n "$NPU" ]; then
         modules=$modules,torch
     elif ! "$SETUP_VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch_npu"))'; then
         fail "this is an Ascend host: torch and torch_npu must be of one release that fits its CANN. Install that pair with
-  $SETUP_VENV/bin/python -m pip install torch==VERSION torch_npu==VERSION, then type the same command again." \
-            "这是昇腾主机：torch 与 torch_npu 必须是同一版本，并与本机的 CANN 匹配。请用上面的命令安装，然后再次输入同一条命令。"
+  bash setup_ascend.sh, then type the same command again." \
+            "这是昇腾主机：torch 与 torch_npu 必须是同一版本，并与本机的 CANN 匹配。请运行 bash setup_ascend.sh，然后再次输入同一条命令。"
     fi
     # Without the variable that some hosts set: what is compiled to bytecode here saves a second per process later.
     if ! step "a first import" env -u PYTHONDONTWRITEBYTECODE "$SETUP_VENV/bin/python" -c "import $modules"; then
@@ -248,7 +274,7 @@ check_imports() {
 fingerprint() { # what the environment follows from
     local files
     echo "root $SETUP_ROOT"
-    echo "parts dev=$DEV torch=$TORCH"
+    echo "parts dev=$DEV torch=$TORCH${NPU:+ npu=$NPU python_max=$PYTHON_MAX}"
     "$SETUP_VENV/bin/python" -c 'import sys; print("python", sys.version.split()[0])' 2>/dev/null || echo "python broken"
     if command -v cargo >/dev/null; then echo "cargo yes"; else echo "cargo no"; fi
     cd "$SETUP_ROOT" || return
@@ -263,7 +289,12 @@ is_whole() {
 }
 
 keep_parts() { # what is installed stays: a speedrun after the tests does not undo their tools
-    if grep -qs '^parts dev=1' "$SETUP_VENV/setup.stamp"; then DEV=1; fi
+    local parts
+    parts=$(grep -s '^parts' "$SETUP_VENV/setup.stamp") || return 0
+    case $parts in *dev=1*) DEV=1 ;; esac
+    if [ -z "$NPU" ] && [[ $parts =~ npu=([^ ]+)\ python_max=([0-9]+) ]]; then
+        NPU=${BASH_REMATCH[1]} PYTHON_MAX=${BASH_REMATCH[2]} TORCH=0
+    fi
 }
 
 make_environment() { # ends with a working .venv that has pip, a stamp that says "stale" and the mark of business
@@ -275,6 +306,8 @@ make_environment() { # ends with a working .venv that has pip, a stamp that says
             "$SETUP_VENV 不是由本脚本创建的，因此保持原样。请先把它移走（mv .venv .venv.old），然后再次输入同一条命令。"
     elif ! grep -qxF "root $SETUP_ROOT" "$stamp" || ! "$SETUP_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         rm -rf "$SETUP_VENV" # the folder was moved, or its Python is gone
+    elif [ "$PYTHON_MAX" -gt 0 ] && ! "$SETUP_VENV/bin/python" -c "import sys; sys.exit(sys.version_info[1] > $PYTHON_MAX)"; then
+        rm -rf "$SETUP_VENV" # its Python is too new for the torch_npu that is asked for
     fi
     mkdir -p "$SETUP_VENV"
     touch "$SETUP_VENV/setup.busy"
@@ -290,14 +323,17 @@ make_environment() { # ends with a working .venv that has pip, a stamp that says
 
 setup_main() {
     set -euo pipefail
-    DEV=0 TORCH=1
+    DEV=0 TORCH=1 NPU='' PYTHON_MAX=0
     SETUP_LOG=$SETUP_VENV/setup.log
-    local flag stamp
-    for flag in "$@"; do
-        case $flag in
+    local stamp
+    while [ $# -gt 0 ]; do
+        case $1 in
         --dev) DEV=1 ;;
-        *) fail "setup_env.sh takes --dev, got $flag" "setup_env.sh 只接受 --dev，收到 $flag" ;;
+        --npu) NPU=$2 TORCH=0 && shift ;;
+        --python-max) PYTHON_MAX=$2 && shift ;;
+        *) fail "setup_env.sh takes --dev, got $1" "setup_env.sh 只接受 --dev，收到 $1" ;;
         esac
+        shift
     done
     if [ "${NANOCHAT_DEVICE:-}" = npu ] || compgen -G '/dev/davinci[0-9]*' >/dev/null; then TORCH=0; fi
     keep_parts
@@ -319,6 +355,7 @@ setup_main() {
     get_uv
     install_lock "packages" requirements.lock
     if [ "$TORCH" = 1 ]; then install_lock "torch (2 GB of downloads, unless cached)" requirements-torch.lock; fi
+    if [ -n "$NPU" ]; then install_npu; fi
     if [ "$DEV" = 1 ]; then install_lock "test tools" requirements-dev.lock; fi
     if ! install "nanochat" --no-deps --no-build-isolation --editable "$SETUP_ROOT"; then
         fail_with_log "nanochat itself could not be installed." "无法安装 nanochat 本身。"

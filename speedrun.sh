@@ -3,6 +3,8 @@
 #   bash speedrun.sh                    CPU: the embedded corpus TinyWorld; GPU: FineWeb-Edu, 20 layers
 #   bash speedrun.sh --data tinyworld   the embedded corpus on any device (also where there is no network)
 #   bash speedrun.sh --preset smoke     every stage in two minutes, to see that it works
+#   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; speedrun_npu.sh chooses it
+# NPROC_PER_NODE takes fewer devices than there are.
 # Stopped at any moment and typed again, it goes on where it was; typed again when done, it says so.
 # Data, checkpoints and the report lie in NANOCHAT_BASE_DIR, by default ~/.cache/nanochat.
 set -euo pipefail
@@ -27,13 +29,13 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d20 and --data NAME, got $1" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20 and --data NAME, got $1" >&2
         exit 2
         ;;
     esac
 done
-case $preset in auto | smoke | tinyworld | tinyworld-small | d20) ;; *)
-    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small or d20, got $preset" >&2
+case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20) ;; *)
+    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12 or d20, got $preset" >&2
     exit 2
     ;;
 esac
@@ -72,6 +74,13 @@ python -m nanochat.report begin --key "$key"
 # --- what to train ---------------------------------------------------------------------------------
 
 read -r device dtype devices < <(python -m nanochat.device)
+if [ -n "${NPROC_PER_NODE:-}" ]; then
+    if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
+        echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE" >&2
+        exit 2
+    fi
+    devices=$NPROC_PER_NODE
+fi
 if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$data" != tinyworld ]; then
         preset=d20
@@ -83,7 +92,7 @@ if [ "$preset" = auto ]; then
 fi
 if [ "$data" = auto ]; then
     data=tinyworld
-    if [ "$preset" = d20 ]; then data=fineweb; fi
+    case $preset in d12 | d20) data=fineweb ;; esac
 fi
 if [ "$device" = cpu ]; then
     cores=$(nproc 2>/dev/null || echo 2)
@@ -126,19 +135,39 @@ tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
-fineweb() { # the published pipeline, 20 layers
-    run_stage dataset python -m nanochat.dataset -n 120
+fineweb() { # SHARDS, then flags by stage in the arrays base, mid, sft and rl, and those of all stages in every
+    if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
-    stage base_train scripts.base_train --data "$data" --depth=20
-    stage base_loss scripts.base_loss --once
-    stage base_eval scripts.base_eval
-    stage mid_train scripts.mid_train
-    stage mid_eval scripts.chat_eval -i mid --once
-    stage chat_sft scripts.chat_sft
-    stage sft_eval scripts.chat_eval -i sft --once
-    stage chat_rl scripts.chat_rl
-    stage rl_eval scripts.chat_eval -i rl -a GSM8K --once
+    stage base_train scripts.base_train --data "$data" "${base_flags[@]}"
+    stage base_loss scripts.base_loss --once "${every[@]}"
+    stage base_eval scripts.base_eval "${every[@]}"
+    stage mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}"
+    stage mid_eval scripts.chat_eval -i mid --once "${every[@]}"
+    stage chat_sft scripts.chat_sft "${every[@]}" "${sft_flags[@]}"
+    stage sft_eval scripts.chat_eval -i sft --once "${every[@]}"
+    stage chat_rl scripts.chat_rl "${every[@]}" "${rl_flags[@]}"
+    stage rl_eval scripts.chat_eval -i rl -a GSM8K --once "${every[@]}"
+}
+
+ascend_d12() { # the flags as the guides for Ascend publish them, on 1, 2, 4, 8 or 16 cards; a pass by memory
+    local cards=16 rows
+    while [ $cards -gt "$devices" ]; do cards=$((cards / 2)); done
+    if [ $cards -lt "$devices" ]; then
+        echo "speedrun: $cards of $devices devices, since 262,144 tokens a step must divide evenly"
+        devices=$cards
+    fi
+    base_flags=(--depth=12 --total_batch_size=262144)
+    mid_flags=(--total_batch_size=262144)
+    if [ "$device" = npu ]; then
+        plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
+        rows=${plan##*--device_batch_size=}
+        read -ra base_flags <<<"$plan"
+        mid_flags+=(--device_batch_size="${rows%% *}")
+    fi
+    every=(--model_tag=d12)
+    sft_flags=(--device_batch_size=8 --target_examples_per_step=32)
+    rl_flags=(--device_batch_size=4 --examples_per_step=16)
 }
 
 # --- the presets -----------------------------------------------------------------------------------
@@ -162,7 +191,7 @@ tinyworld | tinyworld-small)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
-        --init_lr_frac=0.1 --num_iterations=80)
+        --init_lr_frac=0.01 --num_iterations=300)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small
         base_flags=("${small_model[@]}" --num_iterations=240)
@@ -171,7 +200,14 @@ tinyworld | tinyworld-small)
     fi
     tinyworld 4096
     ;;
-d20) fineweb ;;
+d12)
+    ascend_d12
+    fineweb 40 # 1.6 billion tokens are needed, a shard holds 50 million
+    ;;
+d20)
+    base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=() every=()
+    fineweb 120
+    ;;
 esac
 
 python -m nanochat.report generate --key "$key"

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from bench.wire import Wire
-from nanochat import dataloader, device, loop, parallel
-from nanochat.common import UserError, log, run
+from nanochat import dataloader, device, host, loop, parallel
+from nanochat.common import UserError, base_dir, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers, Rates
@@ -107,7 +107,7 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task["ranks"])
     sys.stdout = sys.stderr  # the table is the parent's
-    device.use_compile_cache()
+    host.use_compile_cache(base_dir() / "compile_cache")
     step = training_step(Task(**{**task, "shape": GPTConfig(**task["shape"])}), device.compute_init("cpu"))
     for number in range(2):
         step(number)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,7 +23,7 @@ LEAST_GAIN = 5.0  # points
 LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
 MOST_OF_CONTROLS = 2.0  # points that the mean of the controls may be away from zero
 FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
-         "--init_lr_frac=0.1")  # fmt: skip
+         "--init_lr_frac=0.01")  # fmt: skip
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 
@@ -34,10 +35,12 @@ class Config:
     """folder of the SFT checkpoint; default: the newest"""
     seeds: int = 3
     """true runs, and as many with shuffled rewards"""
-    num_iterations: int = 80
+    num_iterations: int = 300
     """steps of each run"""
     eval_examples: int = 400
     """problems of a measurement"""
+    jobs: int = max((os.cpu_count() or 1) // 2, 1)
+    """runs at a time, of one thread each; on one accelerator take 1"""
     quick: bool = False
     """one seed, two steps; ends with 0 whatever comes out"""
 
@@ -81,19 +84,31 @@ def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> flo
                f"--eval_examples={cfg.eval_examples}", *(QUICK if cfg.quick else FLAGS)]  # fmt: skip
     if shuffle:
         command.append("--shuffle_rewards")
-    log(f"== {name}: {' '.join(command[1:])}")
-    code = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}).returncode
+    log(f"{name}: {' '.join(command[1:])}; its output goes to {base / 'log.txt'}")
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
+    with open(base / "log.txt", "a", encoding="utf-8") as output:
+        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
-        raise UserError(f"the run {name} ended with code {code}; type the same command again to go on from there", code)
-    return gain(base / "chatrl_checkpoints" / source.name)
+        raise UserError(
+            f"the run {name} ended with code {code}, see {base / 'log.txt'}; type the same command again to go on from "
+            "there",
+            code,
+        )
+    points = gain(base / "chatrl_checkpoints" / source.name)
+    log(f"{name}: {points:+.2f} points")
+    return points
 
 
 def control(cfg: Config) -> None:
     """Train, compare, print; SystemExit with code 1 if RL does not teach or the control does."""
     _, source = checkpoints.find("sft", cfg.model_tag)
     seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
-    gains = [train(f"seed-{seed}", source, seed, False, cfg) for seed in seeds]
-    controls = [train(f"shuffled-{seed}", source, seed, True, cfg) for seed in seeds]
+    runs = [
+        (f"{'shuffled' if shuffle else 'seed'}-{seed}", seed, shuffle) for shuffle in (False, True) for seed in seeds
+    ]
+    with ThreadPoolExecutor(cfg.jobs) as pool:
+        points = list(pool.map(lambda each: train(each[0], source, each[1], each[2], cfg), runs))
+    gains, controls = points[: len(seeds)], points[len(seeds) :]
     verdict = judge(gains, controls)
     for title, values in (("gain", gains), ("shuffled rewards", controls)):
         log(f"{title}: {', '.join(f'{value:+.2f}' for value in values)} points")

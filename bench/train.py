@@ -20,8 +20,8 @@ from bench import train_quality as quality
 from bench.ranks import D4, wire_bytes_per_parameter
 from bench.train_rows import check_rows, make_rows, standard_library
 from bench.train_worker import Measured, Plan, Variant, measure
-from nanochat import device
-from nanochat.common import UserError, log, run
+from nanochat import device, host
+from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
 
 STEP_TOKENS = 4096
@@ -168,7 +168,7 @@ def main(cfg: Config) -> None:
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
-    device.use_compile_cache()  # of both sides, in the base folder
+    host.use_compile_cache(base_dir() / "compile_cache")  # of both sides, in the base folder
     compute = device.compute_init("cpu")
     chosen = variants(cfg, device.compiler_missing(compute))
     with tempfile.TemporaryDirectory() as temporary:

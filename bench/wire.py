@@ -1,6 +1,6 @@
 """How often ranks speak to each other, and how many bytes they send: a dispatch mode that counts collectives."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,7 @@ class Wire(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.bytes: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

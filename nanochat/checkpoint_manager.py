@@ -45,7 +45,7 @@ STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 # Flags that do not change what is learned: a run may go on with other values of these.
 # Which model a run starts from is told by its parent's identity, however it was named.
-FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "device_batch_size",
+FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
               "eval_every", "eval_tokens", "eval_examples", "data", "model_tag", "source", "source_step",
               "base_step", "shard")  # fmt: skip
 ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from nanochat.common import UserError, base_dir
+from nanochat import ascend, host
+from nanochat.common import UserError, base_dir, warn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,10 +47,6 @@ class Row:
     module: Callable[[], types.ModuleType | None]  # torch.cuda, torch.npu, or None for the host
 
 
-def _no_cpu_reason() -> str:
-    return ""
-
-
 def _no_cuda_reason() -> str:
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
@@ -58,29 +55,20 @@ def _no_npu_reason() -> str:
     """Try to import torch_npu; every failure (no CANN, a wrong version) is a reason, not an error."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
+    if why := ascend.prepare_loading(torch.__version__):  # torch and torch_npu share their first two numbers
+        return f"torch_npu could not be loaded: {why}"
     try:
         usable = importlib.import_module("torch_npu").npu.is_available()
     except Exception as failure:  # the edge to a foreign library, which raises anything; the reason is shown
-        return f"torch_npu could not be loaded: {(str(failure) or repr(failure)).splitlines()[0]}"
+        return f"torch_npu could not be loaded: {ascend.cannot_load(str(failure) or repr(failure))}"
     return "" if usable else "torch_npu loaded, but sees no NPU"
 
 
 def _cpu_dtype() -> tuple[torch.dtype, str]:
     """bf16 pays only where the processor multiplies it in hardware; elsewhere it is emulated and slower."""
-    flags = _cpu_flags()
-    for flag in ("amx_bf16", "avx512_bf16"):
-        if flag in flags:
-            return torch.bfloat16, f"the CPU has {flag}"
+    if unit := host.bf16_unit():
+        return torch.bfloat16, f"the CPU has {unit}"
     return torch.float32, "the CPU has neither AMX nor AVX512-BF16"
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            line = next((line for line in f if line.startswith("flags")), "")
-    except OSError:
-        return frozenset()
-    return frozenset(line.partition(":")[2].split())
 
 
 def _cuda_dtype() -> tuple[torch.dtype, str]:
@@ -95,13 +83,21 @@ def _cuda_dtype() -> tuple[torch.dtype, str]:
 def _npu_dtype() -> tuple[torch.dtype, str]:
     if torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
         return torch.bfloat16, "the NPU has bf16"
-    return torch.float16, "the NPU has no bf16; a gradient scaler is used"
+    known = chip("npu")
+    return torch.float16, "the NPU has no bf16; " + (
+        "a gradient scaler is used" if known is None or known.trains else "for inference only"
+    )
+
+
+def chip(name: str) -> ascend.Chip | None:
+    """The Ascend chip of this process, by its SoC version; None on other devices, and for one that is not known."""
+    return ascend.chip_of(torch.npu.get_soc_version()) if name == "npu" else None  # type: ignore[attr-defined]
 
 
 ROWS = {
     "npu": Row("hccl", _no_npu_reason, _npu_dtype, lambda: torch.npu),  # type: ignore[attr-defined]
     "cuda": Row("nccl", _no_cuda_reason, _cuda_dtype, lambda: torch.cuda),
-    "cpu": Row("gloo", _no_cpu_reason, _cpu_dtype, lambda: None),
+    "cpu": Row("gloo", str, _cpu_dtype, lambda: None),
 }
 
 
@@ -146,6 +142,7 @@ class Compute:
     world_size: int
     dtype: torch.dtype
     dtype_reason: str
+    chip: ascend.Chip | None = None  # of an NPU whose SoC version is known
 
     @property
     def main(self) -> bool:
@@ -164,6 +161,8 @@ def _dtype(name: str) -> tuple[torch.dtype, str]:
         return ROWS[name].best_dtype()
     if asked not in DTYPES:
         raise UserError(f"NANOCHAT_DTYPE must be one of {', '.join(DTYPES)}, got {asked!r}", exit_code=2)
+    if asked == "bfloat16" and name == "npu" and not torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
+        raise UserError("NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
     return DTYPES[asked], "NANOCHAT_DTYPE"
 
 
@@ -184,19 +183,64 @@ def compute_init(asked: str | None = None) -> Compute:
                 f"this host shows {count} {name} device(s), but the launcher started local rank {local_rank}; "
                 f"use --nproc_per_node={count} or fewer"
             )
-        module.set_device(local_rank)
+        _take(module, name, local_rank)
         torch.set_float32_matmul_precision("high")
     device = torch.device(name, local_rank) if module is not None else torch.device("cpu")
     dtype, dtype_reason = _dtype(name)
     if "RANK" in os.environ and not dist.is_initialized():
-        both = collectives if collectives == "gloo" else f"cpu:gloo,{name}:{collectives}"
-        dist.init_process_group(both, timeout=datetime.timedelta(minutes=40))
-    compute = Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason)
+        _join(name, collectives)
+    compute = Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, chip(name))
+    if name == "npu" and world_size > 1:
+        _choose_port_block(compute)
     if compute.main:
         ranks = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
         short = str(dtype).removeprefix("torch.")
         print(f"device: {describe(compute)} ({why}) | {short} ({dtype_reason}){ranks}", flush=True)
     return compute
+
+
+def cards() -> tuple[ascend.Chip | None, int]:
+    """The Ascend chip of this host's cards, and how many are visible; (None, 0) where the device is another."""
+    return (chip("npu"), torch.npu.device_count()) if device_type == "npu" else (None, 0)  # type: ignore[attr-defined]
+
+
+def _take(module: types.ModuleType, name: str, index: int) -> None:
+    """Make a device this process's own; UserError where it cannot be opened, a warning where it is in use."""
+    try:
+        module.set_device(index)
+        free, total = module.mem_get_info() if name == "npu" else (1, 1)
+    except RuntimeError as failure:
+        if name != "npu":
+            raise
+        raise UserError(ascend.cannot_open(index, str(failure))) from failure
+    if in_use := ascend.in_use(index, free, total):
+        warn(in_use)
+
+
+def _join(name: str, collectives: str) -> None:
+    """Join the process group that the launcher's variables name; CPU tensors go over gloo."""
+    both = collectives if collectives == "gloo" else f"cpu:gloo,{name}:{collectives}"
+    seconds = ascend.prepare_collectives() if name == "npu" else 2400
+    try:
+        dist.init_process_group(both, timeout=datetime.timedelta(seconds=seconds))
+    except dist.DistNetworkError as failure:
+        if "EADDRINUSE" not in str(failure):
+            raise
+        raise UserError(ascend.port_words(os.environ.get("MASTER_PORT", ""))) from failure
+
+
+def _choose_port_block(compute: Compute) -> None:
+    """Give this job's collectives a block of ports of their own, the same for all ranks of a host."""
+    if given := os.environ.get("HCCL_IF_BASE_PORT"):
+        if compute.local_rank == 0 and given.isdigit() and (why := ascend.block_taken(int(given))):
+            raise UserError(why)
+        return
+    blocks = torch.zeros(compute.world_size, dtype=torch.int64)
+    if compute.local_rank == 0:
+        blocks[compute.rank] = ascend.free_block()
+    dist.all_reduce(blocks)
+    if base := int(blocks[compute.rank - compute.local_rank]):
+        os.environ["HCCL_IF_BASE_PORT"] = str(base)
 
 
 def compute_cleanup() -> None:
@@ -209,22 +253,19 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """A main for common.run(): take the device that the flags name, work there, and leave the process group."""
 
     def main(cfg: Any) -> None:
-        use_compile_cache()
+        host.use_compile_cache(base_dir() / "compile_cache")
         compute = compute_init(cfg.device_type)
         try:
             work(cfg, compute)
+        except RuntimeError as failure:
+            words = ascend.explain(str(failure)) if compute.device_type == "npu" else ""
+            if not words:
+                raise
+            raise UserError(f"{words}. It said: {str(failure).splitlines()[0]}") from failure
         finally:
             compute_cleanup()
 
     return main
-
-
-def use_compile_cache() -> None:
-    """Keep compiled kernels in the base folder, so that later stages and runs find them.
-
-    It must come early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base_dir() / "compile_cache"))
 
 
 def describe(compute: Compute) -> str:
@@ -232,12 +273,7 @@ def describe(compute: Compute) -> str:
     module = ROWS[compute.device_type].module()
     if module is not None:
         return f"{compute.device_type} {module.get_device_name(compute.local_rank)}"
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            model = next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "CPU")
-    except OSError:
-        model = "CPU"
-    return f"{model}, {torch.get_num_threads()} thread(s)"
+    return f"{host.cpu_model()}, {torch.get_num_threads()} thread(s)"
 
 
 def summary(compute: Compute, parameters: int) -> dict[str, str | int | float]:
@@ -273,6 +309,22 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def seed_all(seed: int) -> None:
     """Seed torch's generators on every device."""
     torch.manual_seed(seed)
+
+
+def clear_overflow(compute: Compute) -> None:
+    """Forget what overflowed before, on a chip that saturates where others give inf."""
+    if compute.chip is not None and compute.chip.saturates and compute.scaler:
+        torch.npu.amp.GradScaler.clear_npu_overflow_flag()  # type: ignore[attr-defined]
+
+
+def overflows(compute: Compute) -> list[torch.Tensor]:
+    """On a chip that saturates, as its GradScaler asks: (1,), not 0 if anything overflowed since; else nothing."""
+    if compute.chip is None or not compute.chip.saturates or not compute.scaler:
+        return []
+    status = torch.zeros(8, dtype=torch.float32, device=compute.device)
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    return [torch_npu.npu_get_float_status(status)[:1]]
 
 
 def pin(tensor: torch.Tensor, compute: Compute) -> torch.Tensor:
@@ -318,6 +370,8 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
         for part, tflops in CUDA_PEAKS.items():
             if part in name:
                 return tflops * 1e12, f"{name}, data sheet, bf16 dense"
+    if compute.chip is not None:
+        return compute.chip.tflops * 1e12, f"{compute.chip.name}, {compute.chip.source} dense"
     return _matmul_flops(compute), "a matmul of 1024 x 1024 x 1024 measured at start"
 
 
@@ -335,25 +389,10 @@ def _matmul_flops(compute: Compute) -> float:
 
 def compiler_missing(compute: Compute) -> str:
     """Why torch.compile cannot be used here, or "" if it can."""
-    if compute.device_type == "npu":
-        return "off on NPUs"
-    if compute.device_type == "cpu":
-        import shutil
-        import sysconfig
-
-        if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
-            return "no C++ compiler (g++) was found"
-        if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-            return "Python's headers (python3-dev) were not found"
-    return ""
-
-
-def device_count() -> int:
-    """Accelerators that this process may use; 1 on a CPU."""
-    module = ROWS[device_type].module()
-    return module.device_count() if module is not None else 1
+    return {"npu": "off on NPUs", "cpu": host.compiler_missing()}.get(compute.device_type, "")
 
 
 if __name__ == "__main__":  # for shell scripts: the device, its number format, and how many there are
+    _module = ROWS[device_type].module()
     _format = str(_dtype(device_type)[0]).removeprefix("torch.")
-    print(device_type, _format, device_count())
+    print(device_type, _format, _module.device_count() if _module is not None else 1)

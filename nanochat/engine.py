@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanochat.calculator import calculate
 from nanochat.common import UserError
-from nanochat.gpt import GPT, Cache
+from nanochat.gpt import GPT, Cache, Spans
 from nanochat.reply import TextStream as TextStream  # what an engine says is read with these
 from nanochat.reply import reply_parts as reply_parts
 from nanochat.sampling import Sampling, choose, uniform
@@ -281,7 +281,8 @@ class Engine:
         B, T = len(parts), max(len(part) for part in parts)
         if self.pad:  # powers of two, as far as there are slots and places
             B = min(1 << (B - 1).bit_length(), self.slots - first)
-        held = max(row.cached for row in self._rows[first : first + B])
+        behind = self._rows[first : first + B]
+        held = max(row.cached for row in behind)
         if self.pad and held + (wider := 1 << (T - 1).bit_length()) <= self.length:
             T = wider
         spare = B - len(parts)  # rows of padding claim a token each; what that changes is put back
@@ -290,7 +291,11 @@ class Engine:
         lengths = torch.tensor([len(part) for part in parts] + [1] * spare).to(self.model.device, non_blocking=True)
         cache, borrowed = self._cache, slice(first + len(parts), first + B)
         kept = (cache.positions[borrowed].clone(), cache.previous[borrowed].clone()) if spare else None
-        hidden = self.model.hidden(idx, cache, slice(first, first + B), lengths, held)
+        # Of the rows of padding some are slots that nobody is in.
+        spans = Spans(
+            [row.cached for row in behind] + [0] * (B - len(behind)), [len(part) for part in parts] + [1] * spare
+        )
+        hidden = self.model.hidden(idx, cache, slice(first, first + B), lengths, spans)
         if kept:
             cache.positions[borrowed], cache.previous[borrowed] = kept
         self.passes += 1

@@ -4,7 +4,8 @@ The architecture is that of upstream nanochat's HEAD of 2026-07. Parameters are 
 compute dtype where they are used. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
@@ -126,6 +127,14 @@ class Cache:
         self.previous[slots] = 0
 
 
+@dataclass(frozen=True)
+class Spans:
+    """What the host knows of the rows of a pass: the tokens that each held before, and how many it gains."""
+
+    held: Sequence[int]
+    fresh: Sequence[int]
+
+
 @dataclass
 class CacheCall:
     """What one forward pass over a cache shares between layers."""
@@ -134,15 +143,26 @@ class CacheCall:
     slots: slice
     rows: Tensor  # (B, 1) 0, 1, ... B - 1
     places: Tensor  # (B, T) where each new token goes
-    masks: dict[int, Tensor]  # window -> (B, 1, T, K) which keys are seen
     keys: int  # K, how much of the cache is looked at
+    spans: Spans | None
+    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys are seen
+    last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of the last keys
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, T, Hkv, D); return the cached ones (B, K, Hkv, D), new ones included."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+        """Write new keys and values, and attend to what the rows then hold; shapes as in kernels.attend."""
         held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         held_k[self.rows, self.places] = k
         held_v[self.rows, self.places] = v
-        return held_k[:, : self.keys], held_v[:, : self.keys]
+        if self.spans is None or not kernels.takes_lengths(q):
+            if window not in self.masks:
+                self.masks[window] = kernels.cache_mask(self.places, self.keys, window)
+            k, v = held_k[:, : self.keys], held_v[:, : self.keys]
+            return kernels.attend_cached(q, k, v, self.masks[window], scale)
+        if q.size(1) == 1 and window not in self.last:
+            first = (self.places - window).clamp_min(0)
+            self.last[window] = first + torch.arange(min(window + 1, held_k.size(1)), device=q.device)
+        ends = [held + fresh for held, fresh in zip(self.spans.held, self.spans.fresh, strict=True)]
+        return kernels.attend_lengths(q, held_k, held_v, self.spans.fresh, ends, self.last.get(window), window, scale)
 
 
 class Attention(nn.Module):
@@ -169,17 +189,16 @@ class Attention(nn.Module):
         sin: Tensor,
         call: CacheCall | None,
     ) -> Tensor:  # (B, T, C)
-        q, k, v = (matrix(x).unflatten(-1, (-1, self.head_dim)) for matrix in (self.c_q, self.c_k, self.c_v))
+        matrices = (self.c_q, self.c_k, self.c_v)
+        q, k, v = kernels.heads(x, matrices, self.head_dim, cos, sin, QK_SCALE)
         if value is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv), in (0, 3)
             v = v + gate.unsqueeze(-1) * value.view_as(v)
-        q = kernels.norm(kernels.rotary(q, cos, sin)) * QK_SCALE
-        k = kernels.norm(kernels.rotary(k, cos, sin)) * QK_SCALE
+        scale = kernels.softmax_scale(x, self.head_dim, QK_SCALE)
         if call is None:
-            y = kernels.attend(q, k, v, self.window)
+            y = kernels.attend(q, k, v, self.window, scale)
         else:
-            k, v = call.extend(self.layer, k, v)
-            y = kernels.attend_cached(q, k, v, call.masks[self.window])
+            y = call.attend(self.layer, q, k, v, self.window, scale)
         return self.c_proj(y.flatten(2))
 
 
@@ -192,7 +211,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(kernels.squared_relu(self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -286,16 +305,15 @@ class GPT(nn.Module):
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
-    def _begin(self, idx: Tensor, cache: Cache, slots: slice, held: int | None) -> CacheCall:
+    def _begin(self, idx: Tensor, cache: Cache, slots: slice, spans: Spans | None) -> CacheCall:
         """Where the tokens of this pass go and what they see."""
         T = idx.size(1)
-        held = int(cache.positions[slots].max()) if held is None else held
+        held = max(spans.held) if spans else int(cache.positions[slots].max())  # unknown, it waits for the device
         places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
         grain = 1 if idx.device.type == "cpu" else 64  # accelerators do best with few shapes
         keys = min(-(-(held + T) // grain) * grain, cache.length)
-        masks = {window: kernels.cache_mask(places, keys, window) for window in set(self.config.windows)}
         rows = torch.arange(idx.size(0), device=idx.device)[:, None]
-        return CacheCall(cache, slots, rows, places, masks, keys)
+        return CacheCall(cache, slots, rows, places, keys, spans)
 
     def hidden(
         self,
@@ -303,7 +321,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         slots: slice | None = None,  # B contiguous slots of the cache
         lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
-        held: int | None = None,  # tokens in the fullest of the slots, if known: saves waiting for the device
+        spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
     ) -> Tensor:  # (B, T, C)
         """The normed activations that the head reads.
 
@@ -316,17 +334,17 @@ class GPT(nn.Module):
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         else:
             slots = slots or slice(0, idx.size(0))
-            call, before = self._begin(idx, cache, slots, held), cache.previous[slots, None].clone()
+            call, before = self._begin(idx, cache, slots, spans), cache.previous[slots, None].clone()
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
             last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
             cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
         # Smear: a gated part of the token before; a sequence's first token has none, which `before` says by zeros.
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
         x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
-        x0 = x
-        middle = x
+        x0 = middle = x
+        resid, first = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
         for i, block in enumerate(self.blocks):
-            x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
+            x = resid[i] * x + first[i] * x0
             value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, value, cos, sin, call)
             if i == self.config.n_layer // 2:

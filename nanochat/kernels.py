@@ -1,38 +1,181 @@
 """The operations that a device may do its own way: attention, norm, rotary embedding, the loss.
 
-Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
+Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary. CPU and CUDA compute with torch's own
+operators. On an NPU `--kernels` decides: plain is the same as there; auto takes what the chip has.
 """
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat import device, npu_kernels
+from nanochat.ascend import Kernels
+from nanochat.blocked_attention import BlockedAttention, hidden_score
+from nanochat.common import UserError, log, warn
+from nanochat.device import Compute
+
 SOFTCAP = 15.0  # logits are squashed to (-15, 15) by 15 tanh(l / 15)
+
+Asked = Literal["auto", "fused", "plain"]
+
+
+@dataclass
+class _Choice:
+    """What was asked for, and what it means on this process's NPU; decided at its first use."""
+
+    asked: str | None = None  # by select(); None: by NANOCHAT_KERNELS
+    npu: Kernels | Literal["plain"] | None = None
+
+
+_choice = _Choice()
+
+
+def asked() -> str:
+    """auto, fused or plain: by --kernels, else by NANOCHAT_KERNELS."""
+    name = _choice.asked or os.environ.get("NANOCHAT_KERNELS") or "auto"
+    if name not in ("auto", "fused", "plain"):
+        raise UserError(f"NANOCHAT_KERNELS must be auto, fused or plain, got {name!r}", exit_code=2)
+    return name
+
+
+def select(name: Asked, compute: Compute) -> None:
+    """Use these kernels from now on: UserError where they were asked for and cannot be. NANOCHAT_KERNELS is auto's."""
+    _choice.asked, _choice.npu = None if name == "auto" else name, None
+    if compute.device_type == "npu":
+        kind = _kind_on_npu()
+        operators = ", ".join(npu_kernels.NEEDS[kind]) if kind != "plain" else ""
+        if kind == "plain" and compute.chip is not None and compute.chip.saturates and compute.scaler:
+            warn(
+                f"torch's attention masks with inf, which a {compute.chip.name} may count as an overflow: if every "
+                "update is skipped, leave --kernels plain out"
+            )
+        log(f"kernels: {kind}" + (f" ({operators})" if operators else ""))
+    elif asked() == "fused":
+        raise UserError(f"--kernels fused is for NPUs, and the device is {compute.device_type}; leave it out")
+
+
+def _kind_on_npu() -> Kernels | Literal["plain"]:
+    """What this process's NPU computes with, decided once."""
+    if _choice.npu is None:
+        name, chip = asked(), device.chip("npu")
+        if name == "plain" or (chip is None and name == "auto"):
+            _choice.npu = "plain"
+            return _choice.npu
+        if chip is None or (name == "fused" and chip.kernels != "fused"):
+            what = "this chip, whose SoC version is not known," if chip is None else f"a {chip.name}"
+            raise UserError(f"--kernels fused was asked for, but {what} has no fused attention for training; use auto")
+        if lacking := npu_kernels.missing(chip.kernels):
+            raise UserError(
+                f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
+                "install one that fits CANN (python check_npu.py), or give --kernels plain"
+            )
+        _choice.npu = chip.kernels
+    return _choice.npu
+
+
+def _kind(x: Tensor) -> Kernels | Literal["plain"]:
+    """How the operations on this tensor are computed."""
+    return _kind_on_npu() if x.device.type == "npu" else "plain"
 
 
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension, without parameters."""
-    return F.rms_norm(x, (x.size(-1),))
+    return npu_kernels.norm(x) if _kind(x) == "fused" else F.rms_norm(x, (x.size(-1),))
 
 
 def rotary_tables(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each (length, D/2), base 100,000 (RoFormer, arXiv 2104.09864)."""
+    """Cosines and sines of the rotary embedding, each (length, D/2), base 100,000 (RoFormer, arXiv 2104.09864).
+
+    For a fused operator the tables are as it reads them: (length, D), both halves alike, and minus the sine.
+    """
     frequency = 100_000 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    if _kind(angle) == "fused":
+        return torch.cat((cos, cos), dim=-1), -torch.cat((sin, sin), dim=-1)
+    return cos, sin
 
 
 def rotary(
     x: Tensor,  # (B, T, H, D)
-    cos: Tensor,  # (1 or B, T, 1, D/2)
+    cos: Tensor,  # (1 or B, T, 1, D/2), from rotary_tables
     sin: Tensor,  # (1 or B, T, 1, D/2)
 ) -> Tensor:
     """Rotate pairs (i, i + D/2) of channels by -theta, as upstream does: only relative angles matter."""
+    if _kind(x) == "fused":
+        return npu_kernels.rotary(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+def heads(
+    x: Tensor,  # (B, T, C)
+    matrices: Sequence[nn.Module],  # to queries, keys and values
+    head_dim: int,
+    cos: Tensor,  # from rotary_tables
+    sin: Tensor,
+    sharpen: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+    """Queries and keys, rotated, normed and multiplied by `sharpen`, and values.
+
+    Where launching operators is dear, one matmul makes all three, and queries and keys are rotated and normed
+    together. With a fused attention `sharpen` is left to its scale: see softmax_scale.
+    """
+    kind = _kind(x)
+    if kind == "plain":
+        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+        q = norm(rotary(q, cos, sin)) * sharpen
+        k = norm(rotary(k, cos, sin)) * sharpen
+        return q, k, v
+    weights = [cast(Tensor, matrix.weight) for matrix in matrices]
+    counts = [weight.size(0) // head_dim for weight in weights]
+    both = F.linear(x, torch.cat(weights).to(x.dtype)).unflatten(-1, (-1, head_dim))
+    qk, v = both.split((counts[0] + counts[1], counts[2]), dim=2)
+    qk = norm(rotary(qk, cos, sin))
+    if kind != "fused":
+        qk = qk * sharpen
+    q, k = qk.split((counts[0], counts[1]), dim=2)
+    return q, k, v
+
+
+def softmax_scale(x: Tensor, head_dim: int, sharpen: float) -> float | None:
+    """The factor of the scores where heads() has left `sharpen` to it; None, 1/sqrt(D), where it has not."""
+    return sharpen**2 * head_dim**-0.5 if _kind(x) == "fused" else None
+
+
+class _SquaredRelu(torch.autograd.Function):
+    """relu(x)^2 with two operators in either direction: where x < 0 the root of the output is 0 already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root = F.relu(x)
+        ctx.save_for_backward(root)
+        return root * root
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return (grads[0] * root).mul_(2.0)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2."""
+    return F.relu(x).square() if _kind(x) == "plain" else _SquaredRelu.apply(x)  # type: ignore[no-any-return]
+
+
+def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
+    """The sum of squares of each tensor."""
+    if _kind(gradients[0]) == "plain":
+        return torch.stack([g.float().square().sum() for g in gradients])
+    norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square()
 
 
 @lru_cache(maxsize=16)
@@ -47,6 +190,7 @@ def attend(
     k: Tensor,  # (B, T, Hkv, D)
     v: Tensor,  # (B, T, Hkv, D)
     window: int,
+    scale: float | None = None,  # of the scores, default 1/sqrt(D)
 ) -> Tensor:  # (B, T, H, D)
     """Causal attention in which a query also sees at most `window` keys before its own.
 
@@ -55,16 +199,21 @@ def attend(
     """
     B, T, H, _ = q.shape
     grouped = k.size(2) != H
+    if (kind := _kind(q)) != "plain":
+        return _attend_on_npu(kind, q, k, v, window, scale)
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16 and not grouped:
-        return _BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
+        return BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     if window >= T - 1:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return whole.transpose(1, 2)
     W = window
     blocks = -(-T // W)
     if pad := blocks * W - T:  # padded keys come after every real query, so causality hides them
         q, k, v = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
-    first = F.scaled_dot_product_attention(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True, enable_gqa=grouped)
+    first = F.scaled_dot_product_attention(
+        q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True, scale=scale, enable_gqa=grouped
+    )
 
     def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
         return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
@@ -74,70 +223,30 @@ def attend(
         return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
 
     rest = F.scaled_dot_product_attention(
-        later(q), pairs(k), pairs(v), attn_mask=_band(W, q.device), enable_gqa=grouped
+        later(q), pairs(k), pairs(v), attn_mask=_band(W, q.device), scale=scale, enable_gqa=grouped
     )
     rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
     return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
 
 
-def _query_blocks(T: int, window: int) -> list[tuple[slice, slice]]:
-    """(queries, the keys they see) of about four blocks: few, since each is compiled for itself."""
-    size = max(-(-T // 512) * 128, 128)
-    return [(slice(i, min(i + size, T)), slice(max(i - window, 0), min(i + size, T))) for i in range(0, T, size)]
+def _attend_on_npu(
+    kind: Kernels, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None
+) -> Tensor:  # (B, T, H, D)
+    """attend() as a chip can: by its fused operator, by that of an inference card, or by matmuls over blocks."""
+    if kind == "fused":
+        return npu_kernels.attend(q, k, v, window, q.size(3) ** -0.5 if scale is None else scale)
+    if kind == "inference":
+        return npu_kernels.prompt(q, k, v, _causal(q.size(1), window, q.device))
+    group = q.size(2) // k.size(2)
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    return BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
 
 
-def _block_scores(
-    q: Tensor,  # (N, T, D)
-    k: Tensor,  # (N, T, D)
-    queries: slice,
-    keys: slice,
-    window: int,
-) -> Tensor:  # (N, queries, keys) fp32, -inf where a key is not seen
-    """Scaled products of a block of queries with the keys that it may see."""
-    distance = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
-    distance = distance - torch.arange(keys.start, keys.stop, device=q.device)[None]
-    scores = torch.bmm(q[:, queries], k[:, keys].mT).float() * q.size(-1) ** -0.5
-    return scores.masked_fill((distance < 0) | (distance > window), float("-inf"))
-
-
-class _BlockedAttention(torch.autograd.Function):
-    """Attention as matmuls over a few blocks of queries, the weights made again in the backward pass.
-
-    Only for compiled bf16 on CPUs: there the softmax between the matmuls is fused, and a layer takes less than half
-    the time of torch's flash attention, whose own blocks are too small for bf16 matmuls (4,096 tokens, T 512, one
-    thread: 42 against 96 ms forward and backward). Uncompiled it is no faster.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        B, T, H, D = q.shape
-        q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
-        outs, sums = [], []  # sums: log of the sum of exponents of each query, (N, queries, 1) fp32
-        for queries, keys in _query_blocks(T, window):
-            scores = _block_scores(q, k, queries, keys, window)
-            sums.append(torch.logsumexp(scores, dim=-1, keepdim=True))
-            outs.append(torch.bmm(torch.exp(scores - sums[-1]).to(q.dtype), v[:, keys]))
-        out = torch.cat(outs, dim=1)
-        ctx.save_for_backward(q, k, v, out, torch.cat(sums, dim=1))
-        ctx.window, ctx.shape = window, (B, H, T, D)
-        return out.view(B, H, T, D).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
-        B, H, T, D = ctx.shape
-        gradient = grads[0].transpose(1, 2).reshape(B * H, T, D)
-        along = (gradient.float() * out.float()).sum(dim=-1, keepdim=True)  # (N, T, 1)
-        q_grads, k_grad, v_grad = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        for queries, keys in _query_blocks(T, ctx.window):
-            weights = torch.exp(_block_scores(q, k, queries, keys, ctx.window) - sums[:, queries])
-            by_weight = torch.bmm(gradient[:, queries], v[:, keys].mT).float() - along[:, queries]
-            by_score = (weights * by_weight * D**-0.5).to(q.dtype)
-            v_grad[:, keys] += torch.bmm(weights.to(q.dtype).mT, gradient[:, queries])
-            k_grad[:, keys] += torch.bmm(by_score.mT, q[:, queries])
-            q_grads.append(torch.bmm(by_score, k[:, keys]))
-        parts = (torch.cat(q_grads, dim=1), k_grad.to(k.dtype), v_grad.to(v.dtype))
-        return *(part.view(B, H, T, D).transpose(1, 2) for part in parts), None
+@lru_cache(maxsize=8)
+def _causal(length: int, window: int, device: torch.device) -> Tensor:
+    """(1, 1, T, T) which keys each query sees."""
+    return cache_mask(torch.arange(length, device=device)[None], length, window)
 
 
 def cache_mask(
@@ -155,12 +264,46 @@ def attend_cached(
     k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
     v: Tensor,  # (B, K, Hkv, D)
     mask: Tensor,  # (B, 1, T, K) from cache_mask
+    scale: float | None = None,  # of the scores, default 1/sqrt(D)
 ) -> Tensor:  # (B, T, H, D)
     """Attention of new queries over a cache; rows may be at different places."""
+    if _kind(q) == "inference" and q.dtype == torch.float16:
+        return npu_kernels.prompt(q, k, v, mask)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=k.size(2) != q.size(2)
-    )
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale,
+        enable_gqa=k.size(2) != q.size(2),
+    )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def takes_lengths(q: Tensor) -> bool:
+    """Whether attention over a cache of these queries (B, T, H, D) reads rows' lengths instead of a mask.
+
+    The operators for it multiply 16-bit numbers, in units of 16 channels; that of inference cards takes one query.
+    """
+    kind = _kind(q)
+    if q.element_size() != 2 or q.size(3) % 16:
+        return False
+    return kind == "fused" or (kind == "inference" and q.size(1) == 1)
+
+
+def attend_lengths(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
+    v: Tensor,  # (B, K, Hkv, D)
+    fresh: Sequence[int],  # of each row, how many of the T tokens are real
+    ends: Sequence[int],  # of each row, how many keys it holds
+    last: Tensor | None,  # (B, W + 1) places of the last keys of each row; given where there is one query
+    window: int,
+    scale: float | None = None,
+) -> Tensor:  # (B, T, H, D)
+    """attend_cached() where takes_lengths() says so; a short window of one query reads no more keys than it sees."""
+    if last is not None and max(ends) > window + 1:
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        k, v, ends = k[rows, last], v[rows, last], [min(end, window + 1) for end in ends]
+    if _kind(q) == "inference":
+        return npu_kernels.decode(q, k, v, ends)
+    return npu_kernels.attend_lengths(q, k, v, fresh, ends, window, q.size(3) ** -0.5 if scale is None else scale)
 
 
 def softcap(logits: Tensor) -> Tensor:
@@ -197,7 +340,7 @@ def _chunk_loss(
     squashed = torch.tanh(raw.float() / SOFTCAP)
     logits = SOFTCAP * squashed
     if vocab < weight.size(0):  # the padded rows of the head are no tokens
-        logits = logits.masked_fill(torch.arange(weight.size(0), device=x.device) >= vocab, float("-inf"))
+        logits = logits.masked_fill(torch.arange(weight.size(0), device=x.device) >= vocab, hidden_score(x))
     top = logits.amax(dim=1, keepdim=True)
     exponent = torch.exp(logits - top)
     total = exponent.sum(dim=1, keepdim=True)
@@ -239,12 +382,14 @@ def chunked_loss(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
-    chunk: int = 1024,
+    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048
 ) -> Tensor:  # () fp32
     """The sum over tokens of weight times cross-entropy in nats, of softcapped logits, with its gradient.
 
     Gradients are formed in the forward pass, chunk by chunk: memory is chunk x V, not N x V.
     """
+    if chunk is None:
+        chunk = 1024 if _kind(x) == "plain" else 2048
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()

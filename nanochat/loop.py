@@ -11,9 +11,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, memory, parallel
+from nanochat import device, kernels, memory, parallel
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
+from nanochat.kernels import Asked
 from nanochat.optim import Optimizers
 from nanochat.parallel import Sharding
 from nanochat.placement import place_of
@@ -89,6 +90,7 @@ def _update(
     model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute
 ) -> Outcome:
     optimizers.zero_grad()
+    device.clear_overflow(compute)
     # FSDP averages gradients over ranks; every rank's part is of the same whole, so the average is undone here.
     factor = scale.value * compute.world_size / max(step.num_targets, 1)
     batches = step.micro_batches
@@ -100,16 +102,17 @@ def _update(
         (loss * factor).backward()
         loss_sum += loss.detach()
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
-    squares = torch.stack([*(g.float().square().sum() for g in gradients), loss_sum.double().float()])
-    host = squares.double().cpu() if compute.device_type == "cpu" else squares.cpu().double()  # the one host sync
-    norm_square, loss_total = parallel.total([float(host[:-1].sum()), float(host[-1])], compute)
+    figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
+    host, count = figures.cpu().double(), len(gradients)  # the one host sync
+    norm_square, loss_total, overflows = parallel.total(
+        [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
+    )
     norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
-    finite = math.isfinite(mean) and math.isfinite(norm_square)
+    finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     if finite:
         if scale.value != 1.0:
-            for gradient in gradients:
-                gradient.mul_(1 / scale.value)
+            torch._foreach_mul_(gradients, 1 / scale.value)  # pyright: ignore[reportPrivateImportUsage]
         optimizers.step()
     scale.update(finite)
     optimizers.zero_grad()
@@ -269,11 +272,23 @@ class StageFlags:
     """save and stop after this step; the same command without it goes on"""
     compile: bool | None = None
     """torch.compile; default: where it works and pays"""
+    kernels: Asked = "auto"
+    """on an NPU: fused = its own operators or an error, plain = torch's, auto = what the chip has"""
     shard: Sharding = "grad"
     """what many devices share out: none = each holds all, grad = gradients and state (ZeRO-2), full = parameters too
     (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
+
+
+def begin(flags: StageFlags, compute: Compute) -> None:
+    """Refuse a device that cannot train, and choose the kernels; before anything is computed."""
+    if compute.chip is not None and not compute.chip.trains:
+        raise UserError(
+            f"a {compute.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
+            "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here."
+        )
+    kernels.select(flags.kernels, compute)
 
 
 class Stage:

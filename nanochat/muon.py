@@ -96,7 +96,9 @@ class Muon(torch.optim.Optimizer):
         beta2: float = 0.9,
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        stacked: bool = True,
     ):
+        """`dtype` is what the device computes in; unstacked, every matrix is stepped by itself, for comparison."""
         named = list(named)
         super().__init__(
             [parameter for _, parameter in named],
@@ -109,11 +111,14 @@ class Muon(torch.optim.Optimizer):
         for name, parameter in named:
             rows, cols = parameter.shape
             by_shape.setdefault((rows, cols), []).append((name, parameter))
+        groups = [by_shape[shape] for shape in sorted(by_shape)]
+        if not stacked:
+            groups = [[member] for group in groups for member in group]
         self.stacks = []
         first = 0  # deal matrices to ranks in turn across stacks, so that no rank gets all the remainders
-        for shape in sorted(by_shape):
-            self.stacks.append(self._stack(by_shape[shape], first))
-            first += len(by_shape[shape])
+        for group in groups:
+            self.stacks.append(self._stack(group, first))
+            first += len(group)
 
     def _stack(self, members: list[tuple[str, Tensor]], first: int) -> _Stack:
         rows, cols = members[0][1].shape
@@ -149,8 +154,14 @@ class Muon(torch.optim.Optimizer):
             whole = self._from_replicas(whole, stack)
         update = whole if self.place.shards == 1 else self._to_rows(whole, stack)
         lr = lr * max(1.0, stack.rows / stack.cols) ** 0.5
-        for parameter, change in zip(stack.parameters, update, strict=True):
-            here = local(parameter)
+        held = [local(parameter) for parameter in stack.parameters]
+        if update.device.type != "cpu":  # launching operators is dear: the same arithmetic, once for all
+            if weight_decay:
+                here = torch.stack(held)
+                update = update + weight_decay * here * (update * here >= 0).to(here.dtype)
+            torch._foreach_sub_(held, list(update), alpha=lr)  # pyright: ignore[reportPrivateImportUsage]
+            return
+        for here, change in zip(held, update, strict=True):
             if weight_decay:  # cautious: only where decay and update agree in sign
                 agrees = (change * here >= 0).to(here.dtype)
                 change = change + weight_decay * here * agrees

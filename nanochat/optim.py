@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import schedule
+from nanochat import kernels, schedule
 from nanochat.device import local
 from nanochat.muon import Muon
 from nanochat.placement import place_of
@@ -83,7 +83,10 @@ class Optimizers:
         self.adamw = torch.optim.AdamW(groups, fused=True)
         self.muon = None
         if rates.matrix_optimizer == "muon":
-            self.muon = Muon(named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype)
+            self.muon = Muon(
+                named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
+                stacked=kernels.asked() != "plain",
+            )  # fmt: skip
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:

@@ -27,7 +27,7 @@ def group(rewards: Sequence[float]) -> Group:
 
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
-    """The same rewards dealt to the wrong samples: a control from which nothing can be learned."""
+    """The same rewards dealt at random: a control from which nothing can be learned."""
     dealt = list(rewards)
     random.Random(seed).shuffle(dealt)
     return dealt

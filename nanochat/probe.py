@@ -94,4 +94,4 @@ def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
 
 
 def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**30:.2f} GiB"

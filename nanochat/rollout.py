@@ -46,7 +46,9 @@ def roll_out(
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to problems `numbers` of a task, this rank's share of them, and weigh their tokens.
 
-    `shuffle` deals each group's rewards to the wrong samples, as a control.
+    `shuffle` deals the rewards of all these replies at random, as a control. Dealt within each group they would not
+    be a fair one: a group of 15 right replies then mostly lowers the right one a little and seldom raises it much, and
+    optimizers that normalise the size of a step let the frequent win.
     """
     mine = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
@@ -54,18 +56,19 @@ def roll_out(
     engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
     completions = engine.generate(prompts, sampling, samples)
     grade = grader(task, tokenizer)
+    # Replies come problem by problem, `samples` of each.
+    rewards = [grade(mine[at // samples], reply.tokens) for at, reply in enumerate(completions)]
+    dealt = policy.shuffled(rewards, str(sampling.seed)) if shuffle else rewards
     kept: list[Sample] = []
-    rewards, flat = [], 0
-    for at, (i, prompt) in enumerate(zip(mine, prompts, strict=True)):
-        replies = completions[at * samples : (at + 1) * samples]
-        given = [grade(i, reply.tokens) for reply in replies]
-        rewards += given
-        group = policy.group(policy.shuffled(given, f"{sampling.seed}/{i}") if shuffle else given)
+    flat = 0
+    for at, prompt in enumerate(prompts):
+        of_prompt = slice(at * samples, (at + 1) * samples)
+        group = policy.group(dealt[of_prompt])
         flat += group.flat
         if not group.flat:
             kept += [
                 Sample(prompt, reply, policy.token_weights(advantage, reply.forced, reply.finish == "length"))
-                for reply, advantage in zip(replies, group.advantages, strict=True)
+                for reply, advantage in zip(completions[of_prompt], group.advantages, strict=True)
             ]
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     lengths = [len(reply.tokens) for reply in completions]
@@ -76,10 +79,24 @@ def roll_out(
     reward, count, length, surprise, free, flat_all, groups, cut_all, targets = parallel.total(
         [float(figure) for figure in figures], compute
     )
-    batches = _rows(kept, device_batch_size, tokenizer.bos, compute)
+    batches = _rows(merged(kept), device_batch_size, tokenizer.bos, compute)
     rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
                         flat_all / groups, cut_all / count)  # fmt: skip
     return rollouts, kept
+
+
+def merged(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with equal ones as one, their weights added: short replies are often the same, and the gradient is
+    linear in the weights."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Sample] = {}
+    for sample in samples:
+        key = (tuple(sample.prompt), tuple(sample.completion.tokens))
+        before = found.get(key)
+        if before is not None:
+            weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]
+            sample = Sample(before.prompt, before.completion, weights)
+        found[key] = sample
+    return list(found.values())
 
 
 def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -93,7 +110,9 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     batches = []
     for number in range(passes):
         part = samples[number * rows : (number + 1) * rows]
-        inputs = torch.full((max(len(part), 1), T), pad, dtype=torch.long)
+        # Few heights as well as few lengths: libraries keep something for every shape they have met.
+        height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
+        inputs = torch.full((height, T), pad, dtype=torch.long)
         targets = torch.full_like(inputs, -1)
         weights = torch.zeros(inputs.shape)
         for row, sample in enumerate(part):

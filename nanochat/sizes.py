@@ -104,6 +104,11 @@ def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[i
     if compute.device_type == "cpu":
         return max(CPU_PASS_TOKENS // shape.sequence_len, 1), f"{CPU_PASS_TOKENS:,} tokens a pass suit a CPU"
     memory = device.memory_total(compute)
+    return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
+
+
+def rows_that_fit(memory: float, shape: GPTConfig, parameters: int) -> int:
+    """Rows of a pass, a power of two, that so many bytes hold beside masters, gradients and optimizer state."""
     row = ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len
     fit = max(int((0.8 * memory - 16 * parameters) // row), 1)
-    return 2 ** (fit.bit_length() - 1), f"{memory / 2**30:.0f} GiB of memory"
+    return 2 ** (fit.bit_length() - 1)

@@ -3,6 +3,7 @@
 # controls with shuffled rewards, from the newest SFT checkpoint. Ends with 0 if the mean gain is at least 5 points and
 # 3 standard errors and the controls stay within 2 points of zero. Stopped and typed again, it goes on.
 #   bash runs/rl_control.sh
+#   bash runs/rl_control.sh --jobs 3  three runs at a time, of one thread each; default half the cores
 #   bash runs/rl_control.sh --quick   one short run of each, to see that it works
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

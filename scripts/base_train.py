@@ -70,6 +70,7 @@ class Config(loop.StageFlags, Rates):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train to the horizon, going on from the newest checkpoint if there is one."""
+    loop.begin(cfg, compute)
     tag = cfg.model_tag or f"d{cfg.depth}"
     folder = checkpoints.checkpoint_dir("base", tag)
     corpus = dataset.resolve(cfg.data)

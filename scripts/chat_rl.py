@@ -51,11 +51,12 @@ class Config(loop.StageFlags, Rates):
     eval_examples: int = 400
     """problems of a measurement"""
     shuffle_rewards: bool = False
-    """deal the rewards of a problem to the wrong replies: a control that must not learn"""
+    """deal the rewards of a step to its replies at random: a control that must not learn"""
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the problems, going on from the newest checkpoint if there is one."""
+    loop.begin(cfg, compute)
     parent = checkpoints.find_parent(cfg.source, cfg.model_tag, cfg.source_step)
     folder = checkpoints.checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus

@@ -44,6 +44,7 @@ class Config(loop.StageFlags, Rates):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, going on from the newest checkpoint if there is one."""
+    loop.begin(cfg, compute)
     parent = checkpoints.find_parent(cfg.source, cfg.model_tag, cfg.source_step)
     folder = checkpoints.checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus

@@ -48,6 +48,7 @@ class Config(loop.StageFlags, Rates):
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the mixture, going on from the newest checkpoint if there is one."""
+    loop.begin(cfg, compute)
     parent = checkpoints.find_parent("base", cfg.model_tag, cfg.base_step)
     folder = checkpoints.checkpoint_dir("mid", parent.tag)
     corpus = cfg.data or parent.corpus

@@ -11,15 +11,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
-    0: "calculator common conversation execution_child packing policy progress terminal",
+    0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
     1: """
-        chat_api device download engine_thread measure placement sampling schedule shards step_files textfiles tinyworld
-        token_files tracking transcript
+        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
+        textfiles tinyworld token_files tracking transcript
     """,
     2: "dataset execution fingerprint kernels memory muon tokenizer",
     3: "gpt lora optim parallel prepare qwen reply",
     4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval probe",
+    5: "core_eval engine export loss_eval planner probe",
     6: "chat_eval report server web",
     7: "rollout",
 }
@@ -27,7 +27,7 @@ LAYER = {module: number for number, modules in LAYERS.items() for module in modu
 HIGHEST_FOR_TASKS = 2
 
 VENDOR = re.compile(r"\b(torch_npu|cuda|npu|nccl|hccl)\b")
-MAY_NAME_A_VENDOR = {"nanochat/device.py", "nanochat/kernels.py"}
+MAY_NAME_A_VENDOR = {"nanochat/ascend.py", "nanochat/device.py", "nanochat/kernels.py", "nanochat/npu_kernels.py"}
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/execution_child.py"}  # runs the model's programs, in a process of its own with limits
 
@@ -225,7 +225,7 @@ def problems(path: str, source: str) -> list[str]:
 
 
 def python_files() -> list[str]:
-    folders = ("nanochat", "scripts", "tasks", "bench", "tests", "dev")
+    folders = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests", "dev")
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 

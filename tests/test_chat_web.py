@@ -104,7 +104,7 @@ def test_without_a_model_it_says_how_to_make_one(base_folder):
 def test_real_model_answers_and_the_server_ends_in_order(base_folder):
     tokenizer = tiny_tokenizer()
     model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
-    nothing = SimpleNamespace(state=dict)
+    nothing = SimpleNamespace(saved=dict)
     meta = {"model": asdict(model.config), "config": {"corpus": "tinyworld"}}
     checkpoint_manager.save(checkpoint_manager.checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
     process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12")

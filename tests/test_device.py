@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat import device
+from nanochat import device, host
 from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
 
@@ -135,7 +135,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (BROKEN, "torch_npu could not be loaded: libhccl.so: cannot open shared object file"),
+        (
+            BROKEN,
+            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (CANN is not in the "
+            "environment: source setup_ascend.sh)",
+        ),
         (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
         (NO_CARD, "torch_npu loaded, but sees no NPU"),
         ("raise OSError()\n", "torch_npu could not be loaded: OSError()"),
@@ -153,7 +157,7 @@ def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: 
 
 FRESH = """
 import threading
-from nanochat import device
+from nanochat import device, host
 import torch, torch.distributed
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
@@ -192,7 +196,7 @@ def test_importing_initialises_nothing_even_beside_a_broken_backend(tmp_path: Pa
 def test_a_cpu_computes_in_bf16_only_where_it_has_it(
     flags: set[str], expected: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
     compute = compute_init("cpu")
     assert compute.dtype == expected
     assert why in compute.dtype_reason
@@ -213,7 +217,7 @@ def test_a_gpu_computes_in_what_its_generation_has(
 def test_an_npu_computes_in_bf16_or_fp16(
     has_bf16: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    npu = SimpleNamespace(is_bf16_supported=lambda: has_bf16)
+    npu = SimpleNamespace(is_bf16_supported=lambda: has_bf16, get_soc_version=lambda: 223 if has_bf16 else 102)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     assert device.ROWS["npu"].best_dtype()[0] == expected
 
@@ -327,7 +331,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 import torch.distributed as dist
-from nanochat import device
+from nanochat import device, host
 from nanochat.common import run
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from tiny_model import tiny_tokenizer
 
 from nanochat.conversation import Part
 from nanochat.engine import FAILED, Engine
-from nanochat.gpt import Cache, GPTConfig
+from nanochat.gpt import Cache, GPTConfig, Spans
 from nanochat.reply import reply_parts
 from nanochat.sampling import Sampling
 
@@ -24,8 +24,10 @@ class Scripted:
         )
         self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
 
-    def hidden(self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, held: int) -> torch.Tensor:
-        assert held == int(cache.positions[slots].max())
+    def hidden(
+        self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, spans: Spans
+    ) -> torch.Tensor:
+        assert list(spans.held) == cache.positions[slots].tolist() and list(spans.fresh) == lengths.tolist()
         out = torch.zeros(*idx.shape, 2)
         for row, slot in enumerate(range(slots.start, slots.stop)):
             place, count = int(cache.positions[slot]), int(lengths[row])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanochat import kernels
 from nanochat.common import UserError
-from nanochat.gpt import GPT, Cache, GPTConfig
+from nanochat.gpt import GPT, Cache, GPTConfig, Spans
 
 VOCAB = 70  # padded to 128
 CONFIG = GPTConfig(sequence_len=160, vocab_size=VOCAB, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, window_pattern="SL")
@@ -359,7 +359,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
     cache = Cache(model.config, 2, 160, model.device, torch.float32)
     done = 0
     for piece in (1, 64, 70, 15):
-        out = model.logits(model.hidden(idx[:, done : done + piece], cache, held=done))
+        out = model.logits(model.hidden(idx[:, done : done + piece], cache, spans=Spans([done] * 2, [piece] * 2)))
         torch.testing.assert_close(out, full[:, done : done + piece], atol=2e-5, rtol=1e-4)
         done += piece
 

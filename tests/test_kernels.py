@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import kernels
+from nanochat.blocked_attention import BlockedAttention
 
 CPU = torch.device("cpu")
 
@@ -80,7 +81,7 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
     ours = [draw(2, T, 2, 8, seed=i).requires_grad_() for i in range(3)]
     plain = [x.detach().double().requires_grad_() for x in ours]
     mixed = draw(2, T, 2, 8, seed=9)
-    out = kernels._BlockedAttention.apply(*ours, window)
+    out = BlockedAttention.apply(*ours, window)
     places = torch.arange(T)
     distance = places[:, None] - places
     expected = plain_attention(*plain, (distance >= 0) & (distance <= window))

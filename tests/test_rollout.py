@@ -88,7 +88,8 @@ def gradient(device_batch_size: int, compute: Compute) -> tuple[loop.Outcome, di
 def test_rows_weigh_the_reply_s_tokens_and_no_others():
     rollouts, samples = rolled()
     ((inputs, targets, weights),) = rollouts.micro_batches
-    assert len(samples) == len(inputs) and inputs.shape == targets.shape == weights.shape
+    assert len(inputs) == rollout.ROUND >= len(samples) and inputs.shape == targets.shape == weights.shape
+    assert bool((targets[len(samples) :] == -1).all()) and not weights[len(samples) :].any()
     assert inputs.shape[1] % rollout.ROUND == 0
     for row, sample in enumerate(samples):
         tokens, first = sample.prompt + sample.completion.tokens, len(sample.prompt) - 1
@@ -228,6 +229,22 @@ def test_shuffled_rewards_keep_the_figures_and_deal_the_same_rewards(monkeypatch
     (plain, samples), (control, shuffled) = rolled(), rolled(shuffle=True)
     assert dealt and all(sorted(given) == sorted(taken) for given, taken in dealt)
     assert any(given != taken for given, taken in dealt)
-    assert (plain.reward, plain.length, plain.flat) == (control.reward, control.length, control.flat)
-    assert [one.completion.tokens for one in samples] == [one.completion.tokens for one in shuffled]
-    assert [one.weights for one in samples] != [one.weights for one in shuffled]
+    assert (plain.reward, plain.length, plain.truncated) == (control.reward, control.length, control.truncated)
+    weights = {tuple(one.prompt + one.completion.tokens): one.weights for one in samples}
+    others = {tuple(one.prompt + one.completion.tokens): one.weights for one in shuffled}
+    assert weights.keys() <= others.keys() and plain.flat > control.flat  # a problem that all solve is flat no more
+    assert any(weights[reply] != others[reply] for reply in weights)
+
+
+def test_equal_replies_to_a_prompt_are_trained_once_with_their_weights_added():
+    def sample(prompt: list[int], reply: list[int], weights: list[float]) -> rollout.Sample:
+        return rollout.Sample(prompt, Completion(reply, [False] * len(reply), [-1.0] * len(reply), "stop"), weights)
+
+    given = [
+        sample([1, 2], [3, 4], [0.5, 0.0]),
+        sample([1, 2], [3, 5], [-0.25, -0.25]),
+        sample([1, 2], [3, 4], [0.125, 0.0]),
+        sample([1], [2, 3, 4], [1.0, 1.0, 1.0]),  # the same tokens, but another prompt
+    ]
+    found = [(s.prompt, s.completion.tokens, s.weights) for s in rollout.merged(given)]
+    assert found == [([1, 2], [3, 4], [0.625, 0.0]), ([1, 2], [3, 5], [-0.25, -0.25]), ([1], [2, 3, 4], [1.0] * 3)]

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Checks an Ascend host from the driver to collectives over all cards, and names the cause and remedy of what fails.
+
+    python check_npu.py                  a line for each check: PASS, WARN, FAIL or SKIP; exit code 1 if one fails
+    python check_npu.py --json           the same for machines
+    python check_npu.py --bench          also launch cost, copies and attention: figures worth reporting
+    python check_npu.py --processes      your training processes; --end ID... ends those that you pick
+    python check_npu.py --lang zh        in Chinese (by default as the locale says)
+
+It starts on the standard library of any Python from 3.8 on; what needs torch runs in a process of its own, with
+.venv/bin/python where this Python has no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402 - the repository need not be installed
+from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
+
+DEVICE_SECONDS = 900
+
+
+def python_with_torch() -> str:
+    """This Python if it has torch, else that of .venv; "" if neither has."""
+    if sys.version_info >= (3, 10) and importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    own = ROOT / ".venv" / "bin" / "python"
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if own.exists() and subprocess.run([str(own), "-c", probe]).returncode == 0:
+        return str(own)
+    return ""
+
+
+def torch_npu_version(python: str) -> str:
+    """The installed torch_npu, asked of the package's metadata, since importing it may fail."""
+    if not python:
+        return ""
+    code = "from importlib import metadata; print(metadata.version('torch_npu'))"
+    done = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return done.stdout.decode("utf-8", "replace").strip()
+
+
+def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bool, log: Path) -> Iterator[Line]:
+    """What the process with torch finds, as it finds it; its crash or silence is a finding too."""
+    if not python:
+        yield Line("torch", FAIL, "neither this Python nor .venv/bin/python has torch",
+                   "当前 Python 与 .venv/bin/python 都没有 torch", "bash setup_ascend.sh")  # fmt: skip
+        return
+    reader, writer = os.pipe()
+    command = [python, "-m", "tools_npu.device_checks", str(writer)] + (["--bench"] if bench else [])
+    env = dict(env, NANOCHAT_CHECK_CANN=found.cann.version if found.cann else "")
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    at, ended, usable, late = "torch", False, False, threading.Event()
+    with open(log, "wb") as output:
+        child = subprocess.Popen(command, env=env, pass_fds=[writer], stdout=output, stderr=output)
+    os.close(writer)
+
+    def give_up() -> None:
+        late.set()
+        child.kill()
+
+    timer = threading.Timer(DEVICE_SECONDS, give_up)
+    timer.start()
+    try:
+        with os.fdopen(reader, encoding="utf-8") as told:
+            for text in told:
+                message = json.loads(text)
+                at = message.get("begin", at)
+                ended = ended or "end" in message
+                if "line" in message:
+                    line = Line(*message["line"])
+                    usable = usable or (line.name == "npu:0" and line.status != FAIL)
+                    yield line
+        child.wait()
+    finally:
+        timer.cancel()
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if ended and not usable:
+        yield Line(
+            "numerics, speed, hccl", SKIP, "they need a card that torch_npu can use", "需要 torch_npu 可用的 NPU 卡"
+        )
+    if not ended:
+        why = f"no answer within {DEVICE_SECONDS} s" if late.is_set() else f"ended with code {child.returncode}"
+        why_zh = f"{DEVICE_SECONDS} 秒内没有应答" if late.is_set() else f"异常结束，退出码 {child.returncode}"
+        tail = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:])
+        yield Line(at, FAIL, f"the process that checks it {why}. {tail}", f"检查进程{why_zh}。{tail}",
+                   f"全部输出 / all of its output: {log}; plog: ~/ascend/log")  # fmt: skip
+
+
+def check(bench: bool, log: Path) -> Iterator[Line]:
+    """Every line, in order."""
+    env = dict(os.environ)
+    found = setup.look(env)
+    python = python_with_torch()
+    version = torch_npu_version(python)
+    yield from host_checks.all_of(found, env, version)
+    job = setup.job_environment(found, version or "2.13", env, fix=False) if found.cann else env
+    yield from device_lines(python, found, job, bench, log)
+
+
+def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
+    """List one's own training processes, and end those that were picked; the exit code."""
+    env = dict(os.environ)
+    holders = host.parse_smi(host.run_smi(["info"], env)[0])[2]
+    listed = processes.own(env, holders)
+    zh = language == "zh"
+    if not listed:
+        print("没有您的训练进程" if zh else "none of your processes trains or holds a card")
+    for process in listed:
+        held = f"{','.join(process.cards) or '-':<12} {process.used_mb:>6} MB"
+        print(f"{process.pid:>8}  {process.minutes:7.1f} min  {held}  {process.command[:100]}")
+    if not pids and listed and sys.stdin.isatty():
+        asked = (
+            "输入要结束的进程号（空格分隔，回车不处理）：" if zh else "ids to end, separated by blanks (Enter: none): "
+        )
+        pids = [int(word) for word in input(asked).split() if word.isdigit()]
+    elif not pids and listed:
+        print("结束进程：" if zh else "to end some: ", "python check_npu.py --processes --end", listed[0].pid)
+    return 0 if processes.end(pids, listed, force) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    words = argparse.ArgumentParser("check_npu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
+    words.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    words.add_argument("--bench", action="store_true", help="also measure launches, copies and attention")
+    words.add_argument("--processes", action="store_true", help="list your training processes instead of checking")
+    words.add_argument("--end", nargs="+", type=int, default=[], metavar="ID", help="with --processes: end these")
+    words.add_argument("--force", action="store_true", help="with --end: at once if asking is not enough")
+    words.add_argument("--lang", choices=["zh", "en"], help="language; default: the locale's")
+    words.add_argument("--root", default="", help="look for absolute paths under this folder")
+    return words
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0 if nothing failed."""
+    options = parser().parse_args(words)
+    language = options.lang or lines.language_of(os.environ)
+    if options.root:
+        os.environ["ASCEND_ROOT_PREFIX"] = options.root
+    if options.processes or options.end:
+        return show_processes(options.end, options.force, language)
+    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+    base.mkdir(parents=True, exist_ok=True)
+    log = base / "check_npu.log"
+    found = []
+    for line in check(options.bench, log):
+        found.append(line)
+        if not options.json:
+            print(lines.shown(line, language, lines.on_terminal(sys.stdout)), flush=True)
+    if options.json:
+        print(json.dumps(lines.as_json(found), ensure_ascii=False, indent=1))
+    else:
+        print(lines.summary(found, language))
+    return 1 if any(line.status == FAIL for line in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Ascend chips by SoC version, the environment they want, their ports, and what their errors mean; needs no torch.
+
+Problems are returned as words, not raised: device.py decides what becomes of them. A chip is known by its SoC
+version alone: names mislead (`Ascend910B` is of the first generation, `Ascend910B3` of the second).
+"""
+
+import os
+import re
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+# Which operators a chip has: the fused ones of the second generation; none, so that attention is made of matmuls
+# over blocks of queries; or those of an inference card.
+Kernels = Literal["fused", "chunked", "inference"]
+
+BLOCK = 16  # ports that a job's collectives take from HCCL_IF_BASE_PORT on
+FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above what Linux hands out by itself (32768-60999)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A family of chips: what it computes in, which operators it has, how fast it can be."""
+
+    name: str
+    socs: tuple[int, ...]  # torch.npu.get_soc_version()
+    bf16: bool
+    kernels: Kernels
+    tflops: float  # dense fp16/bf16 peak of what one device number stands for
+    source: str  # of the peak
+    memory_gib: float
+
+    @property
+    def trains(self) -> bool:
+        """Whether it can be trained on: inference cards lack every backward operator that matters."""
+        return self.kernels != "inference"
+
+    @property
+    def saturates(self) -> bool:
+        """Whether an overflow gives the largest number instead of inf, so that only a status flag tells of it."""
+        return self.kernels == "chunked"
+
+
+CHIPS = (
+    Chip("910A", tuple(range(100, 105)), False, "chunked", 256, "data sheet, fp16", 32),
+    Chip("310P", tuple(range(200, 206)), False, "inference", 70, "estimate, fp16", 24),
+    Chip("910B1", (220,), True, "fused", 379, "estimate from cores and clock, bf16", 64),
+    Chip("910B2", (221,), True, "fused", 376, "data sheet, bf16", 64),
+    Chip("910B2C", (222,), True, "fused", 354, "estimate from cores and clock, bf16", 64),
+    Chip("910B3", (223,), True, "fused", 313, "data sheet, bf16", 64),
+    Chip("910B4", (224,), True, "fused", 280, "data sheet, bf16", 32),
+    Chip("910B4-1", (225,), True, "fused", 270, "estimate from cores and clock, bf16", 64),
+    Chip("910C", tuple(range(250, 257)), True, "fused", 376, "data sheet, bf16, one die", 64),
+)
+
+
+def chip_of(soc: int) -> Chip | None:
+    """The chip of a SoC version, or None for one that is not in the table."""
+    return next((chip for chip in CHIPS if soc in chip.socs), None)
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+
+
+def prepare_loading(version: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Set what torch_npu reads while it loads, where the user has not; "" or why loading would abort.
+
+    The task queue lets Python run ahead of the device, the affinity keeps its threads on near cores, and segments
+    that grow keep the memory from falling to pieces. From 2.13 on the allocator's variable has torch's own name;
+    both at once abort the process.
+    """
+    if all(name in environ for name in ALLOCATORS):
+        return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
+    environ.setdefault("TASK_QUEUE_ENABLE", "2")
+    environ.setdefault("CPU_AFFINITY_CONF", "2")
+    if not any(name in environ for name in ALLOCATORS):
+        major, minor = (int(re.sub(r"\D.*", "", part) or 0) for part in (*version.split("."), "0")[:2])
+        environ[ALLOCATORS[0 if (major, minor) >= (2, 13) else 1]] = "expandable_segments:True"
+    return ""
+
+
+def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
+    """Set the timeouts of collectives, where the user has not; returns the seconds the process group must wait.
+
+    Ranks may load for minutes before they first meet; and each outer timeout must exceed the one inside it, or the
+    innermost cause is never named.
+    """
+    environ.setdefault("HCCL_CONNECT_TIMEOUT", "1200")
+    environ.setdefault("HCCL_WHITELIST_DISABLE", "1")
+    given = environ.get("HCCL_EXEC_TIMEOUT", "")
+    inner = int(given) if given.isdigit() else 1836  # its default
+    if given.isdigit():
+        environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
+    return max(2400, inner + 300)
+
+
+def port_taken(port: int) -> bool:
+    """Whether another process listens on a port of this host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def port_words(port: str) -> str:
+    """What to do where the port that the ranks meet at is taken."""
+    return (
+        f"MASTER_PORT={port} is taken by another process on this host; start again with a free one on every host, "
+        f"such as MASTER_PORT={free_port()} (torchrun: --master_port), or with torchrun --standalone"
+    )
+
+
+def free_block(first: int = FIRST_BLOCK) -> int:
+    """The first port of a free block for a job's collectives; 0 if there is none."""
+    for base in range(first, LAST_BLOCK, BLOCK):
+        if not any(port_taken(port) for port in range(base, base + BLOCK)):
+            return base
+    return 0
+
+
+def block_taken(base: int) -> str:
+    """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free one; "" if it can."""
+    taken = [port for port in range(base, base + BLOCK) if port_taken(port)]
+    if not taken:
+        return ""
+    return (
+        f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
+        f"{taken[0]} is taken by another. Leave it out to have a block chosen, or use HCCL_IF_BASE_PORT={free_block()}"
+    )
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+TROUBLES = (
+    (r"out of memory|EL0004|\b207001\b|\b207018\b",
+     "the NPU ran out of memory. Lower --device_batch_size (what a step learns stays the same), or look with "
+     "`npu-smi info` whether another process holds memory of this card"),
+    (r"EJ0003|EI0019",
+     "a port of this job's collectives is taken: another job on this host uses the same block. Start again with a "
+     "free block: export HCCL_IF_BASE_PORT={block}"),
+    (r"EI0006",
+     "the ranks could not connect in time. Look in every rank's output for the first error; where all are well, check "
+     "the network between the hosts (HCCL_IF_IP, HCCL_SOCKET_IFNAME), then raise HCCL_CONNECT_TIMEOUT"),
+    (r"EI0002",
+     "a rank waited too long for another inside a collective. Look for the rank that stopped first; where one is "
+     "only slow (data preparation, a save), raise HCCL_EXEC_TIMEOUT"),
+    (r"-8005|HwHiAiUser",
+     "no permission for the device files. Add the user to group HwHiAiUser (sudo usermod -aG HwHiAiUser $USER), and "
+     "log in again"),
+    (r"TORCH_NPU_FALLBACK_CPU_DISABLE|not currently implemented for the NPU|fall back to run on the CPU",
+     "an operator does not exist on this NPU. Update CANN and torch_npu (python check_npu.py), or try --kernels plain"),
+)  # fmt: skip
+
+
+LOADING = (
+    (r"libascend_hal|libdcmi|libdrvdsmi", "the driver's libraries are not found: install the driver, or source "
+     "setup_ascend.sh"),
+    (r"lib\w+\.so.*cannot open", "CANN is not in the environment: source setup_ascend.sh"),
+    (r"undefined symbol|symbol not found", "torch_npu does not fit this torch or CANN: python check_npu.py"),
+)  # fmt: skip
+
+
+def cannot_load(failure: str) -> str:
+    """The first line of what importing torch_npu raised, with a remedy where one is known."""
+    remedy = next((words for pattern, words in LOADING if re.search(pattern, failure)), "")
+    return failure.splitlines()[0] + (f" ({remedy})" if remedy else "")
+
+
+def explain(failure: str) -> str:
+    """What a known error of torch_npu, HCCL or the driver means and what to do; "" if it is not known."""
+    for pattern, words in TROUBLES:
+        if re.search(pattern, failure):
+            return words.format(block=free_block() if "{block}" in words else "")
+    return ""
+
+
+def in_use(card: int, free: int, total: int) -> str:
+    """What to say of a card of which another process holds memory; "" if it is as good as empty."""
+    if free >= 0.8 * total:
+        return ""
+    return (
+        f"NPU {card} is in use: {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free. `npu-smi info` shows by which "
+        "process; python check_npu.py --processes lists your own"
+    )
+
+
+def cannot_open(card: int, failure: str) -> str:
+    """Why a card could not be taken, with what may help."""
+    words = explain(failure)
+    first = (failure.splitlines() or ["no reason given"])[0]
+    return f"NPU {card} cannot be opened: {words or first}. " + (
+        "" if words else "It may be held by another container or be unhealthy: look at `npu-smi info`, leave it out "
+        "with ASCEND_RT_VISIBLE_DEVICES, or run python check_npu.py"
+    )  # fmt: skip

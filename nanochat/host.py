@@ -1,0 +1,47 @@
+"""The host's processor and compiler: what the CPU row of device.py asks."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+
+def cpu_flags() -> frozenset[str]:
+    """The processor's features, as Linux lists them; empty elsewhere."""
+    return frozenset(_cpuinfo("flags").split())
+
+
+def bf16_unit() -> str:
+    """The unit that multiplies bf16 in hardware, or ""."""
+    flags = cpu_flags()
+    return next((flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags), "")
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    return _cpuinfo("model name") or "CPU"
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next((line.partition(":")[2].strip() for line in f if line.startswith(key)), "")
+    except OSError:
+        return ""
+
+
+def compiler_missing() -> str:
+    """What torch.compile lacks on the host, or "" if it can work."""
+    if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
+        return "no C++ compiler (g++) was found"
+    if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        return "Python's headers (python3-dev) were not found"
+    return ""
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Keep compiled kernels in a folder of ours, so that later stages and runs find them.
+
+    It must come early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

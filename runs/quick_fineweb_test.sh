@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Eight layers, 100 steps on FineWeb-Edu, on all cards (or NPROC_PER_NODE of them): whether data and cards work.
+#   bash runs/quick_fineweb_test.sh
+#   NPROC_PER_NODE=4 bash runs/quick_fineweb_test.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source runs/common.sh
+
+prepare
+python -m nanochat.dataset -n 4
+python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # as speedrun.sh trains it
+launch scripts.base_train --data=fineweb --model_tag=fineweb_quick_d8 --depth=8 --total_batch_size=262144 \
+    --num_iterations=100 --eval_every=50

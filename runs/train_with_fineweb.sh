@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Twelve layers, 5,000 steps of 262,144 tokens of FineWeb-Edu (1.3 billion), on all cards (or NPROC_PER_NODE of them).
+# Stopped and typed again, it goes on. mid_train, chat_sft and chat_rl come next, with --model_tag=fineweb_base_d12.
+#   bash runs/train_with_fineweb.sh
+#   bash runs/train_with_fineweb.sh --num_iterations=10000
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source runs/common.sh
+
+flags=("$@")
+set -- # setup_ascend.sh must not take them for its own
+prepare
+# 5,000 steps need 27 shards of about 50 million tokens; more steps without more shards repeat them.
+python -m nanochat.dataset -n 32
+python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # as speedrun.sh trains it
+size=()
+if [ "$device" = npu ]; then
+    plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
+    size=(--device_batch_size="${plan##*--device_batch_size=}")
+fi
+launch scripts.base_train --data=fineweb --model_tag=fineweb_base_d12 --depth=12 --total_batch_size=262144 \
+    --num_iterations=5000 "${size[@]}" "${flags[@]}"

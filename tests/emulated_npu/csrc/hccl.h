@@ -1,0 +1,11 @@
+// Collectives of npu tensors.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace emulated {
+
+// The backend "hccl", which hands aliases of npu tensors to a gloo backend of the same ranks.
+c10::intrusive_ptr<c10d::Backend> make_hccl(c10d::Backend& gloo);
+
+} // namespace emulated

@@ -1,0 +1,92 @@
+// What reaches the device, counted by kind and name over all threads, and what this chip refuses.
+#include "npu.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <mutex>
+
+namespace emulated {
+namespace {
+
+struct Counts {
+  std::mutex mutex;
+  std::map<std::pair<std::string, std::string>, int64_t> by_name;
+};
+Counts& all_counts = *new Counts;  // never destroyed: threads may still count at the end of a process
+thread_local int quiet = 0;
+
+const char* hardware_name(c10::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return "DT_DOUBLE";
+    case at::kBFloat16: return "DT_BFLOAT16";
+    case at::kHalf: return "DT_FLOAT16";
+    case at::kFloat: return "DT_FLOAT";
+    case at::kComplexFloat: return "DT_COMPLEX64";
+    case at::kComplexDouble: return "DT_COMPLEX128";
+    case at::kLong: return "DT_INT64";
+    case at::kInt: return "DT_INT32";
+    case at::kShort: return "DT_INT16";
+    case at::kChar: return "DT_INT8";
+    case at::kByte: return "DT_UINT8";
+    case at::kBool: return "DT_BOOL";
+    default: return c10::toString(type);
+  }
+}
+
+} // namespace
+
+Quiet::Quiet() {
+  quiet++;
+}
+
+Quiet::~Quiet() {
+  quiet--;
+}
+
+bool is_quiet() {
+  return quiet > 0;
+}
+
+void push_quiet(int by) {
+  quiet += by;
+}
+
+void count(const char* kind, const std::string& name, int64_t by) {
+  if (quiet == 0) {
+    std::lock_guard<std::mutex> lock(all_counts.mutex);
+    all_counts.by_name[{kind, name}] += by;
+  }
+}
+
+void count_kernel(const std::string& name, int64_t launches) {
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+  count(backward ? "backward" : "forward", name, launches);
+}
+
+std::map<std::pair<std::string, std::string>, int64_t> counts() {
+  std::lock_guard<std::mutex> lock(all_counts.mutex);
+  return all_counts.by_name;
+}
+
+// aten::lerp_ and aten::lerp.Scalar_out are both lerp: the schema's name has no overload, in-place names end in _.
+std::string base_name(const std::string& schema_name) {
+  std::string name = schema_name.substr(schema_name.find("::") == std::string::npos ? 0 : schema_name.find("::") + 2);
+  if (name.size() > 1 && name.back() == '_' && name[name.size() - 2] != '_') {
+    name.pop_back();
+  }
+  return name;
+}
+
+void judge(const std::string& name, c10::ScalarType type) {
+  if (quiet > 0) {
+    return;
+  }
+  const auto& rules = settings().refused_by;
+  const auto own = rules.find(name);
+  const uint64_t refused = own == rules.end() ? settings().refused : own->second;
+  TORCH_CHECK(!(refused & bit(type)), "call aclnn kernel of '", name, "' failed, error code is 161002. EZ1001: Tensor ",
+              "not implemented for ", hardware_name(type), " on ", settings().chip,
+              ", which is not in the dtype support list of this operator.");
+}
+
+} // namespace emulated

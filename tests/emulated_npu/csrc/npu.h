@@ -1,0 +1,107 @@
+// What the pieces of the emulated device share. Device memory is host memory; every kernel runs on the CPU, at once.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/op_registration/op_registration.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+#include <torch/version.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+// DeviceAllocator and HostAllocator came after 2.7; without them the hooks serve pinned memory.
+#define EMULATED_NEW_ALLOCATORS (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9)
+
+namespace emulated {
+
+constexpr int kMaxDevices = 8;
+constexpr auto kNpu = c10::DeviceType::PrivateUse1;
+
+// Dtypes as bits, so that a rule is one number.
+inline uint64_t bit(c10::ScalarType type) {
+  return uint64_t{1} << static_cast<int>(type);
+}
+
+// ---- settings, given once by the stub before the first use ----
+struct Settings {
+  int devices = 1;
+  int64_t memory = int64_t{64} << 30;  // bytes of each device
+  bool deferred = true;                // non-blocking copies to pinned memory arrive at the next synchronisation
+  bool fallback_is_error = false;      // TORCH_NPU_FALLBACK_CPU_DISABLE
+  bool saturates = false;              // as the 910A: an fp16 result that overflows is the largest number, NaN is 0
+  std::string chip = "Ascend910B3";
+  uint64_t refused = 0;                                 // dtypes that kernels of this chip refuse
+  std::unordered_map<std::string, uint64_t> refused_by; // base name -> dtypes refused instead
+  std::unordered_set<std::string> supported;            // base names in the real package's lists; empty = all
+};
+Settings& settings();
+
+// ---- the log ----
+// kind: forward, backward, synchronisations, copies, copied_bytes, unsupported, collectives
+void count(const char* kind, const std::string& name, int64_t by = 1);
+void count_kernel(const std::string& name, int64_t launches = 1);
+std::map<std::pair<std::string, std::string>, int64_t> counts();
+
+// While one exists in a thread, what that thread launches is inside a fused kernel and not logged or judged.
+struct Quiet {
+  Quiet();
+  ~Quiet();
+};
+bool is_quiet();
+void push_quiet(int by);
+
+// ---- memory ----
+c10::Allocator* device_allocator();
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* data);
+struct Usage {
+  int64_t current = 0, peak = 0, allocated = 0, freed = 0, allocations = 0, frees = 0, out_of_memory = 0;
+};
+Usage usage(int device);
+void reset_peak(int device);
+void set_fraction(int device, double fraction);
+int64_t memory_limit(int device);
+// Device memory made of a CPU storage's memory, which it keeps alive; counted against the device's limit.
+c10::DataPtr adopt(const c10::Storage& cpu, int device);
+
+// ---- devices, streams, deferred copies ----
+int current_device();
+void check_device(int device);
+int set_current_device(int device);  // returns the one before
+void refuse_after_fork();
+c10::Stream current_stream(int device);
+void set_stream(c10::Stream stream);
+c10::Stream new_stream(int device);
+void defer_copy(const at::Tensor& host, const at::Tensor& value, int device);
+void finish_stream(c10::Stream stream);
+void finish_device(int device);
+void synchronise_device(int device, const char* why);
+
+// ---- tensors ----
+// A CPU tensor over the same memory; `tensor` must be on an npu. It shares no metadata with it.
+at::Tensor cpu_alias(const at::Tensor& tensor);
+// An npu tensor over the memory of a CPU tensor.
+at::Tensor wrap(const at::Tensor& cpu, int device);
+// The CPU generator that draws an npu generator's numbers.
+at::Generator inner_generator(const at::Generator& generator);
+const at::Generator& default_generator(int device);
+
+// On a chip that saturates, what its kernels make of inf and NaN in an fp16 result; the flag says that it happened.
+void saturate(const at::Tensor& cpu);
+bool overflow_flag(bool clear);
+
+// Raises as the chip would where it has no kernel for a dtype.
+void judge(const std::string& name, c10::ScalarType type);
+std::string base_name(const std::string& schema_name);
+
+// Whether an operator's results share memory with its arguments.
+bool gives_views(const c10::FunctionSchema& schema);
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+} // namespace emulated

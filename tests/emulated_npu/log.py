@@ -1,0 +1,51 @@
+"""What reached the emulated device: kernels, copies, and the times the host waited for it."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Record:
+    """Counts between the beginning and the end of a `with record()`; empty until its end."""
+
+    operators: Counter[str] = field(default_factory=Counter)
+    by_phase: dict[str, Counter[str]] = field(default_factory=dict)
+    synchronisations: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    unsupported: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that reached the device."""
+        return self.operators.total()
+
+
+def _extension() -> Any:
+    package = sys.modules.get("torch_npu")
+    if not hasattr(package, "_emulator"):
+        raise RuntimeError("this process has no emulated NPU: start it with python -m tests.emulated_npu -- CMD...")
+    return package._emulator  # type: ignore[union-attr]
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Count what reaches the device inside the `with`, in all threads."""
+    extension, result = _extension(), Record()
+    before = extension.counts()
+    yield result
+    counts = extension.counts()
+    counts.subtract(before)
+    by_kind: dict[str, Counter[str]] = {}
+    for (kind, name), count in counts.items():
+        if count:
+            by_kind.setdefault(kind, Counter())[name] = count
+    result.by_phase = {phase: by_kind.get(phase, Counter()) for phase in ("forward", "backward")}
+    result.operators = result.by_phase["forward"] + result.by_phase["backward"]
+    for kind in ("synchronisations", "copies", "copied_bytes", "unsupported", "collectives"):
+        setattr(result, kind, by_kind.get(kind, Counter()))

@@ -1,0 +1,149 @@
+"""Loads the compiled device, tells it what to be, and joins it to torch under the name `npu`."""
+
+import atexit
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import time
+import types
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAME = "emulated_npu_device"
+WIDE = [torch.float64, torch.complex64, torch.complex128, torch.complex32]
+# Moving, clearing and converting is done for every dtype; products only of floating-point numbers.
+ANY_DTYPE = ["copy", "fill", "zero", "clone"]
+PRODUCTS = ["mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear"]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
+
+
+@lru_cache(maxsize=1)
+def emulated() -> dict[str, Any]:
+    """What to emulate: library, chip (a Chip's fields), devices, strict, deferred."""
+    text = os.environ.get("NANOCHAT_EMULATED_NPU")
+    if not text:
+        raise ImportError(
+            "this torch_npu is an emulation: start the program with python -m tests.emulated_npu -- CMD..."
+        )
+    return json.loads(text)
+
+
+def visible_devices() -> int:
+    """How many of the host's devices ASCEND_RT_VISIBLE_DEVICES leaves: the runtime stops at the first that is none."""
+    all_devices = int(emulated()["devices"])
+    asked = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if asked is None:
+        return all_devices
+    count = 0
+    for word in asked.split(","):
+        if not word.strip().isdigit() or int(word) >= all_devices:
+            break
+        count += 1
+    return count
+
+
+@lru_cache(maxsize=1)
+def device() -> Any:
+    """The compiled device, with the limits of the chip."""
+    said = emulated()
+    loader = importlib.machinery.ExtensionFileLoader(NAME, said["library"])
+    spec = importlib.util.spec_from_loader(NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    chip = said["chip"]
+    lacking = [] if chip["bf16"] else [torch.bfloat16]
+    refused, by_name = [], {}
+    if said["strict"]:
+        refused = WIDE + lacking
+        # torch's GradScaler inverts its scale in float64
+        by_name = {name: lacking for name in [*ANY_DTYPE, "reciprocal"]} | {
+            name: refused + INTEGERS for name in PRODUCTS
+        }
+    words = (Path(__file__).parent / "supported_operators.txt").read_text(encoding="utf-8").split()
+    module.configure(
+        visible_devices(), int(chip["memory"]), bool(said["deferred"]),
+        os.environ.get("TORCH_NPU_FALLBACK_CPU_DISABLE") == "1", chip["saturates"], chip["name"],
+        refused, by_name, {word.removesuffix("_") for word in words},
+    )  # fmt: skip
+    return module
+
+
+def version() -> str:
+    """The version of the real package that fits this torch."""
+    major, minor, rest = torch.__version__.split("+")[0].split(".", 2)
+    return f"{major}.{minor}.{rest}"
+
+
+def join_torch(module: types.ModuleType) -> None:
+    """torch.npu, tensor.npu(), the backend "hccl"."""
+    torch._register_device_module("npu", module)
+    sys.modules["torch.npu"] = module
+    torch.utils.generate_methods_for_privateuse1_backend()
+    if dist.is_available():
+        dist.Backend.register_backend("hccl", _hccl, devices=["npu"])
+    print_from_the_host()
+    atexit.register(_let_autograd_finish)
+
+
+def _let_autograd_finish() -> None:
+    """Wait, at the end of the program, until autograd's threads sleep.
+
+    After a backward pass has returned they drop the last references to its Python functions; a thread that asks for
+    the interpreter while that ends is killed, and the whole process with it.
+    """
+    end, before = time.monotonic() + 10, None
+    while time.monotonic() < end:
+        now = _autograd_threads()
+        if now == before and all(state == "S" for state, _ in now):
+            return
+        before = now
+        time.sleep(0.002)  # lets them have the interpreter
+
+
+def _autograd_threads() -> list[tuple[str, str]]:
+    """State of each of autograd's threads, and how often it has gone to sleep; none where there is no /proc."""
+    threads = []
+    for folder in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            if lines["Name"].strip().startswith("pt_autograd"):
+                threads.append((lines["State"].strip()[0], lines["voluntary_ctxt_switches"].strip()))
+    return threads
+
+
+def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return device().make_hccl(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def replace_scaled_dot_product_attention() -> None:
+    """On a chip with a fused kernel, F.scaled_dot_product_attention uses it where the real package does."""
+    if emulated()["chip"]["fused_attention"]:
+        from torch_npu import _attention
+
+        library = torch.library.Library("aten", "IMPL")
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            library.impl("scaled_dot_product_attention", _attention.scaled_dot_product_attention, key)
+        _kept.append(library)  # its end would take the registration back
+
+
+_kept: list[Any] = []
+
+
+def print_from_the_host() -> None:
+    """Let repr() copy a tensor to the host first: torch would compute with it in float64 where it is."""
+    original = torch._tensor_str._tensor_str
+
+    def from_the_host(self: torch.Tensor, indent: int) -> str:
+        return original(self.detach().cpu() if self.device.type == "npu" else self, indent)
+
+    torch._tensor_str._tensor_str = from_the_host

@@ -1,0 +1,159 @@
+"""Fused operators of the real package, as plain arithmetic on the CPU, with the limits that the kernels have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_npu import _load
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def refuse(operator: str, problem: str) -> None:
+    """Raise as a kernel does that is given what it cannot take."""
+    raise RuntimeError(f"call aclnn kernel of '{operator}' failed, error code is 161002. EZ9999: {problem}")
+
+
+def check_devices(operator: str, *tensors: Tensor | None) -> int:
+    """The one npu that all tensors are on; its index."""
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {devices[0]} and "
+            f"{devices[1]}! (operator {operator})"
+        )
+    if devices[0].type != "npu":
+        raise NotImplementedError(
+            f"Could not run 'npu::{operator}' with arguments from the '{devices[0].type}' backend."
+        )
+    return devices[0].index
+
+
+@contextmanager
+def kernel(operator: str, *tensors: Tensor | None) -> Iterator[Any]:
+    """One launch on the device: inside, aliases are computed with on the CPU, unlogged. Yields the compiled device."""
+    device = _load.device()
+    check_devices(operator, *tensors)
+    for tensor in tensors:
+        if tensor is not None:
+            device.judge(operator, tensor)
+    device.count_kernel(operator)
+    device.push_quiet(1)
+    try:
+        with torch.no_grad():
+            yield device
+    finally:
+        device.push_quiet(-1)
+
+
+def give(result: Tensor, like: Tensor) -> Tensor:
+    """A CPU result as a tensor of the device that `like` is on."""
+    result = result.contiguous()
+    _load.device().saturate(result)
+    return _load.device().wrap(result, like.device.index)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        with kernel("npu_rms_norm", x, gamma) as device:
+            wide, scale = device.cpu_alias(x).float(), device.cpu_alias(gamma).float()
+            dims = tuple(range(x.dim() - gamma.dim(), x.dim()))
+            rstd = torch.rsqrt(wide.square().mean(dim=dims, keepdim=True) + epsilon)
+            y = give((wide * rstd * scale).to(x.dtype), x)
+            rstd = give(rstd, x)
+        ctx.save_for_backward(x, gamma, rstd)
+        ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)  # no zeros for it: the real one launches none
+        return y, rstd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, gamma, rstd = ctx.saved_tensors
+        with kernel("npu_rms_norm_backward", grads[0], x, gamma, rstd) as device:
+            g, wide, scale, r = (device.cpu_alias(t).float() for t in (grads[0], x, gamma, rstd))
+            dims = tuple(range(x.dim() - gamma.dim(), x.dim()))
+            unit = wide * r
+            towards = g * scale
+            x_grad = r * (towards - unit * (towards * unit).mean(dim=dims, keepdim=True))
+            leading = tuple(range(x.dim() - gamma.dim()))
+            gamma_grad = (g * unit).sum(dim=leading) if leading else g * unit
+            return give(x_grad.to(x.dtype), x), give(gamma_grad.to(gamma.dtype), x), None
+
+
+def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x²) + epsilon) * gamma over gamma's dimensions, and the fp32 factors 1 / sqrt(...)."""
+    if self.dtype not in FLOATS or gamma.dtype not in (self.dtype, torch.float32):
+        refuse("npu_rms_norm", f"x is {self.dtype} and gamma {gamma.dtype}; they must be one float format")
+    if not 0 < gamma.dim() <= self.dim() or tuple(gamma.shape) != tuple(self.shape[self.dim() - gamma.dim() :]):
+        refuse("npu_rms_norm", f"gamma's shape {tuple(gamma.shape)} is not the end of x's, {tuple(self.shape)}")
+    return _RMSNorm.apply(self, gamma, epsilon)  # type: ignore[return-value]
+
+
+def _turn(x: Tensor, mode: str) -> Tensor:
+    """(-x2, x1): of the halves of the channels, or of each pair of neighbours."""
+    if mode == "half":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+class _RotaryMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, r1: Tensor, r2: Tensor, mode: str) -> Tensor:
+        ctx.save_for_backward(r1, r2)
+        ctx.mode = mode
+        with kernel("npu_rotary_mul", x, r1, r2) as device:
+            wide, cos, sin = (device.cpu_alias(t).float() for t in (x, r1, r2))
+            return give((cos * wide + sin * _turn(wide, mode)).to(x.dtype), x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        r1, r2 = ctx.saved_tensors
+        with kernel("npu_rotary_mul_backward", grads[0], r1, r2) as device:
+            g, cos, sin = (device.cpu_alias(t).float() for t in (grads[0], r1, r2))
+            # turning twice is -1, so the transpose of turning is minus turning
+            return give((cos * g - _turn(sin * g, ctx.mode)).to(grads[0].dtype), grads[0]), None, None, None
+
+
+def npu_rotary_mul(
+    self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """r1 * x + r2 * turned(x); r1 and r2 hold full-width cosines and sines and get no gradient here."""
+    name = "npu_rotary_mul"
+    if rotary_mode not in ("half", "interleave") or rotate is not None:
+        refuse(name, f"rotary_mode {rotary_mode!r} with rotate={rotate is not None} is not emulated")
+    if self.dtype not in FLOATS or r1.dtype != self.dtype or r2.dtype != self.dtype:
+        refuse(name, f"x, r1 and r2 must have one float format, got {self.dtype}, {r1.dtype}, {r2.dtype}")
+    if self.dim() != 4 or r1.dim() != 4 or r1.shape != r2.shape:
+        refuse(
+            name, f"shapes {tuple(self.shape)}, {tuple(r1.shape)}, {tuple(r2.shape)} are not three of four dimensions"
+        )
+    width = self.size(-1)
+    if width % 2 or width >= 896 or r1.size(-1) != width:
+        refuse(name, f"D must be even, below 896 and that of r1 and r2, got {width} and {r1.size(-1)}")
+    if self.size(0) >= 1000 or self.size(2) >= 1000:
+        refuse(name, f"B and N must be below 1000, got {self.size(0)} and {self.size(2)}")
+    if any(r not in (1, s) for r, s in zip(r1.shape, self.shape, strict=True)):
+        refuse(name, f"r1's shape {tuple(r1.shape)} does not broadcast to {tuple(self.shape)}")
+    if torch.is_grad_enabled() and (r1.requires_grad or r2.requires_grad):
+        refuse(name, "gradients of r1 and r2 are not emulated")
+    return _RotaryMul.apply(self, r1, r2, rotary_mode)  # type: ignore[return-value]
+
+
+def npu_get_float_status(self: Tensor, mode: int = 0) -> Tensor:
+    """(8,) fp32, of which the first is not 0 if an fp16 result overflowed since the last clearing."""
+    with kernel("npu_get_float_status", self) as device:
+        status = torch.zeros(8)
+        status[0] = float(device.overflow_flag(False))
+        return give(status, self)
+
+
+def npu_clear_float_status(self: Tensor, mode: int = 0) -> Tensor:
+    """Forget overflows."""
+    with kernel("npu_clear_float_status", self) as device:
+        device.overflow_flag(True)
+        return give(torch.zeros(8), self)

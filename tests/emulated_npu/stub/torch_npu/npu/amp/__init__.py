@@ -1,0 +1,5 @@
+"""Mixed precision."""
+
+from torch_npu.npu.amp.grad_scaler import GradScaler as GradScaler
+
+__all__ = ["GradScaler"]

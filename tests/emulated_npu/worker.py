@@ -1,0 +1,183 @@
+"""Tests that run in processes of their own, which have the emulated NPU; one process serves many tests.
+
+In a process that has loaded the device torch is another one: tests of the CPU must not run there, so a test that
+needs it is sent over:
+
+    @on_npu(chip="910A", devices=1)
+    def test_something(): ...          # runs in the other process; what it raises fails the test here
+"""
+
+import atexit
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import build, host
+
+TESTS = Path(__file__).resolve().parent.parent
+FROM_THE_TEST = ("NANOCHAT_BASE_DIR",)  # what changes from test to test
+
+
+def on_npu(chip: str = "910B3", devices: int = 2, **environment: str) -> Callable[[Callable[..., None]], Any]:
+    """Run a test function of a module on an emulated NPU; without a compiler it is skipped."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @pytest.mark.npu
+        @functools.wraps(test)
+        def sent(*args: Any, **kwargs: Any) -> None:
+            skip_without_compiler()
+            _worker(chip, devices, tuple(environment.items())).call(test.__module__, test.__name__, kwargs)
+
+        return sent
+
+    return decorate
+
+
+def skip_without_compiler() -> None:
+    """Leave the test out, with the reason, where the device cannot be compiled."""
+    if why := build.missing():
+        pytest.skip(f"the emulated NPU cannot be compiled: {why}")
+
+
+def npu_environment(
+    root: Path, chip: str = "910B3", devices: int = 2, memory_gib: float | None = None
+) -> dict[str, str]:
+    """The environment of a program on a pretended host under `root`, from which it can import the tests too."""
+    skip_without_compiler()
+    env = host.environment(root, host.Settings(chip, devices, memory_gib))
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(TESTS.parent), str(TESTS)])
+    return env
+
+
+class _Worker:
+    """A process on an emulated NPU that calls functions by name."""
+
+    def __init__(self, chip: str, devices: int, environment: dict[str, str]):
+        self.folder = tempfile.TemporaryDirectory(prefix="emulated-npu-")
+        self.here, there = Pipe()
+        env = {**npu_environment(Path(self.folder.name), chip, devices), **environment}
+        command = [sys.executable, "-m", "emulated_npu.worker", str(there.fileno())]
+        self.process = subprocess.Popen(command, env=env, pass_fds=[there.fileno()])
+        there.close()
+
+    def call(self, module: str, name: str, kwargs: dict[str, Any]) -> None:
+        self.here.send((module, name, kwargs, {key: os.environ[key] for key in FROM_THE_TEST if key in os.environ}))
+        try:
+            error = self.here.recv()
+        except EOFError:
+            error = f"the process on the emulated NPU ended with exit code {self.process.wait()}"
+            _worker.cache_clear()
+        if error is not None:
+            pytest.fail(f"on the emulated NPU:\n{error}", pytrace=False)
+
+    def end(self) -> None:
+        self.here.close()
+        self.process.wait(timeout=60)
+        self.folder.cleanup()
+
+
+@functools.lru_cache(maxsize=8)
+def _worker(chip: str, devices: int, environment: tuple[tuple[str, str], ...]) -> _Worker:
+    worker = _Worker(chip, devices, dict(environment))
+    atexit.register(worker.end)
+    return worker
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: str = "910B3", **env: str) -> list[Any]:
+    """Call `function(compute, *args)` on every rank, each on an NPU of its own, in fp32 unless NANOCHAT_DTYPE is given.
+
+    `function` must be at the top of a test module. What a rank raises fails the test; the results come back by rank.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="emulated-npu-") as name:
+        folder = Path(name)
+        torch.save((function.__module__, function.__name__, args), folder / "call.pt")
+        base = {"NANOCHAT_DTYPE": "float32", **npu_environment(folder / "host", chip, world_size), **env}
+        base["WORLD_SIZE"] = str(world_size)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "emulated_npu.worker", "rank", str(folder)],
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(world_size)
+        ]
+        end = time.monotonic() + 180
+        while any(p.poll() is None for p in processes) and time.monotonic() < end:
+            time.sleep(0.05)
+            if any(p.poll() for p in processes):  # the others would wait for the one that failed
+                end = min(end, time.monotonic() + 5)
+        for process in processes:
+            process.kill()
+            process.wait()
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        codes = [process.returncode for process in processes]
+        assert not any(codes), "\n".join([f"exit codes {codes}", *errors])
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from nanochat import device
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        module, name, args = torch.load(folder / "call.pt", weights_only=False)
+        torch.npu.set_device(rank)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "cpu:gloo,npu:hccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        result = getattr(importlib.import_module(module), name)(device.compute_init("npu"), *args)
+        torch.save(result, folder / f"{rank}.pt")
+        device.compute_cleanup()
+    except BaseException:  # the edge of a process: the traceback is handed to the test
+        (folder / f"{rank}.error").write_text(f"rank {rank}:\n{_words()}")
+        os._exit(1)
+
+
+def _words() -> str:
+    """The exception being handled, with local values: pytest's own account stays in this process."""
+    _, error, frames = sys.exc_info()
+    text = "".join(traceback.format_exception(error))
+    for frame, _ in traceback.walk_tb(frames):
+        if Path(frame.f_code.co_filename).name.startswith("test_"):
+            text += "".join(f"    {name} = {repr(value)[:200]}\n" for name, value in frame.f_locals.items())
+    return text
+
+
+def _serve(connection: Connection) -> None:
+    import torch_npu  # noqa: F401  # the stub: from here on this process has the device
+
+    while True:
+        try:
+            module, name, kwargs, environment = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(environment)
+        try:
+            getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
+            connection.send(None)
+        except BaseException:  # the edge of a process: the traceback is handed to the test
+            connection.send(_words())
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        _rank(Path(sys.argv[2]))
+    else:
+        _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,359 @@
+"""The checks that need torch, in a process of their own: python -m tools_npu.device_checks PIPE [--bench].
+
+Each result is a JSON line written to the file descriptor PIPE, before each check a line that names it: where this
+process crashes or hangs, check_npu.py knows at which check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tools_npu import versions
+from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
+
+HCCL_SECONDS = 240
+MATMUL_SECONDS = 1.0  # what one matmul of the speed test may take at most: an emulated card is slow
+
+# What importing torch_npu says, and what it means: English, Chinese, remedy.
+LOADING = (
+    (r"libascend_hal|libdrvdsmi|libdcmi|libdrv",
+     "a library of the driver is not found: no driver, or its lib64 folders are not on LD_LIBRARY_PATH",
+     "找不到驱动的库：未安装驱动，或 LD_LIBRARY_PATH 中没有驱动的 lib64 目录", "source setup_ascend.sh"),
+    (r"lib\w+\.so[\w.]*: cannot open",
+     "a library of CANN is not found: its set_env.sh was not sourced", "找不到 CANN 的库：尚未执行 set_env.sh",
+     "source setup_ascend.sh"),
+    (r"undefined symbol|version `\S+' not found|symbol lookup",
+     "torch_npu was built for another torch or CANN", "torch_npu 与 torch 或 CANN 版本不匹配",
+     "bash setup_ascend.sh --fix"),
+    (r"Two accelerators|ERR00007",
+     "torch sees another accelerator on this host", "torch 同时看到了其他加速卡",
+     "安装 CPU 版 torch，或使用该设备 / install torch for CPUs: bash setup_ascend.sh --fix"),
+    (r"No module named 'torch_npu'", "torch_npu is not installed", "未安装 torch_npu", "bash setup_ascend.sh"),
+)  # fmt: skip
+
+
+class Output:
+    """Where the lines go."""
+
+    def __init__(self, pipe: int):
+        self.file = os.fdopen(pipe, "w", encoding="utf-8")
+
+    def write(self, message: dict[str, Any]) -> None:
+        self.file.write(json.dumps(message, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+    def line(self, line: Line) -> None:
+        self.write({"line": list(line)})
+
+    def begin(self, name: str) -> None:
+        self.write({"begin": name})
+
+
+def first_line(failure: BaseException) -> str:
+    return (str(failure).strip().splitlines() or [repr(failure)])[0][:300]
+
+
+# --- loading ---------------------------------------------------------------------------------------
+
+
+def load(out: Output, cann: str) -> str:
+    """Import torch and torch_npu, and judge the pair; the version of torch_npu, "" if it cannot be used."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else `import torch` itself fails where CANN is missing
+    out.begin("torch")
+    try:
+        import torch
+    except Exception as failure:  # the edge to a foreign library: its words are the finding
+        out.line(Line("torch", FAIL, first_line(failure), first_line(failure), "bash setup_ascend.sh --fix"))
+        return ""
+    status = PASS if versions.release(torch.__version__)[:2] >= versions.TORCH_FLOOR else FAIL
+    out.line(Line("torch", status, torch.__version__, torch.__version__, "bash setup_ascend.sh"))
+    out.begin("torch_npu")
+    try:
+        import torch_npu
+    except Exception as failure:  # as above
+        words = str(failure)
+        for pattern, english, chinese, remedy in LOADING:
+            if re.search(pattern, words):
+                told = first_line(failure)
+                out.line(Line("torch_npu", FAIL, f"{english}: {told}", f"{chinese}：{told}", remedy))
+                return ""
+        traceback.print_exc()
+        out.line(Line("torch_npu", FAIL, first_line(failure), first_line(failure), "bash setup_ascend.sh --fix"))
+        return ""
+    version = str(torch_npu.__version__)
+    pair = versions.pair_fits(torch.__version__, version)
+    out.line(Line("torch_npu", pair.status, pair.english or version, pair.chinese or version,
+                  "bash setup_ascend.sh --fix", {"version": version, "torch": torch.__version__}))  # fmt: skip
+    fit = versions.cann_fits(version, cann)
+    out.line(Line("torch_npu and CANN", fit.status, fit.english or f"{version} goes with {cann}",
+                  fit.chinese or f"{version} 与 {cann} 匹配",
+                  "bash setup_ascend.sh (它会选择匹配的 torch_npu / it picks the torch_npu that fits)"))  # fmt: skip
+    return version if pair.status == PASS else ""
+
+
+def open_card(out: Output) -> int:
+    """Put a tensor on the first card; how many are visible, 0 if none can be used."""
+    import torch
+
+    from nanochat import ascend
+
+    out.begin("npu:0")
+    try:
+        count = torch.npu.device_count() if torch.npu.is_available() else 0
+        if not count:
+            out.line(Line("npu:0", FAIL, "torch_npu loads, but sees no card", "torch_npu 已加载，但看不到 NPU 卡",
+                          "npu-smi info; unset ASCEND_RT_VISIBLE_DEVICES"))  # fmt: skip
+            return 0
+        torch.npu.set_device(0)
+        total = float(torch.arange(100, device="npu:0").sum().cpu())
+        soc, name = int(torch.npu.get_soc_version()), torch.npu.get_device_name(0)
+        free, memory = torch.npu.mem_get_info(0)
+    except Exception as failure:  # whatever the driver says is the finding
+        told = first_line(failure)
+        words = ascend.explain(str(failure))
+        out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", words or "npu-smi info"))
+        return 0
+    chip = ascend.chip_of(soc)
+    known = chip.name if chip else "?"
+    status = FAIL if total != 4950 else PASS if chip else WARN
+    data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1)}
+    what = f"{name} (SoC {soc}, {known}), {memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
+    out.line(Line("npu:0", status, what + ("" if total == 4950 else "; 0 + ... + 99 is not 4950 there"), what,
+                  "npu-smi info", data))  # fmt: skip
+    if words := ascend.in_use(0, free, memory):
+        out.line(Line("npu:0 memory", WARN, words, words, "python check_npu.py --processes"))
+    return count
+
+
+# --- numerics --------------------------------------------------------------------------------------
+
+
+def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], Any, str]]:
+    """(name, check, format, why it is left out) of every operation that training or inference needs here."""
+    import torch
+
+    from tools_npu import numerics as check
+
+    short = str(dtype).removeprefix("torch.")
+    trains = chip is None or chip.trains
+    only_inference = "" if trains else "an inference card: no backward operators"
+    bf16 = "" if chip is None or chip.bf16 else f"a {chip.name} has no bf16"
+    yield "pinned copy", check.there_and_back, torch.float32, ""
+    yield "matmul float16", lambda: check.matmul(torch.float16), torch.float16, only_inference
+    yield "matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16 or only_inference
+    yield f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype, ""
+    yield f"attention causal {short}", lambda: check.attend(dtype, 255), dtype, only_inference
+    yield f"attention band {short}", lambda: check.attend(dtype, 64), dtype, only_inference
+    yield f"attention grouped {short}", lambda: check.attend(dtype, 255, kv_heads=2), dtype, only_inference
+    yield f"attention decode {short}", lambda: check.decode(dtype), dtype, ""
+    yield f"rms norm {short}", lambda: check.norm(dtype), dtype, only_inference
+    yield f"rotary {short}", lambda: check.rotary(dtype), dtype, only_inference
+    yield f"chunked loss {short}", lambda: check.loss(dtype), dtype, only_inference
+    yield "fused AdamW float32", check.adamw, torch.float32, only_inference
+
+
+def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
+    """A line for each operation: its error against fp32 on the host."""
+    from tools_npu.numerics import TOLERANCE
+
+    for name, check, kind, left_out in numerics(chip, dtype):
+        out.begin(name)
+        if left_out:
+            out.line(Line(name, SKIP, left_out, left_out))
+            continue
+        try:
+            wrong = check()
+        except Exception as failure:  # one operation that fails must not hide the others
+            traceback.print_exc()
+            told = f"{type(failure).__name__}: {first_line(failure)}"
+            out.line(Line(name, FAIL, told, told, "NANOCHAT_KERNELS=plain; bash setup_ascend.sh --fix"))
+            continue
+        allowed = TOLERANCE[kind]
+        text = f"error {wrong:.1e}, allowed {allowed:.0e}"
+        out.line(Line(name, PASS if wrong <= allowed else FAIL, text, f"误差 {wrong:.1e}，允许 {allowed:.0e}",
+                      "升级 CANN 与 torch_npu / update CANN and torch_npu; NANOCHAT_KERNELS=plain",
+                      {"error": wrong, "allowed": allowed}))  # fmt: skip
+
+
+# --- speed -----------------------------------------------------------------------------------------
+
+
+def seconds_of(work: Callable[[], Any], repeats: int) -> float:
+    """The shortest of so many runs, the device's work included."""
+    import torch
+
+    best = float("inf")
+    for _ in range(repeats):
+        torch.npu.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.npu.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def check_speed(out: Output, chip: Any, dtype: Any) -> None:
+    """TFLOP/s of the largest square matmul, up to 4,096, that ends within a second."""
+    import torch
+
+    short = str(dtype).removeprefix("torch.")
+    out.begin("matmul speed")
+    size, seconds = 512, 0.0
+    while True:
+        a = torch.ones(size, size, dtype=dtype, device="npu:0")
+        b = a.clone()
+        seconds = seconds_of(lambda a=a, b=b: torch.mm(a, b), 3)
+        if size >= 4096 or 10 * seconds > MATMUL_SECONDS:
+            break
+        size *= 2
+    seconds = min(seconds, seconds_of(lambda: torch.mm(a, b), 3))
+    tflops = 2 * size**3 / seconds / 1e12
+    peak = f", {100 * tflops / chip.tflops:.0f} % of {chip.tflops:g} ({chip.source})" if chip else ""
+    text = f"{tflops:.3g} TFLOP/s in {short}, {size}^3{peak}"
+    slow = chip is not None and tflops < 0.4 * chip.tflops
+    out.line(Line("matmul speed", WARN if slow else PASS, text, text,
+                  "查看 AICore 频率与其他进程 / look at `npu-smi info`: power, temperature, other processes",
+                  {"tflops": tflops, "size": size, "peak": chip.tflops if chip else None}))  # fmt: skip
+
+
+def check_bench(out: Output, dtype: Any) -> None:
+    """--bench: launch cost, copies both ways, memory, attention: figures that a user would report."""
+    import torch
+
+    from nanochat import kernels
+
+    x = torch.ones(64, device="npu:0")
+
+    def launches() -> None:
+        y = x
+        for _ in range(1000):
+            y = y + 1
+
+    out.begin("launch")
+    launches()
+    micro = 1e6 * seconds_of(launches, 3) / 1000
+    out.line(Line("launch", PASS, f"{micro:.1f} us an operator", f"每个算子 {micro:.1f} 微秒", data={"us": micro}))
+    out.begin("copies")
+    host = torch.ones(16 << 20).pin_memory()
+    card = host.to("npu:0")
+    up = host.numel() * 4 / seconds_of(lambda: card.copy_(host, non_blocking=True), 3) / 1e9
+    down = host.numel() * 4 / seconds_of(lambda: host.copy_(card, non_blocking=True), 3) / 1e9
+    memory = 2 * host.numel() * 4 / seconds_of(lambda: card.clone(), 3) / 1e9
+    out.line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} back, {memory:.0f} within",
+                  f"到卡 {up:.1f} GB/s，回主机 {down:.1f}，卡内 {memory:.0f}",
+                  data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": memory}))  # fmt: skip
+    out.begin("attention speed")
+    shape = (1, 2048, 8, 128) if micro < 100 else (1, 256, 2, 64)  # small where the card is slow
+    q, k, v = (torch.randn(shape, device="npu:0").to(dtype).requires_grad_() for _ in range(3))
+    flops = 3.5 * 4 * shape[1] ** 2 / 2 * shape[2] * shape[3]
+
+    def both() -> None:
+        kernels.attend(q, k, v, shape[1]).sum().backward()
+
+    both()
+    tflops = flops / seconds_of(both, 3) / 1e12
+    text = f"{tflops:.3g} TFLOP/s forward and backward, causal, T {shape[1]}, {shape[2]} heads of {shape[3]}"
+    out.line(Line("attention speed", PASS, text, text, data={"tflops": tflops}))
+
+
+# --- collectives -------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
+    """HCCL over all visible cards: each collective with a known answer, and the bandwidth of all_reduce."""
+    from nanochat import ascend
+
+    if ranks < 2:
+        out.line(Line("hccl", SKIP, "one card is visible", "只有一张可见的卡"))
+        return
+    out.begin("hccl")
+    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block())}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        env.pop(name, None)
+    port = str(free_port())
+    command = [sys.executable, "-m", "tools_npu.collectives"]
+    started = [subprocess.Popen([*command, str(rank), str(ranks), port, str(megabytes)], env=env, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(ranks)]  # fmt: skip
+    deadline = time.monotonic() + HCCL_SECONDS
+    answers = []
+    for rank, process in enumerate(started):
+        try:
+            said, failed = process.communicate(timeout=max(deadline - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            for other in started:
+                other.kill()
+            said, failed = process.communicate()
+            failed += f"\nrank {rank}: no answer within {HCCL_SECONDS} s"
+        answers.append((rank, process.returncode, said, failed))
+    report_collectives(out, answers, ranks)
+
+
+def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> None:
+    """The lines that follow from what each rank said."""
+    from nanochat import ascend
+
+    broken = [answer for answer in answers if answer[1] != 0]
+    if broken:
+        rank, code, _, failed = broken[0]
+        sys.stderr.write(failed)
+        last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
+        words = ascend.explain(failed)
+        general = "source setup_ascend.sh; 检查端口与 / look at the ports and HCCL_IF_IP, HCCL_SOCKET_IFNAME"
+        out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"rank {rank}：{last}", words or general))
+        return
+    results = [json.loads(said.strip().splitlines()[-1]) for _, _, said, _ in answers]
+    for name in ("all_reduce", "all_reduce average", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+        wrong = [str(rank) for rank, result in enumerate(results) if name in result["wrong"]]
+        text = f"wrong on rank {', '.join(wrong)}" if wrong else f"right on {ranks} ranks"
+        chinese = f"rank {', '.join(wrong)} 结果错误" if wrong else f"{ranks} 个 rank 结果正确"
+        out.line(
+            Line(f"hccl {name}", FAIL if wrong else PASS, text, chinese, "升级驱动与 CANN / update driver and CANN")
+        )
+    speed = min(result["gb_per_s"] for result in results)
+    out.line(Line("hccl bandwidth", PASS, f"all_reduce moves {speed:.2f} GB/s over each link",
+                  f"all_reduce 每条链路 {speed:.2f} GB/s", data={"gb_per_s": speed, "ranks": ranks}))  # fmt: skip
+
+
+# --- the whole -------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """All checks, as far as each lets the next run."""
+    out = Output(int(sys.argv[1]))
+    bench = "--bench" in sys.argv
+    if not load(out, os.environ.get("NANOCHAT_CHECK_CANN", "")):
+        out.write({"end": True})
+        return
+    count = open_card(out)
+    if count:
+        import torch
+
+        from nanochat import ascend
+
+        chip = ascend.chip_of(int(torch.npu.get_soc_version()))
+        dtype = torch.bfloat16 if torch.npu.is_bf16_supported() else torch.float16
+        check_numerics(out, chip, dtype)
+        check_speed(out, chip, dtype)
+        if bench and (chip is None or chip.trains):
+            check_bench(out, dtype)
+        check_collectives(out, count, 256 if bench else 16)
+    out.write({"end": True})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""What an Ascend host shows without torch: CANN, driver, device files, groups, npu-smi.
+
+Every absolute path is looked for under ASCEND_ROOT_PREFIX, empty on a real host, so that tests can pretend one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Mapping, NamedTuple, Sequence
+
+from tools_npu.versions import cann_key
+
+GROUP = "HwHiAiUser"
+MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
+LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")  # folders of an Ascend folder that hold set_env.sh; new first
+SMI_SECONDS = 30
+
+
+class Cann(NamedTuple):
+    """An installed CANN: the folder with its libraries, the script that sets its variables, its version."""
+
+    home: str
+    set_env: str
+    version: str  # "" if no file tells it
+    layout: str  # cann | ascend-toolkit | nnae | latest | environment
+
+
+class Driver(NamedTuple):
+    """The driver's version, and its folders that belong on LD_LIBRARY_PATH."""
+
+    version: str
+    path: str
+    libraries: tuple[str, ...]
+
+
+class Device(NamedTuple):
+    """A file under /dev and whether this user may read and write it."""
+
+    path: str
+    usable: bool
+
+
+def prefix(environment: Mapping[str, str]) -> str:
+    """What is put before every absolute path."""
+    return environment.get("ASCEND_ROOT_PREFIX", "").rstrip("/")
+
+
+def first_value(path: Path, name: str) -> str:
+    """The value of the first `name=value` line, "" if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.M | re.I)
+    return found[1] if found else ""
+
+
+def cann_version(home: Path) -> str:
+    """The version that the installer wrote: in <arch>-linux/ascend_*_install.info, else in version.cfg."""
+    for info in sorted(home.glob("*-linux/ascend_*_install.info")):
+        if version := first_value(info, "version"):
+            return version
+    for name in ("version.cfg", "share/version.cfg"):
+        try:
+            text = (home / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        # lines like runtime_running_version=[7.0.0.1:8.3.RC1]: the part's own number, then the package's
+        if found := re.search(r"(?:toolkit|runtime)_running_version=\[[^\]:]*:([^\]]+)\]", text):
+            return found[1]
+    return ""
+
+
+def home_of(set_env: Path) -> Path:
+    """Where the libraries lie beside a set_env.sh: in `latest` in the old layout, in the folder itself in the new."""
+    latest = set_env.parent / "latest"
+    return latest if latest.is_dir() else set_env.parent
+
+
+def find_canns(environment: Mapping[str, str]) -> list[Cann]:
+    """Every CANN of this host, the one of the environment first, then the newest."""
+    found = []
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        value = environment.get(variable)
+        if value and Path(value).is_dir():
+            home = Path(value)
+            scripts = [home / "set_env.sh", home.parent / "set_env.sh"]
+            script = next((str(path) for path in scripts if path.is_file()), "")
+            found.append(Cann(str(home), script, cann_version(home), "environment"))
+            break
+    installed = []
+    folders = [Path(prefix(environment) + "/usr/local/Ascend")]
+    if environment.get("HOME"):
+        folders.append(Path(environment["HOME"]) / "Ascend")
+    for folder in folders:
+        for layout in LAYOUTS:
+            script = folder / layout / "set_env.sh"
+            if script.is_file():
+                home = home_of(script)
+                installed.append(Cann(str(home), str(script), cann_version(home), layout))
+    installed.sort(key=lambda cann: cann_key(cann.version) or (0, 0, 0, 0), reverse=True)
+    seen = {os.path.realpath(cann.home) for cann in found}
+    for cann in installed:
+        if os.path.realpath(cann.home) not in seen:
+            found.append(cann)
+            seen.add(os.path.realpath(cann.home))
+    return found
+
+
+def find_driver(environment: Mapping[str, str]) -> Driver | None:
+    """The driver, from its version.info; its place may be told by /etc/ascend_install.info."""
+    root = prefix(environment)
+    told = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
+    for base in [told, "/usr/local/Ascend"]:
+        path = Path(f"{root}{base}/driver") if base else None
+        if path and (path / "version.info").is_file():
+            version = first_value(path / "version.info", "Version")
+            folders = tuple(str(path / "lib64" / name) for name in ("common", "driver", "") if
+                            (path / "lib64" / name).is_dir())  # fmt: skip
+            return Driver(version, str(path), tuple(folder.rstrip("/") for folder in folders))
+    return None
+
+
+def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
+    """The cards' files in order of their numbers, and the managers' files that are there."""
+    folder = Path(prefix(environment) + "/dev")
+
+    def device(path: Path) -> Device:
+        return Device(str(path), os.access(str(path), os.R_OK | os.W_OK))
+
+    cards = [path for path in folder.glob("davinci[0-9]*") if path.name[7:].isdigit()]
+    cards.sort(key=lambda path: int(path.name[7:]))
+    managers = [folder / name for name in MANAGERS]
+    return [device(path) for path in cards], [device(path) for path in managers if path.exists()]
+
+
+def may_use_devices(environment: Mapping[str, str], user: int, groups: Sequence[int]) -> bool:
+    """Whether a user is root or in the driver's group; where the group does not exist nothing is asked."""
+    if user == 0:
+        return True
+    try:
+        text = Path(prefix(environment) + "/etc/group").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    found = re.search(rf"^{GROUP}:[^:]*:(\d+):", text, re.M)
+    return found is None or int(found[1]) in groups
+
+
+def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
+    """The cards that ASCEND_RT_VISIBLE_DEVICES leaves, and its words that name none."""
+    words = environment.get("ASCEND_RT_VISIBLE_DEVICES")
+    if words is None or not words.strip():
+        return list(range(cards)), []
+    left, wrong = [], []
+    for word in words.replace(" ", "").split(","):
+        if word.isdigit() and (int(word) < cards or not cards):
+            left.append(int(word))
+        else:
+            wrong.append(word)
+    return left, wrong
+
+
+# --- npu-smi ---------------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """A chip of `npu-smi info`."""
+
+    npu: int
+    chip: int
+    name: str
+    health: str
+    power: str  # "-" on the second die of a card
+    celsius: int
+    bus: str
+    aicore: int  # percent
+    used_mb: int
+    total_mb: int
+
+
+class Holder(NamedTuple):
+    """A process that holds memory of a chip."""
+
+    npu: int
+    chip: int
+    pid: int
+    name: str  # empty where the process lives in another container
+    used_mb: int
+
+
+# A chip has two rows: NPU and name, health, power and temperature; then chip, bus and memory (the last pair is HBM).
+ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
+ROW_TWO = re.compile(r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$")
+HOLDER = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
+
+
+def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
+    """The version, the chips and the processes of `npu-smi info`."""
+    version = re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", text)
+    cards, holders, one = [], [], None
+    for line in text.splitlines():
+        line = line.rstrip()
+        two = ROW_TWO.match(line)
+        if two and one:
+            chip, _, bus, aicore, used, total = two.groups()
+            cards.append(Card(int(one[1]), int(chip), one[2], one[3], one[4], int(one[5]), bus, int(aicore),
+                              int(used), int(total)))  # fmt: skip
+            one = None
+        elif held := HOLDER.match(line):
+            npu, chip, pid, name, used = held.groups()
+            holders.append(Holder(int(npu), int(chip), int(pid), name, int(used)))
+        elif found := ROW_ONE.match(line):
+            one = found
+    return version[2] if version else "", cards, holders
+
+
+def parse_topology(text: str) -> dict[str, dict[str, str]]:
+    """`npu-smi info -t topo` as links[a][b]; the diagonal and the processors are left out."""
+    links: dict[str, dict[str, str]] = {}
+    header: list[str] = []
+    for line in text.splitlines():
+        words = line.split()
+        if words and not header and re.fullmatch(r"(NPU|Phy-?ID)\d+", words[0], re.I):
+            header = [word for word in words if re.fullmatch(r"(NPU|Phy-?ID)\d+", word, re.I)]
+        elif header and words and words[0] in header:
+            row = dict(zip(header, words[1 : len(header) + 1]))
+            links[words[0]] = {other: link for other, link in row.items() if other != words[0]}
+    return links
+
+
+def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """What npu-smi printed, and why it could not be asked ("" if it could)."""
+    places = [
+        environment.get("PATH", ""),
+        prefix(environment) + "/usr/local/bin",
+        prefix(environment) + "/usr/local/sbin",
+    ]
+    program = shutil.which("npu-smi", path=os.pathsep.join(places))
+    if program is None:
+        return "", "npu-smi: not found"
+    try:
+        done = subprocess.run([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=SMI_SECONDS, env=dict(environment))  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "", f"npu-smi: no answer within {SMI_SECONDS} s"
+    except OSError as failure:
+        return "", f"npu-smi: {failure}"
+    text = done.stdout.decode("utf-8", "replace")
+    if done.returncode != 0:
+        return text, (text.strip().splitlines() or [f"npu-smi: exit code {done.returncode}"])[-1]
+    return text, ""

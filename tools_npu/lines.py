@@ -1,0 +1,76 @@
+"""The lines of check_npu.py: a status, what was found, and what to do, in English and Chinese."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Mapping, NamedTuple
+
+PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
+STATUSES = (PASS, WARN, FAIL, SKIP)
+COLORS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "90"}
+
+
+class Line(NamedTuple):
+    """One check: its name, how it went, the cause where it did not go well, and a remedy."""
+
+    name: str
+    status: str
+    english: str
+    chinese: str
+    remedy: str = ""  # a command, or a sentence in both languages
+    data: dict[str, Any] = {}  # noqa: RUF012 - never changed; figures for the JSON
+
+    def text(self, language: str) -> str:
+        return self.chinese if language == "zh" else self.english
+
+
+def language_of(environment: Mapping[str, str]) -> str:
+    """zh or en, by the locale."""
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        if environment.get(name):
+            return "zh" if environment[name].lower().startswith("zh") else "en"
+    return "en"
+
+
+def shown(line: Line, language: str, color: bool) -> str:
+    """A line for a terminal: status, name and text, the remedy below."""
+    mark = f"\033[{COLORS[line.status]}m{line.status}\033[0m" if color else line.status
+    text = f"{mark}  {line.name}: {line.text(language)}" if line.text(language) else f"{mark}  {line.name}"
+    if line.remedy and line.status in (WARN, FAIL):
+        text += ("\n      处理：" if language == "zh" else "\n      do: ") + line.remedy
+    return text
+
+
+def summary(lines: list[Line], language: str) -> str:
+    """The last line: how many of each, and the names of what failed."""
+    counts = count(lines)
+    figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
+    failed = ", ".join(line.name for line in lines if line.status == FAIL)
+    if language == "zh":
+        return f"check_npu: {figures}" + (f"；未通过：{failed}" if failed else "；可以训练")
+    return f"check_npu: {figures}" + (f"; failed: {failed}" if failed else "; ready to train")
+
+
+def count(lines: list[Line]) -> dict[str, int]:
+    """How many lines have each status."""
+    return {status: sum(line.status == status for line in lines) for status in STATUSES}
+
+
+def as_json(lines: list[Line]) -> dict[str, Any]:
+    """Everything, for machines: `causes` are the failures with their remedies."""
+    failed = [line for line in lines if line.status == FAIL]
+    return {
+        "ok": not failed,
+        "counts": count(lines),
+        "causes": [{"name": line.name, "text": line.english, "remedy": line.remedy} for line in failed],
+        "checks": [
+            {"name": line.name, "status": line.status, "text": line.english, "text_zh": line.chinese,
+             "remedy": line.remedy, "data": line.data}
+            for line in lines
+        ],
+    }  # fmt: skip
+
+
+def on_terminal(stream: Any) -> bool:
+    """Whether colours are welcome."""
+    return bool(stream.isatty()) and "NO_COLOR" not in os.environ
