@@ -373,7 +373,8 @@ def compiled(
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
-        fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
+        with memory.saving(tokens.numel(), compute):
+            fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if memory.ran_out(failure):
             raise memory.advice(shape[0], shape[0]) from failure
@@ -383,5 +384,6 @@ def compiled(
         fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
+    memory.trim()
     log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast
