@@ -25,7 +25,7 @@ from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
 
 STEP_TOKENS = 4096
-MEMORY_LENGTH = 2048  # T of the rows on which memory is compared, upstream's default; as many rows a pass as for speed
+MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # of a pass on which memory is compared: upstream's defaults for both
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, in a second
 
 
@@ -205,7 +205,9 @@ def beside(peer: Path, ours: Variant, upstream: Variant, cfg: Config, plan: Plan
     with tempfile.TemporaryDirectory() as temporary:
         shape = replace(plan.shape, sequence_len=MEMORY_LENGTH)
         make_rows(Path(temporary), shape.vocab_size, MEMORY_LENGTH, standard_library())
-        return result | quality.memory(ours, upstream, replace(plan, shape=shape, rows=Path(temporary)), peer)
+        return result | quality.memory(
+            ours, upstream, replace(plan, shape=shape, rows=Path(temporary), rows_per_step=MEMORY_ROWS), peer
+        )
 
 
 if __name__ == "__main__":

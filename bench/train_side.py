@@ -73,10 +73,11 @@ def ours(task: dict[str, Any]) -> Side:
     model.init_weights()
     shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]
     tokens, factor = shape[0] * shape[1], 1.0
-    rates = Rates(weight_decay=SHORT_DECAY)
+    rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
     if steps is not None:
         rates, factor = for_run(cfg, tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
-    optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype)
+        first_beta = schedule.table_momentum(steps)
+    optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
     fast = loop.compiled(model, task["compiled"], shape, compute, model.blocks)
     scale = loop.LossScale()
 

@@ -66,6 +66,22 @@ def scalar_scale(tokens_per_step: int) -> float:
     return min(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
 
+def matrix_scale(steps: int) -> float:
+    """The further factor on Muon's rate: 2 at 200 steps (fitted there), falling with their root to 1 at 800.
+
+    What a step of Muon changes does not depend on its gradient's size: few steps must each go further.
+    """
+    return min(2.0, max(1.0, math.sqrt(800 / steps)))
+
+
+def table_momentum(steps: int) -> float:
+    """AdamW's first beta for embeddings and head: 0.8, in runs of less than 1,000 steps lower, 0 at 200 (fitted there).
+
+    It averages over 1 / (1 - beta) steps, here at most a 200th of the run.
+    """
+    return min(0.8, max(0.0, 1 - 200 / steps))
+
+
 def weight_decay(base: float, tokens_per_step: int, tokens: float, reference_tokens: float) -> float:
     """Decay for a horizon, such that the averaging time tokens/(rate x decay) keeps its share of the run.
 

@@ -112,7 +112,8 @@ def train(cfg: Config, compute: Compute) -> None:
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = for_run(cfg, batch.tokens_per_step, steps, cfg.target_param_data_ratio)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
-                            schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
+                            schedule.rate_scale(batch.tokens_per_step), compute.dtype,
+                            schedule.table_momentum(steps))  # fmt: skip
 
     # Go on where a run was stopped
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)

@@ -183,3 +183,13 @@ def test_scalars_keep_the_square_root_below_the_reference_batch() -> None:
     assert schedule.scalar_scale(2**19) == schedule.scalar_scale(2**21) == 1.0
     assert schedule.scalar_scale(2**17) == pytest.approx(0.5)
     assert schedule.scalar_scale(4096) * schedule.rate_scale(4096) == pytest.approx((4096 / 2**19) ** 0.5)
+
+
+@pytest.mark.parametrize(("steps", "factor"), [(1, 2.0), (200, 2.0), (450, 4 / 3), (800, 1.0), (100_000, 1.0)])
+def test_matrices_go_further_in_a_step_of_a_short_run(steps: int, factor: float) -> None:
+    assert schedule.matrix_scale(steps) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("steps", "beta"), [(1, 0.0), (200, 0.0), (400, 0.5), (1000, 0.8), (100_000, 0.8)])
+def test_tables_average_over_a_small_part_of_a_short_run(steps: int, beta: float) -> None:
+    assert schedule.table_momentum(steps) == pytest.approx(beta)
