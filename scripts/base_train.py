@@ -4,7 +4,6 @@ python -m scripts.base_train --depth=4
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import (
+    compiling,
     dataloader,
     device,
     fingerprint,
@@ -27,7 +27,7 @@ from nanochat import (
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates
+from nanochat.optim import Optimizers, Rates, for_run
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
@@ -61,7 +61,7 @@ class Config(loop.StageFlags, Rates):
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
     warmup_steps: int | None = None
-    """steps of linear warmup; default 40, in short runs a fifth"""
+    """steps of linear warmup; default 40, in short runs a twentieth"""
     warmdown_ratio: float = 0.65
     """the last part of the run, in which the learning rate falls"""
     final_lr_frac: float = 0.05
@@ -116,20 +116,17 @@ def train(cfg: Config, compute: Compute) -> None:
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
-    decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
-                                  cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
-    rates = dataclasses.replace(
-        cfg, weight_decay=decay, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step)
-    )
+    rates = for_run(cfg, batch.tokens_per_step, steps, cfg.target_param_data_ratio)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
-                            schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
+                            schedule.rate_scale(batch.tokens_per_step), compute.dtype,
+                            schedule.table_momentum(steps))  # fmt: skip
 
     # Go on where a run was stopped
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 
