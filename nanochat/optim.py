@@ -26,7 +26,7 @@ class Rates:
     embedding_lr: float = 0.3
     """AdamW's of the embedding, at 768 channels; value embeddings take half"""
     matrix_lr: float = 0.02
-    """Muon's, of the matrices inside layers, in pretraining of less than 800 steps up to twice as much; AdamW takes a
+    """Muon's, of the matrices inside layers, in pretraining of less than 400 steps up to twice as much; AdamW takes a
     part of it"""
     matrix_optimizer: Literal["muon", "adamw"] = "muon"
     """what steps the matrices inside layers"""

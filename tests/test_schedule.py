@@ -185,7 +185,7 @@ def test_scalars_keep_the_square_root_below_the_reference_batch() -> None:
     assert schedule.scalar_scale(4096) * schedule.rate_scale(4096) == pytest.approx((4096 / 2**19) ** 0.5)
 
 
-@pytest.mark.parametrize(("steps", "factor"), [(1, 2.0), (200, 2.0), (450, 4 / 3), (800, 1.0), (100_000, 1.0)])
+@pytest.mark.parametrize(("steps", "factor"), [(1, 2.0), (200, 2.0), (300, 4 / 3), (400, 1.0), (100_000, 1.0)])
 def test_matrices_go_further_in_a_step_of_a_short_run(steps: int, factor: float) -> None:
     assert schedule.matrix_scale(steps) == pytest.approx(factor)
 
