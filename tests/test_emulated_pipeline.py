@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from emulated_npu import worker
 from small_world import STAGES, stage_folder, up_to, words
-from test_scripts_ranks import STEPS
 from test_scripts_ranks import a_rank as a_stage
 from test_scripts_ranks import alone as alone  # the same few steps by one process on the CPU
 
@@ -144,17 +143,6 @@ def test_the_page_is_served_from_an_npu(alone: Path, tmp_path: Path) -> None:
     assert answer is not None, said
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert "npu Ascend910B3" in said
-
-
-def test_torchrun_on_two_npus_gives_the_losses_of_one_cpu_process(
-    alone: Path, base_folder: Path, tmp_path: Path
-) -> None:
-    up_to("base", alone, base_folder)
-    program = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*program, "-m", "scripts.base_train", "--", *words("base", num_iterations=STEPS, eval_every=STEPS)]
-    said = run(command, worker.npu_environment(tmp_path))
-    assert "2 ranks over hccl" in said
-    check_equal_metrics(alone, base_folder, "base")
 
 
 def test_a_910a_trains_in_fp16_with_a_loss_scale(alone: Path, base_folder: Path, tmp_path: Path) -> None:
