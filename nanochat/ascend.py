@@ -7,6 +7,7 @@ version alone: names mislead (`Ascend910B` is of the first generation, `Ascend91
 import os
 import re
 import socket
+import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -123,22 +124,65 @@ def port_words(port: str) -> str:
     )
 
 
-def free_block(first: int = FIRST_BLOCK) -> int:
-    """The first port of a free block for a job's collectives; 0 if there is none."""
+# The blocks of this process's job, and what holds them until the process ends.
+_held: dict[int, list[socket.socket]] = {}
+
+
+def _claim(port: int) -> socket.socket | None:
+    """Say that a port is this job's; None where another process has said so.
+
+    Collectives bind their ports only when the ranks first meet: of jobs that start together each finds them free. So
+    a job also takes a name for each, among the kernel's unix sockets, which belong to the same network as the ports
+    do (containers with --network host included) and are gone with the process, however it ends.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":  # no other system has such names, or cards
+            claim.bind(f"\0nanochat-hccl-port-{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def hold_block(base: int) -> int:
+    """Make a block of ports this process's until it ends; 0, or the first port that another process has."""
+    if base in _held:
+        return 0
+    claims: list[socket.socket] = []
+    for port in range(base, base + BLOCK):
+        claim = _claim(port)
+        if claim is not None:
+            claims.append(claim)
+        if claim is None or port_taken(port):
+            for mine in claims:
+                mine.close()
+            return port
+    _held[base] = claims
+    return 0
+
+
+def release_block(base: int) -> None:
+    """Let others have a block that this process held."""
+    for claim in _held.pop(base, []):
+        claim.close()
+
+
+def free_block(first: int = FIRST_BLOCK, hold: bool = False) -> int:
+    """The first port of a free block for a job's collectives, held on request; 0 if there is none."""
     for base in range(first, LAST_BLOCK, BLOCK):
-        if not any(port_taken(port) for port in range(base, base + BLOCK)):
+        if base not in _held and not hold_block(base):
+            if not hold:
+                release_block(base)
             return base
     return 0
 
 
-def block_taken(base: int) -> str:
-    """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free one; "" if it can."""
-    taken = [port for port in range(base, base + BLOCK) if port_taken(port)]
-    if not taken:
-        return ""
+def block_words(base: int, taken: int) -> str:
+    """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free one."""
     return (
         f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
-        f"{taken[0]} is taken by another. Leave it out to have a block chosen, or use HCCL_IF_BASE_PORT={free_block()}"
+        f"{taken} is taken by another. Leave it out to have a block chosen, or use HCCL_IF_BASE_PORT={free_block()}"
     )
 
 

@@ -282,7 +282,7 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
         out.line(Line("hccl", SKIP, "one card is visible", "只有一张可见的卡"))
         return
     out.begin("hccl")
-    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block())}
+    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block(hold=True))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     port = str(free_port())
