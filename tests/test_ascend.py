@@ -145,20 +145,26 @@ def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
         ("EI0002: the wait execution of the Notify register times out", "HCCL_EXEC_TIMEOUT"),
         ("dcmi model initialized failed, because the device is used. ret is -8005", "HwHiAiUser"),
         ("CAUTION: The operator 'aten::x' is not currently implemented for the NPU backend", "--kernels plain"),
+        ("Cannot re-initialize NPU in forked subprocess", "spawn"),
         ("tensor a must match tensor b", ""),
     ],
 )
 def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
     said = ascend.explain(failure)
     assert words in said if words else said == ""
+    chinese = ascend.explain(failure, "zh")
+    assert (bool(chinese) == bool(said) and chinese != said) or not said
 
 
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        ("libhccl.so: cannot open shared object file", "CANN is not in the environment"),
-        ("libascend_hal.so: cannot open shared object file", "install the driver"),
-        ("libtorch_npu.so: undefined symbol: _ZN3c10", "does not fit this torch or CANN"),
+        (
+            "libhccl.so: cannot open shared object file",
+            "a library of CANN is not found: its set_env.sh was not sourced: source setup_ascend.sh",
+        ),
+        ("libascend_hal.so: cannot open shared object file", "a library of the driver"),
+        ("libtorch_npu.so: undefined symbol: _ZN3c10", "built for another torch or CANN: bash setup_ascend.sh --fix"),
     ],
 )
 def test_what_a_failed_load_needs_is_said(failure: str, words: str) -> None:
