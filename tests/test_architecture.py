@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
-    0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
+    0: """
+        ascend blocked_attention calculator common conversation execution_child host packing plain_attention policy
+        progress terminal
+    """,
     1: """
         chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
         textfiles tinyworld token_files tracking transcript
