@@ -202,6 +202,10 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
         if not _reader_is_gone():
             raise
         sys.exit(141)
+    except SystemExit as end:  # of the parser
+        if end.code and rank() > 0:
+            time.sleep(RANK_0_SECONDS)  # as in _complain()
+        raise
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
             traceback.print_exc()

@@ -240,6 +240,8 @@ def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
     assert end(UserError("no data"), monkeypatch) == 1
     assert waited == [common.RANK_0_SECONDS] and capsys.readouterr().err == "error: no data (rank 3)\n"
     assert end(None, monkeypatch, "--dept=3") == 2 and capsys.readouterr() == ("", "")
+    assert waited == 2 * [common.RANK_0_SECONDS]  # the parser's mistakes as well
+    assert end(None, monkeypatch, "--help") == 0 and len(waited) == 2
 
 
 @pytest.mark.ranks
