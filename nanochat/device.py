@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MASTER = torch.float32  # the format parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_left: list[Any] = []  # groups, until Python ends: in their destructor torch 2.7 waits for threads that want its lock
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 CUDA_PEAKS = {
@@ -246,6 +247,7 @@ def _choose_port_block(compute: Compute) -> None:
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        _left.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
