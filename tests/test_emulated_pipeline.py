@@ -61,6 +61,9 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps those that it has asked itself
+
+
 def figures(base: Path, name: str) -> dict[str, float]:
     """The numbers of a section of the report that a device should not change, by their place in it."""
     found: dict[str, float] = {}
@@ -72,7 +75,7 @@ def figures(base: Path, name: str) -> dict[str, float]:
         elif isinstance(value, list):
             for i, inner in enumerate(value):
                 walk(inner, f"{place}/{i}")
-        elif isinstance(value, int | float) and not any(word in place for word in ("second", "memory", "time")):
+        elif isinstance(value, int | float) and not any(word in place for word in LEFT_OUT):
             found[place] = float(value)
 
     walk(json.loads((base / "report" / "sections" / f"{name}.json").read_text()), "")
@@ -86,15 +89,20 @@ EVALUATIONS = {
 }
 
 
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("script", EVALUATIONS)
-def test_a_measurement_on_an_npu_is_that_on_the_cpu(script: str, alone: Path, tmp_path: Path) -> None:
+def test_a_measurement_on_npus_is_that_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
     section, flags = EVALUATIONS[script]
     measured = []
     for device in ("cpu", "npu"):
         base = tmp_path / device / "base"
         shutil.copytree(alone, base)
-        host = worker.npu_environment(tmp_path / "host", devices=1) if device == "npu" else dict(os.environ)
-        said = run([f"scripts.{script}", *flags], {**host, "NANOCHAT_BASE_DIR": str(base)})
+        host = worker.npu_environment(tmp_path / "host", devices=cards) if device == "npu" else dict(os.environ)
+        command = [f"scripts.{script}", *flags]
+        if device == "npu" and cards > 1:
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={cards}", "-m"]
+            command = [*launcher, command[0], "--", *flags]
+        said = run(command, {**host, "NANOCHAT_BASE_DIR": str(base)})
         assert ("device: npu Ascend910B3" in said) == (device == "npu")
         measured.append(figures(base, section))
     assert len(measured[0]) > 3
