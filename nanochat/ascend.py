@@ -254,7 +254,7 @@ def why_not_loaded(failure: str) -> tuple[str, str, str]:
 def cannot_load(failure: str) -> str:
     """The first line of what importing torch_npu raised, with a remedy where one is known."""
     why, _, remedy = why_not_loaded(failure)
-    return failure.splitlines()[0] + (f" ({why}: {remedy})" if why else "")
+    return failure.splitlines()[0] + (f" ({why}; {remedy})" if why else "")
 
 
 def explain(failure: str, language: Language = "en") -> str:

@@ -161,10 +161,10 @@ def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
     [
         (
             "libhccl.so: cannot open shared object file",
-            "a library of CANN is not found: its set_env.sh was not sourced: source setup_ascend.sh",
+            "a library of CANN is not found: its set_env.sh was not sourced; source setup_ascend.sh",
         ),
         ("libascend_hal.so: cannot open shared object file", "a library of the driver"),
-        ("libtorch_npu.so: undefined symbol: _ZN3c10", "built for another torch or CANN: bash setup_ascend.sh --fix"),
+        ("libtorch_npu.so: undefined symbol: _ZN3c10", "built for another torch or CANN; bash setup_ascend.sh --fix"),
     ],
 )
 def test_what_a_failed_load_needs_is_said(failure: str, words: str) -> None:
