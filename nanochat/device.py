@@ -227,12 +227,12 @@ def _join(name: str, collectives: str) -> None:
 def _choose_port_block(compute: Compute) -> None:
     """Give this job's collectives a block of ports of their own, the same for all ranks of a host."""
     if given := os.environ.get("HCCL_IF_BASE_PORT"):
-        if compute.local_rank == 0 and given.isdigit() and (why := ascend.block_taken(int(given))):
-            raise UserError(why)
+        if compute.local_rank == 0 and given.isdigit() and (taken := ascend.hold_block(int(given))):
+            raise UserError(ascend.block_words(int(given), taken))
         return
     blocks = torch.zeros(compute.world_size, dtype=torch.int64)
     if compute.local_rank == 0:
-        blocks[compute.rank] = ascend.free_block()
+        blocks[compute.rank] = ascend.free_block(hold=True)
     dist.all_reduce(blocks)
     if base := int(blocks[compute.rank - compute.local_rank]):
         os.environ["HCCL_IF_BASE_PORT"] = str(base)
@@ -241,6 +241,8 @@ def _choose_port_block(compute: Compute) -> None:
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        if torch.__version__.startswith("2.7."):  # its destructor holds Python's lock and waits for gloo's threads,
+            time.sleep(0.2)  # which may want it to drop the last tensors: let them have it first
         dist.destroy_process_group()
 
 

@@ -60,6 +60,8 @@ class Config(loop.StageFlags, Rates):
     """tokens of a step, over all devices; auto: by the length of the run, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
+    gradient_accumulation_steps: int | None = None
+    """passes of a step; follows from total_batch_size and device_batch_size, and must agree with them if given"""
     warmup_steps: int | None = None
     """steps of linear warmup; default 40, in short runs a twentieth"""
     warmdown_ratio: float = 0.65
@@ -93,7 +95,7 @@ def train(cfg: Config, compute: Compute) -> None:
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
-                        corpus.name, compute)  # fmt: skip
+                        corpus.name, compute, cfg.gradient_accumulation_steps)  # fmt: skip
     horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
                                counts["scaling"], batch.tokens_per_step)  # fmt: skip
     steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
@@ -125,7 +127,7 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
-    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
+    batch = probe.fit(batch, model, optimizers, T, compute)
     fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

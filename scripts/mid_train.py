@@ -51,6 +51,8 @@ class Config(loop.StageFlags, Rates):
     """tokens of a step, over all devices; auto: 524,288, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
+    gradient_accumulation_steps: int | None = None
+    """passes of a step; follows from total_batch_size and device_batch_size, and must agree with them if given"""
     init_lr_frac: float = 1.0
     """factor on all learning rates"""
     weight_decay: float = 0.0
@@ -75,7 +77,8 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
 
-    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
+    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute,
+                        cfg.gradient_accumulation_steps)  # fmt: skip
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
     rows = dataloader.conversation_rows("mid", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=False)
     val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
@@ -94,7 +97,7 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
-    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
+    batch = probe.fit(batch, model, optimizers, T, compute)
     fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("mid", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)

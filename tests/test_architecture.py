@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: """
-        ascend blocked_attention calculator common conversation execution_child gpus host packing policy progress
-        terminal timeline
+        ascend blocked_attention calculator common conversation execution_child gpus host packing plain_attention policy
+        progress terminal timeline
     """,
     1: """
         chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards

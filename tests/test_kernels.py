@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanochat import blocked_attention, kernels
 from nanochat.blocked_attention import BlockedAttention
+from nanochat.plain_attention import _band
 
 CPU = torch.device("cpu")
 
@@ -59,15 +60,15 @@ def test_attend_at_the_edges_of_its_blocks(T: int, window: int) -> None:
 
 
 def test_attend_makes_no_mask_that_grows_with_the_sequence() -> None:
-    kernels._band.cache_clear()
+    _band.cache_clear()
     for T in (100, 200, 300):
         kernels.attend(*(draw(1, T, 1, 4) for _ in range(3)), 16)
-    assert kernels._band.cache_info().currsize == 1
-    assert kernels._band(16, CPU).shape == (16, 32)
+    assert _band.cache_info().currsize == 1
+    assert _band(16, CPU).shape == (16, 32)
 
 
 def test_attend_first_used_for_inference_can_be_trained_afterwards() -> None:
-    kernels._band.cache_clear()
+    _band.cache_clear()
     q, k, v = (draw(1, 24, 2, 4, seed=i) for i in range(3))
     with torch.inference_mode():
         kernels.attend(q, k, v, 8)
