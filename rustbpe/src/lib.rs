@@ -3,14 +3,20 @@
 //! The core (`split`, `count`, `train`, `model`) knows no Python and reports every mistake as an [`Error`].
 //! The binding (`py`, `pool`; feature `python`) only converts arguments, results and errors.
 
+mod classes;
 mod count;
 mod error;
+mod feed;
+mod key;
 mod model;
+mod neighbours;
+mod prefetch;
+mod scan;
 mod split;
+mod threads;
 mod train;
+mod words;
 
-#[cfg(feature = "python")]
-mod pool;
 #[cfg(feature = "python")]
 mod py;
 #[cfg(test)]
@@ -18,8 +24,10 @@ mod testing;
 
 pub use count::PieceCounts;
 pub use error::Error;
+pub use feed::{Batch, Failure, Feed};
 pub use model::{Model, Scratch};
 pub use split::{Splitter, GPT4_PATTERN};
+pub use threads::threads;
 pub use train::train;
 
 /// The first 256 ids are the byte values; merged tokens follow in the order they were learned.

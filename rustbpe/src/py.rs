@@ -10,13 +10,11 @@ use pyo3::exceptions::{
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyString};
-use rayon::prelude::*;
-use rayon::ThreadPool;
 
-use crate::{train, Error, Model, PieceCounts, Scratch, Splitter, GPT4_PATTERN, MAX_VOCAB_SIZE};
+use crate::{threads, train, Batch, Error, Feed, Model, Scratch, Splitter, GPT4_PATTERN, MAX_VOCAB_SIZE};
 
 /// Texts are handed to the threads when they fill this much, however many they are.
-const BUFFER_BYTES: usize = 16 << 20;
+const BUFFER_BYTES: usize = 1 << 20;
 /// While texts are read, Ctrl-C is looked for after this many.
 const TEXTS_PER_CHECK: usize = 4096;
 /// While merges are learned, Ctrl-C is looked for this often.
@@ -71,16 +69,22 @@ impl Tokenizer {
         };
         let splitter = detached(py, || Splitter::new(pattern.unwrap_or(GPT4_PATTERN)))??;
         let mut texts = Texts::new(iterator, "iterator")?;
-        let mut counts = PieceCounts::new();
-        while texts.fill(py, buffer_size)? {
-            let first = texts.first;
-            let slices = texts.slices();
-            on_threads(py, || counts.add_texts(&slices, &splitter))?
-                .map_err(|(index, error)| in_item(error, "iterator", first + index))?;
-        }
+        let mut feed = Feed::new(&splitter, threads());
+        let mut batch = Batch::default();
+        let counts = loop {
+            if !texts.fill(py, &mut batch, buffer_size, BUFFER_BYTES)? {
+                break detached(py, || feed.finish())?;
+            }
+            let sent = std::mem::take(&mut batch);
+            match detached(py, || feed.send(sent))? {
+                Some(empty) => batch = empty,
+                None => break detached(py, || feed.finish())?,
+            }
+        };
+        let counts = counts.map_err(|(index, error)| in_item(error, "iterator", index))?;
         let mut checked = Instant::now();
         let mut interrupt = None;
-        let proceed = || {
+        let proceed = |_| {
             if checked.elapsed() >= CHECK_EVERY {
                 checked = Instant::now();
                 interrupt = Python::attach(|py| py.check_signals()).err();
@@ -115,19 +119,14 @@ impl Tokenizer {
     fn batch_encode(&self, py: Python<'_>, texts: &Bound<'_, PyAny>) -> PyResult<Vec<Py<PyAny>>> {
         let model = self.model();
         let mut texts = Texts::new(texts, "texts")?;
+        let mut batch = Batch::default();
+        texts.fill(py, &mut batch, usize::MAX, usize::MAX)?;
         let mut lists = Vec::new();
-        while texts.fill(py, usize::MAX)? {
-            let encode = |scratch: &mut Scratch, (index, text): (usize, &&str)| {
-                let mut ids = Vec::new();
-                model.encode(text, scratch, &mut ids).map(|()| ids).map_err(|error| (index, error))
-            };
-            let slices = texts.slices();
-            let encoded: Vec<Result<Vec<u32>, _>> =
-                on_threads(py, || slices.par_iter().enumerate().map_init(Scratch::default, encode).collect())?;
-            for ids in encoded {
-                let ids = ids.map_err(|(index, error)| in_item(error, "texts", texts.first + index))?;
-                lists.push(ids.into_pyobject(py)?.into_any().unbind());
-            }
+        let mut scratch = Scratch::default();
+        for (index, text) in batch.texts().enumerate() {
+            let mut ids = Vec::new();
+            model.encode(text, &mut scratch, &mut ids).map_err(|error| in_item(error, "texts", index))?;
+            lists.push(ids.into_pyobject(py)?.into_any().unbind());
         }
         Ok(lists)
     }
@@ -165,14 +164,10 @@ impl Tokenizer {
     }
 }
 
-/// Texts of a Python iterable, copied a bufferful at a time so that threads can read them without the interpreter.
+/// Texts of a Python iterable, copied so that threads can read them without the interpreter.
 struct Texts<'py> {
     iterator: Bound<'py, PyIterator>,
     name: &'static str,
-    buffer: String,
-    ends: Vec<usize>,
-    /// The number of the buffer's first text.
-    first: usize,
 }
 
 impl<'py> Texts<'py> {
@@ -180,29 +175,21 @@ impl<'py> Texts<'py> {
         if iterable.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err(format!("{name} must be an iterable of str, got one str: give [text]")));
         }
-        Ok(Self { iterator: iterable.try_iter()?, name, buffer: String::new(), ends: Vec::new(), first: 0 })
+        Ok(Self { iterator: iterable.try_iter()?, name })
     }
 
-    /// Read the next texts, at most `limit`; false if there are none.
-    fn fill(&mut self, py: Python<'py>, limit: usize) -> PyResult<bool> {
-        self.first += self.ends.len();
-        self.ends.clear();
-        self.buffer.clear();
+    /// Read the next texts into an empty batch, until there are `most` or they have `bytes`; false if there are none.
+    fn fill(&mut self, py: Python<'py>, batch: &mut Batch, most: usize, bytes: usize) -> PyResult<bool> {
         py.check_signals()?;
-        while self.ends.len() < limit && self.buffer.len() < BUFFER_BYTES {
+        while batch.ends.len() < most && batch.text.len() < bytes {
             let Some(text) = self.iterator.next() else { break };
-            append(&text?, &mut self.buffer, || format!("item {} of {}", self.first + self.ends.len(), self.name))?;
-            self.ends.push(self.buffer.len());
-            if self.ends.len() % TEXTS_PER_CHECK == 0 {
+            append(&text?, &mut batch.text, || format!("item {} of {}", batch.first + batch.ends.len(), self.name))?;
+            batch.ends.push(batch.text.len());
+            if batch.ends.len() % TEXTS_PER_CHECK == 0 {
                 py.check_signals()?;
             }
         }
-        Ok(!self.ends.is_empty())
-    }
-
-    fn slices(&self) -> Vec<&str> {
-        let starts = std::iter::once(&0).chain(&self.ends);
-        starts.zip(&self.ends).map(|(&start, &end)| &self.buffer[start..end]).collect()
+        Ok(!batch.ends.is_empty())
     }
 }
 
@@ -270,12 +257,6 @@ fn token_id(given: &Bound<'_, PyAny>, index: usize, model: &Model) -> PyResult<u
 fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     py.detach(|| catch_unwind(AssertUnwindSafe(work)))
         .map_err(|_| PyRuntimeError::new_err("internal error in rustbpe, see standard error; please report it"))
-}
-
-/// Run `work` without holding the interpreter, with this process's threads.
-fn on_threads<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    detached(py, || crate::pool::threads().map(|pool| ThreadPool::install(&pool, work)))?
-        .map_err(|error| PyRuntimeError::new_err(format!("rustbpe could not start its threads: {error}")))
 }
 
 #[pymodule]
