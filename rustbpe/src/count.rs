@@ -1,15 +1,16 @@
 //! How often each distinct piece occurs.
 //!
 //! Most of a text is a few ten thousand pieces, again and again, so a table of short pieces does most of the work.
-//! Memory is what it waits for: pieces are looked up 32 at a time, first all loads, which the processor then does side
-//! by side, and only then the decisions.
+//! Memory is what it waits for: so a piece's place in the table is asked for when the piece is found, and looked at 32
+//! pieces later.
 
 use hashbrown::HashTable;
 
 use crate::key::{hash, Key, LONGEST_KEY};
+use crate::prefetch::prefetch;
 use crate::{Error, Splitter};
 
-/// Pieces that are looked up together.
+/// Pieces that are found before the first of them is looked up.
 const BATCH: usize = 32;
 /// Places of a new table. It doubles when half of them are taken.
 const PLACES: usize = 1 << 14;
@@ -45,21 +46,24 @@ impl PieceCounts {
 
     /// Count the pieces of `text`. On an error those before its place are counted.
     pub fn add_text(&mut self, text: &str, splitter: &Splitter) -> Result<(), Error> {
-        let mut batch = [Key::NONE; BATCH];
+        let mut batch = [(Key::NONE, 0); BATCH];
         let mut filled = 0;
         let bytes = text.as_bytes();
         let split = splitter.split(text, |start, end| {
             if end - start > LONGEST_KEY {
                 return self.add_long(hash(&bytes[start..end]), &bytes[start..end], 1);
             }
-            batch[filled] = Key::new(bytes, start, end);
+            let key = Key::new(bytes, start, end);
+            let place = key.hash() as usize & (self.places.len() - 1);
+            prefetch(&self.places, place);
+            batch[filled] = (key, place);
             filled += 1;
             if filled == BATCH {
                 self.add_batch(&batch);
                 filled = 0;
             }
         });
-        batch[..filled].iter().for_each(|&key| self.add_short(key, 1));
+        batch[..filled].iter().for_each(|&(key, _)| self.add_short(key, 1));
         split
     }
 
@@ -101,19 +105,11 @@ impl PieceCounts {
         }
     }
 
-    fn add_batch(&mut self, batch: &[Key; BATCH]) {
-        let mask = self.places.len() - 1;
-        let mut found = [(0, false); BATCH];
-        for (found, key) in found.iter_mut().zip(batch) {
-            let place = key.hash() as usize & mask;
-            *found = (place, self.places[place].key == *key);
-        }
-        for (&(place, same), key) in found.iter().zip(batch) {
-            // A table that has grown since has other places.
-            if same && self.places.len() == mask + 1 {
-                self.places[place].count += 1;
-            } else {
-                self.add_short(*key, 1);
+    fn add_batch(&mut self, batch: &[(Key, usize); BATCH]) {
+        for &(key, place) in batch {
+            match self.places.get_mut(place) {
+                Some(known) if known.key == key => known.count += 1,
+                _ => self.add_short(key, 1), // further on, or new, or the table has grown since
             }
         }
     }

@@ -12,7 +12,7 @@ use std::collections::BinaryHeap;
 
 use hashbrown::HashMap;
 
-use crate::neighbours::Neighbours;
+use crate::neighbours::{Found, Neighbours, Sum};
 use crate::prefetch::prefetch;
 use crate::words::{Words, EDGE, INTERIOR};
 use crate::{key, pair, Error, Pair, PieceCounts, BYTES, MAX_VOCAB_SIZE};
@@ -64,6 +64,16 @@ struct Places {
     length: u32,
 }
 
+impl Places {
+    /// Set places of a block aside for a pair, beginning at `end`, which moves on.
+    fn after(end: &mut u32, block: u32, sum: &mut Sum) -> Self {
+        let places = Self { block, start: *end, length: sum.number };
+        sum.next = *end;
+        *end += sum.number;
+        places
+    }
+}
+
 struct Known {
     count: u64,
     places: Places,
@@ -86,8 +96,33 @@ impl Trainer {
         let (left, right) = (Neighbours::default(), Neighbours::default());
         let (pairs, queue, blocks) = (HashMap::new(), BinaryHeap::new(), Vec::new());
         let mut trainer = Self { words, pairs, floor, queue, blocks, left, right };
-        trainer.count_all();
+        trainer.count_bytes();
         trainer
+    }
+
+    /// Find the pairs of bytes that reach the floor, with their counts and places, before anything is merged.
+    fn count_bytes(&mut self) {
+        let Self { words, pairs, floor, queue, blocks, .. } = self;
+        let index = |(left, right): Pair| (left << 8 | right) as usize;
+        let mut sums = vec![Sum::default(); 1 << 16];
+        words.for_each_pair(|_, pair, weight| {
+            let sum = &mut sums[index(pair)];
+            sum.weight += u64::from(weight);
+            sum.number += 1;
+        });
+        let mut end = 0;
+        for (left, right) in (0..BYTES).flat_map(|left| (0..BYTES).map(move |right| (left, right))) {
+            let sum = &mut sums[index((left, right))];
+            if sum.weight < *floor {
+                sum.number = 0;
+                continue;
+            }
+            pairs.insert(key((left, right)), Known { count: sum.weight, places: Places::after(&mut end, 0, sum) });
+        }
+        let mut block = vec![0; end as usize].into_boxed_slice();
+        words.for_each_pair(|place, pair, _| sums[index(pair)].put(&mut block, place));
+        blocks.push(block);
+        queue.extend(pairs.iter().map(|(&key, known)| (known.count, Reverse(key))));
     }
 
     /// Take out the pair to merge next.
@@ -116,31 +151,28 @@ impl Trainer {
     fn count_all(&mut self) {
         let Self { words, pairs, floor, queue, blocks, .. } = self;
         // Sums over pairs that share a hash are never too low, and so tell most rare pairs with little memory.
-        const SUMS: usize = 1 << 18;
-        let hash = |key: u64| (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 46) as usize % SUMS;
-        let mut sums = vec![0u64; SUMS];
-        words.for_each_pair(|_, pair, weight| sums[hash(key(pair))] += u64::from(weight));
+        const ROUGH: usize = 1 << 18;
+        let hash = |key: u64| (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 46) as usize % ROUGH;
+        let mut rough = vec![0u64; ROUGH];
+        words.for_each_pair(|_, pair, weight| rough[hash(key(pair))] += u64::from(weight));
+        let mut sums: HashMap<u64, Sum> = HashMap::new();
         words.for_each_pair(|_, pair, weight| {
             let key = key(pair);
-            if sums[hash(key)] >= *floor {
-                let none = Places { block: 0, start: 0, length: 0 };
-                let known = pairs.entry(key).or_insert(Known { count: 0, places: none });
-                known.count += u64::from(weight);
-                known.places.length += 1;
+            if rough[hash(key)] >= *floor {
+                let sum = sums.entry(key).or_default();
+                sum.weight += u64::from(weight);
+                sum.number += 1;
             }
         });
-        pairs.retain(|_, known| known.count >= *floor);
+        sums.retain(|_, sum| sum.weight >= *floor);
         let mut end = 0;
-        for known in pairs.values_mut() {
-            (known.places.start, known.places.length) = (end, end + known.places.length);
-            end = known.places.length;
-            known.places.length = 0;
+        for (&key, sum) in &mut sums {
+            pairs.insert(key, Known { count: sum.weight, places: Places::after(&mut end, 0, sum) });
         }
         let mut block = vec![0; end as usize].into_boxed_slice();
         words.for_each_pair(|place, pair, _| {
-            if let Some(known) = pairs.get_mut(&key(pair)) {
-                block[(known.places.start + known.places.length) as usize] = place;
-                known.places.length += 1;
+            if let Some(sum) = sums.get_mut(&key(pair)) {
+                sum.put(&mut block, place);
             }
         });
         *blocks = vec![block];
@@ -153,7 +185,9 @@ impl Trainer {
         lengths.push(lengths[merged.0 as usize] + lengths[merged.1 as usize]);
         self.left.reset(lengths.len());
         self.right.reset(lengths.len());
-        let (twins, twins_weight) = self.replace(merged, places, token);
+        let between = self.replace(merged, places, token);
+        self.left.sum_up();
+        self.right.sum_up();
 
         for index in 0..self.left.tokens.len() {
             let neighbour = self.left.tokens[index];
@@ -163,27 +197,21 @@ impl Trainer {
         for index in 0..self.right.tokens.len() {
             let neighbour = self.right.tokens[index];
             let weight = self.right.of(neighbour).weight;
-            self.lower((merged.1, neighbour), weight);
+            self.lower((merged.1, neighbour), weight); // the new token has no such pair
         }
-        if twins > 0 {
-            // These stood before a `merged.0` that has itself become `token`: their right neighbour is the new one.
-            let before = self.right.of(merged.0);
-            before.weight -= twins_weight;
-            before.number -= twins;
-            self.right.add_sum(token, twins_weight, twins);
-        }
+        self.lower((merged.1, merged.0), between);
         self.register(token);
     }
 
     /// Write `token` over every occurrence of the pair and note the neighbours.
     ///
-    /// Returns how many occurrences are followed directly by another one, and their weight. In `right.found` these
-    /// have `token` as the neighbour, in the sums of `right` still the left half of the pair.
-    fn replace(&mut self, (first, second): Pair, places: Places, token: u32) -> (u32, u64) {
+    /// Where one occurrence follows directly on another, they are neighbours of each other as the new token. Returns
+    /// the weight of the pairs that were between such two.
+    fn replace(&mut self, (first, second): Pair, places: Places, token: u32) -> u64 {
         let Self { words: Words { cells, lengths }, blocks, left, right, .. } = self;
         let (first_length, second_length) = (lengths[first as usize] as usize, lengths[second as usize] as usize);
         let places = &blocks[places.block as usize][places.start as usize..][..places.length as usize];
-        let (mut twins, mut twins_weight) = (0, 0);
+        let mut between = 0;
         for (index, &place) in places.iter().enumerate() {
             if let Some(&later) = places.get(index + AHEAD) {
                 prefetch(cells, later as usize);
@@ -200,10 +228,9 @@ impl Trainer {
             if before == token | INTERIOR {
                 // The occurrence before this one ends here, and was the last to note a right neighbour: our `first`.
                 if let Some(last) = right.found.last_mut() {
-                    last.0 = token;
+                    last.token = token;
                 }
-                twins += 1;
-                twins_weight += u64::from(weight);
+                between += u64::from(weight);
             } else if before != EDGE {
                 left.add(before & !INTERIOR, weight, place);
             }
@@ -215,7 +242,7 @@ impl Trainer {
             cells[place].symbol = token;
             cells[end - 1].symbol = token | INTERIOR;
         }
-        (twins, twins_weight)
+        between
     }
 
     /// Take `weight` occurrences from a pair. The pair being merged is no longer known: in a run it is its own
@@ -244,11 +271,8 @@ impl Trainer {
                     sum.number = 0; // for the second round: not entered
                     continue;
                 }
-                let places = Places { block, start: end, length: sum.number };
-                sum.next = end;
-                end += sum.number;
                 let key = key(make(neighbour));
-                pairs.insert(key, Known { count: sum.weight, places });
+                pairs.insert(key, Known { count: sum.weight, places: Places::after(&mut end, block, sum) });
                 queue.push((sum.weight, Reverse(key)));
             }
         };
@@ -260,12 +284,8 @@ impl Trainer {
         let mut new = vec![0; end as usize].into_boxed_slice();
         let mut note = |neighbours: &mut Neighbours, back: &dyn Fn(u32) -> u32| {
             for index in 0..neighbours.found.len() {
-                let (neighbour, place) = neighbours.found[index];
-                let sum = neighbours.of(neighbour);
-                if sum.number > 0 {
-                    new[sum.next as usize] = place - back(neighbour);
-                    sum.next += 1;
-                }
+                let Found { token, place, .. } = neighbours.found[index];
+                neighbours.of(token).put(&mut new, place - back(token));
             }
         };
         note(left, &|neighbour| words.lengths[neighbour as usize]);
