@@ -1,5 +1,6 @@
 //! Texts are counted by threads while the caller reads the next ones.
 
+use std::ops::Range;
 use std::sync::mpsc::{channel, sync_channel, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{spawn, JoinHandle};
@@ -17,9 +18,27 @@ pub struct Batch {
 }
 
 impl Batch {
-    pub fn texts(&self) -> impl Iterator<Item = &str> {
-        let starts = std::iter::once(&0).chain(&self.ends);
-        starts.zip(&self.ends).map(|(&start, &end)| &self.text[start..end])
+    pub fn push(&mut self, text: &str) {
+        self.text.push_str(text);
+        self.ends.push(self.text.len());
+    }
+
+    /// The text of an index in this batch.
+    pub fn text(&self, index: usize) -> &str {
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        &self.text[start..self.ends[index]]
+    }
+
+    /// Ranges of indices whose texts have about so many bytes together.
+    pub fn groups(&self, bytes: usize) -> Vec<Range<usize>> {
+        let (mut groups, mut first, mut start) = (Vec::new(), 0, 0);
+        for (index, &end) in self.ends.iter().enumerate() {
+            if end - start >= bytes || index + 1 == self.ends.len() {
+                groups.push(first..index + 1);
+                (first, start) = (index + 1, end);
+            }
+        }
+        groups
     }
 
     /// Forget the texts and keep the memory; the next ones begin where these ended.
@@ -53,8 +72,8 @@ impl Feed {
                 loop {
                     let next = batches.lock().unwrap_or_else(PoisonError::into_inner).recv();
                     let Ok(batch) = next else { return Ok(counts) };
-                    for (index, text) in batch.texts().enumerate() {
-                        counts.add_text(text, &splitter).map_err(|error| (batch.first + index, error))?;
+                    for index in 0..batch.ends.len() {
+                        counts.add_text(batch.text(index), &splitter).map_err(|error| (batch.first + index, error))?;
                     }
                     let _ = give_back.send(batch); // nobody wants it back when the feed is finishing
                 }
@@ -113,10 +132,7 @@ mod tests {
         let mut first = 0;
         let some = |texts: &[String]| {
             let mut batch = Batch { first, ..Batch::default() };
-            for text in texts {
-                batch.text.push_str(text);
-                batch.ends.push(batch.text.len());
-            }
+            texts.iter().for_each(|text| batch.push(text));
             first += texts.len();
             batch
         };
@@ -138,6 +154,17 @@ mod tests {
         let mut map = BTreeMap::new();
         feed.finish()?.for_each(|piece, count| assert_eq!(map.insert(piece.to_vec(), count), None));
         Ok(map)
+    }
+
+    #[test]
+    fn groups_cover_all_texts_once() {
+        let long = "x".repeat(30);
+        for texts in [vec![], vec![""], vec!["a", &long, "b", &long, ""]] {
+            let mut batch = Batch::default();
+            texts.iter().for_each(|text| batch.push(text));
+            let groups = batch.groups(20);
+            assert_eq!(groups.into_iter().flatten().collect::<Vec<_>>(), (0..texts.len()).collect::<Vec<_>>());
+        }
     }
 
     #[test]

@@ -54,7 +54,8 @@ impl Key {
 #[inline]
 pub fn hash(piece: &[u8]) -> u64 {
     let mut state = 0x2545_f491_4f6c_dd1d ^ piece.len() as u64;
-    let (blocks, rest) = piece.as_chunks::<16>();
+    let blocks = piece.chunks_exact(16);
+    let rest = blocks.remainder();
     for block in blocks {
         let (low, high) = halves(block);
         state = fold(low ^ state, high ^ 0xa076_1d64_78bd_642f);
