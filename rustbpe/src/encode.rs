@@ -9,6 +9,7 @@
 
 use crate::cache::Cache;
 use crate::key::{Key, LONGEST_KEY};
+use crate::long_cache::LongCache;
 use crate::trie::NONE;
 use crate::{Error, Splitter, Vocabulary};
 
@@ -18,20 +19,34 @@ const BATCH: usize = 32;
 /// Working memory of one thread's encoding, kept from text to text.
 pub struct Scratch {
     cache: Cache,
+    long: LongCache,
     /// By place of the piece: whether there is no way on from here. Only those that are in `closed` are set.
     dead: Vec<bool>,
     closed: Vec<usize>,
 }
 
 impl Scratch {
-    /// With a cache of up to so many bytes.
+    /// With caches of about so many bytes.
     pub fn new(cache_bytes: usize) -> Self {
-        Self { cache: Cache::new(cache_bytes), dead: Vec::new(), closed: Vec::new() }
+        Self {
+            cache: Cache::new(cache_bytes / 2),
+            long: LongCache::new(cache_bytes / 2),
+            dead: Vec::new(),
+            closed: Vec::new(),
+        }
     }
 }
 
-/// Pieces on their way: start, end, and for short ones key and place in the cache.
-type Waiting = [(usize, usize, Key, usize); BATCH];
+/// A piece on its way.
+#[derive(Clone, Copy)]
+struct Waiting {
+    start: usize,
+    end: usize,
+    /// None for a long piece.
+    key: Key,
+    /// The place of a short piece, the hash of a long one.
+    expected: u64,
+}
 
 /// Append the tokens of `text` to `ids`.
 pub fn encode(
@@ -42,15 +57,16 @@ pub fn encode(
     ids: &mut Vec<u32>,
 ) -> Result<(), Error> {
     let bytes = text.as_bytes();
-    let mut waiting: Waiting = [(0, 0, Key::NONE, 0); BATCH];
+    let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, expected: 0 }; BATCH];
     let mut filled = 0;
     let split = splitter.split(text, |start, end| {
-        waiting[filled] = if end - start > LONGEST_KEY {
-            (start, end, Key::NONE, 0)
+        let (key, expected) = if end - start > LONGEST_KEY {
+            (Key::NONE, scratch.long.expect(&bytes[start..end]))
         } else {
             let key = Key::new(bytes, start, end);
-            (start, end, key, scratch.cache.expect(key))
+            (key, scratch.cache.expect(key) as u64)
         };
+        waiting[filled] = Waiting { start, end, key, expected };
         filled += 1;
         if filled == BATCH {
             encode_batch(vocabulary, bytes, &waiting, scratch, ids);
@@ -61,24 +77,22 @@ pub fn encode(
     split
 }
 
-fn encode_batch(
-    vocabulary: &Vocabulary,
-    text: &[u8],
-    waiting: &[(usize, usize, Key, usize)],
-    scratch: &mut Scratch,
-    ids: &mut Vec<u32>,
-) {
-    for &(start, end, key, place) in waiting {
+fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    for &Waiting { start, end, key, expected } in waiting {
+        let piece = &text[start..end];
+        let first = ids.len();
         if key == Key::NONE {
-            encode_piece(vocabulary, &text[start..end], scratch, ids);
+            if !scratch.long.get(expected, piece, ids) {
+                encode_piece(vocabulary, piece, scratch, ids);
+                scratch.long.put(expected, piece, &ids[first..]);
+            }
             continue;
         }
-        match scratch.cache.get(key, place) {
+        match scratch.cache.get(key, expected as usize) {
             Some(&[id]) => ids.push(id),
             Some(known) => ids.extend_from_slice(known),
             None => {
-                let first = ids.len();
-                encode_piece(vocabulary, &text[start..end], scratch, ids);
+                encode_piece(vocabulary, piece, scratch, ids);
                 scratch.cache.put(key, &ids[first..]);
             }
         }

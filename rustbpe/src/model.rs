@@ -22,9 +22,11 @@ pub struct Model {
     idle: Mutex<Vec<Scratch>>,
 }
 
-/// The tokens of many texts, one after another.
+/// The tokens of some texts, one after another.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Encoded {
+    /// The index of the first text.
+    first: usize,
     pub ids: Vec<u32>,
     /// Where each text's tokens end.
     pub ends: Vec<usize>,
@@ -63,26 +65,26 @@ impl Model {
         Ok(ids)
     }
 
-    /// The tokens of many texts, by up to `threads` threads, or the first text that failed.
-    pub fn encode_all(&self, texts: &Batch, threads: usize) -> Result<Encoded, Failure> {
+    /// The tokens of many texts, by up to `threads` threads, in parts of some texts each, or the first text that failed.
+    pub fn encode_all(&self, texts: &Batch, threads: usize) -> Result<Vec<Encoded>, Failure> {
         let splitter = self.splitter.as_ref().ok_or((texts.first, Error::Untrained))?;
         let groups = texts.groups(GROUP_BYTES);
         let next = AtomicUsize::new(0);
         let work = || {
             let (splitter, mut scratch, mut done) = (splitter.clone(), self.scratch(), Vec::new());
             while let Some(range) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let mut encoded = Encoded::default();
+                let mut part = Encoded { first: range.start, ..Encoded::default() };
                 for index in range.clone() {
-                    encode(&self.vocabulary, &splitter, texts.text(index), &mut scratch, &mut encoded.ids)
+                    encode(&self.vocabulary, &splitter, texts.text(index), &mut scratch, &mut part.ids)
                         .map_err(|error| (texts.first + index, error))?;
-                    encoded.ends.push(encoded.ids.len());
+                    part.ends.push(part.ids.len());
                 }
-                done.push((range.start, encoded));
+                done.push(part);
             }
             self.give_back(scratch);
             Ok(done)
         };
-        let mut results: Vec<Result<Vec<(usize, Encoded)>, Failure>> = Vec::new();
+        let mut results: Vec<Result<Vec<Encoded>, Failure>> = Vec::new();
         if threads <= 1 || groups.len() <= 1 {
             results.push(work());
         } else {
@@ -97,8 +99,8 @@ impl Model {
             return Err(first.clone());
         }
         let mut parts: Vec<_> = results.into_iter().flatten().flatten().collect();
-        parts.sort_by_key(|(first, _)| *first);
-        Ok(Encoded::joined(parts.into_iter().map(|(_, part)| part).collect()))
+        parts.sort_by_key(|part| part.first);
+        Ok(parts)
     }
 
     /// The bytes of `ids`, one after another; they need not be whole characters.
@@ -124,20 +126,6 @@ impl Model {
 }
 
 impl Encoded {
-    fn joined(mut parts: Vec<Self>) -> Self {
-        if parts.len() == 1 {
-            return parts.pop().unwrap_or_default();
-        }
-        let mut all = Self::default();
-        all.ids.reserve_exact(parts.iter().map(|part| part.ids.len()).sum());
-        for part in parts {
-            let before = all.ids.len();
-            all.ids.extend_from_slice(&part.ids);
-            all.ends.extend(part.ends.iter().map(|end| before + end));
-        }
-        all
-    }
-
     /// The tokens of each text.
     pub fn texts(&self) -> impl Iterator<Item = &[u32]> {
         let starts = std::iter::once(&0).chain(&self.ends);
@@ -167,9 +155,9 @@ mod tests {
         let alone: Vec<Vec<u32>> = texts.iter().map(|text| model.encode(text).unwrap()).collect();
         for threads in [0, 1, 2, 5] {
             let all = model.encode_all(&batch(&texts), threads).unwrap();
-            assert_eq!(all.texts().map(<[u32]>::to_vec).collect::<Vec<_>>(), alone);
+            assert_eq!(all.iter().flat_map(Encoded::texts).map(<[u32]>::to_vec).collect::<Vec<_>>(), alone);
         }
-        assert_eq!(model.encode_all(&Batch::default(), 2), Ok(Encoded::default()));
+        assert_eq!(model.encode_all(&Batch::default(), 2), Ok(vec![]));
     }
 
     #[test]

@@ -6,14 +6,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
 
 use crate::py_input::{file_text, merges_from, token_id, whole_number, OneText, Texts};
-use crate::py_output::{array, detached, ends_array, id_array, in_item, merge_bytes};
+use crate::py_output::{array, detached, in_item, merge_bytes, Ids};
 use crate::py_train::Training;
 use crate::{threads, Batch, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
 
 /// Texts are handed to the counting threads when they fill this much, however many they are.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Texts are handed to the encoding threads when they fill this much.
-const ENCODE_BYTES: usize = 256 << 20;
+const ENCODE_BYTES: usize = 16 << 20;
 
 /// A byte pair encoding: train it on texts, then encode and decode. Before training it knows the 256 byte values.
 #[pyclass(frozen, module = "rustbpe")]
@@ -113,7 +113,9 @@ impl Tokenizer {
     /// The same as a numpy array: uint16 where all ids fit, else uint32.
     fn encode_numpy<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ids = self.encode(py, text)?;
-        id_array(py, &[ids.as_slice()], self.vocab_size())
+        let mut array = Ids::new(py, self.vocab_size());
+        array.add(&ids, &[])?;
+        Ok(array.finish()?.0)
     }
 
     /// The token ids of each of `texts`, in their order, encoded by as many threads as there are cores.
@@ -125,11 +127,12 @@ impl Tokenizer {
         threads: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Py<PyAny>>> {
         let mut lists = Vec::new();
-        for part in self.encode_parts(py, texts, threads)? {
-            for ids in part.texts() {
+        self.encode_each(py, texts, threads, |parts| {
+            for ids in parts.iter().flat_map(Encoded::texts) {
                 lists.push(ids.into_pyobject(py)?.into_any().unbind());
             }
-        }
+            Ok(())
+        })?;
         Ok(lists)
     }
 
@@ -142,9 +145,9 @@ impl Tokenizer {
         texts: &Bound<'py, PyAny>,
         threads: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let parts = self.encode_parts(py, texts, threads)?;
-        let ids: Vec<&[u32]> = parts.iter().map(|part| part.ids.as_slice()).collect();
-        Ok((id_array(py, &ids, self.vocab_size())?, ends_array(py, &parts)?))
+        let mut ids = Ids::new(py, self.vocab_size());
+        self.encode_each(py, texts, threads, |parts| parts.iter().try_for_each(|part| ids.add(&part.ids, &part.ends)))?;
+        ids.finish()
     }
 
     /// The text of token ids. Raises UnicodeDecodeError if their bytes are not whole characters.
@@ -217,27 +220,28 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The tokens of texts, in parts of some hundred megabytes of text.
-    fn encode_parts(
+    /// Hand the tokens of texts to `take`, some megabytes of text at a time.
+    fn encode_each(
         &self,
         py: Python<'_>,
         texts: &Bound<'_, PyAny>,
         given: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<Encoded>> {
+        mut take: impl FnMut(&[Encoded]) -> PyResult<()>,
+    ) -> PyResult<()> {
         let threads = match given {
             Some(given) => whole_number(given, "threads", 1, u64::MAX)?.try_into().unwrap_or(usize::MAX),
             None => threads(),
         };
         let model = self.model();
         let mut texts = Texts::new(texts, "texts")?;
-        let (mut batch, mut parts) = (Batch::default(), Vec::new());
+        let mut batch = Batch::default();
         while texts.fill(py, &mut batch, usize::MAX, ENCODE_BYTES)? {
-            let encoded = detached(py, || model.encode_all(&batch, threads))?;
-            parts.push(encoded.map_err(|(index, error)| in_item(error, &format!("item {index} of texts")))?);
+            let parts = detached(py, || model.encode_all(&batch, threads))?;
+            take(&parts.map_err(|(index, error)| in_item(error, &format!("item {index} of texts")))?)?;
             let next = batch.first + batch.ends.len();
             batch.clear(next);
         }
-        Ok(parts)
+        Ok(())
     }
 
     fn bytes_of(&self, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {

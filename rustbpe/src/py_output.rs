@@ -3,10 +3,11 @@
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyByteArray;
+use pyo3::types::{PyByteArray, PyBytes};
 
-use crate::{Encoded, Error, Pair};
+use crate::{Error, Pair};
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
@@ -30,45 +31,54 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyR
 
 /// A writable numpy array over these bytes.
 pub fn array<'py>(py: Python<'py>, bytes: Vec<u8>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
-    over(py, PyByteArray::new(py, &bytes), dtype)
+    over(PyByteArray::new(py, &bytes).into_any(), dtype)
 }
 
-fn over<'py>(py: Python<'py>, buffer: Bound<'py, PyByteArray>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
-    let numpy = py.import("numpy")?;
-    numpy.call_method1("frombuffer", (buffer, numpy.getattr(dtype)?))
+fn over<'py>(buffer: Bound<'py, PyAny>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
+    let numpy = buffer.py().import("numpy")?;
+    numpy.call_method1("frombuffer", (&buffer, numpy.getattr(dtype)?))
 }
 
-/// Ids one after another, uint16 if the vocabulary fits in it, else uint32.
-pub fn id_array<'py>(py: Python<'py>, parts: &[&[u32]], vocab_size: u32) -> PyResult<Bound<'py, PyAny>> {
-    let number: usize = parts.iter().map(|part| part.len()).sum();
-    let ids = parts.iter().flat_map(|part| part.iter());
-    let (dtype, width) = if vocab_size <= 1 << 16 { ("uint16", 2) } else { ("uint32", 4) };
-    let buffer = PyByteArray::new_with(py, number * width, |bytes| {
-        if width == 2 {
-            bytes
-                .as_chunks_mut::<2>()
-                .0
-                .iter_mut()
-                .zip(ids)
-                .for_each(|(place, &id)| *place = (id as u16).to_ne_bytes());
-        } else {
-            let places = bytes.chunks_exact_mut(4).zip(ids);
-            places.for_each(|(place, &id)| place.copy_from_slice(&id.to_ne_bytes()));
-        }
-        Ok(())
-    })?;
-    over(py, buffer, dtype)
+/// Ids of many texts on their way to numpy.
+pub struct Ids<'py> {
+    /// All ids so far, in a bytearray: it grows in place, and numpy takes it as it is.
+    ids: Bound<'py, PyAny>,
+    /// uint16 if the vocabulary fits in it, else uint32.
+    narrow: bool,
+    number: usize,
+    ends: Vec<u8>,
 }
 
-/// Where each text's ids end, over all parts.
-pub fn ends_array<'py>(py: Python<'py>, parts: &[Encoded]) -> PyResult<Bound<'py, PyAny>> {
-    let mut bytes = Vec::new();
-    let mut before = 0;
-    for part in parts {
-        bytes.extend(part.ends.iter().flat_map(|&end| ((before + end) as u64).to_ne_bytes()));
-        before += part.ids.len();
+impl<'py> Ids<'py> {
+    pub fn new(py: Python<'py>, vocab_size: u32) -> Self {
+        let ids = PyByteArray::new(py, &[]).into_any();
+        Self { ids, narrow: vocab_size <= 1 << 16, number: 0, ends: Vec::new() }
     }
-    array(py, bytes, "uint64")
+
+    /// Append the ids of some texts, and where each text's end.
+    pub fn add(&mut self, ids: &[u32], ends: &[usize]) -> PyResult<()> {
+        let width = if self.narrow { 2 } else { 4 };
+        let new = PyBytes::new_with(self.ids.py(), width * ids.len(), |bytes| {
+            if self.narrow {
+                let places = bytes.chunks_exact_mut(2).zip(ids);
+                places.for_each(|(place, &id)| place.copy_from_slice(&(id as u16).to_ne_bytes()));
+            } else {
+                let places = bytes.chunks_exact_mut(4).zip(ids);
+                places.for_each(|(place, &id)| place.copy_from_slice(&id.to_ne_bytes()));
+            }
+            Ok(())
+        })?;
+        self.ids = self.ids.call_method1(intern!(self.ids.py(), "__iadd__"), (new,))?;
+        self.ends.extend(ends.iter().flat_map(|&end| ((self.number + end) as u64).to_ne_bytes()));
+        self.number += ids.len();
+        Ok(())
+    }
+
+    /// All ids, and where each text's end.
+    pub fn finish(self) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let ends = array(self.ids.py(), self.ends, "uint64")?;
+        Ok((over(self.ids, if self.narrow { "uint16" } else { "uint32" })?, ends))
+    }
 }
 
 /// Merges as bytes, for pickles and arrays.

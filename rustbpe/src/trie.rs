@@ -9,21 +9,27 @@ const ROOT: u32 = 0;
 /// The parent of the root, which is no node's child.
 const NOT_FREE: u32 = NONE - 1;
 const BLOCK: u32 = 256;
+/// The base of a node without children, beyond all nodes.
+const LEAF: u32 = TOKEN - BLOCK;
 /// Blocks in which room for a node's children is looked for; older ones are nearly full.
 const OPEN_BLOCKS: u32 = 8;
 
+/// Of a base: a token ends at this node.
+const TOKEN: u32 = 1 << 31;
+
 #[derive(Clone, Copy)]
 struct Node {
+    /// With the mark TOKEN.
     base: u32,
     parent: u32,
-    /// The token that ends here, or NONE.
-    token: u32,
 }
 
-const FREE: Node = Node { base: 0, parent: NONE, token: NONE };
+const FREE: Node = Node { base: 0, parent: NONE };
 
 pub struct Trie {
     nodes: Vec<Node>,
+    /// By node: the token that ends there. Apart from the nodes, as it is read once where they are read for each byte.
+    tokens: Vec<u32>,
 }
 
 impl Trie {
@@ -31,26 +37,30 @@ impl Trie {
     pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
         let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
         sorted.sort_unstable();
-        let mut trie = Self { nodes: vec![FREE; BLOCK as usize] };
+        let mut trie = Self { nodes: vec![FREE; BLOCK as usize], tokens: Vec::new() };
         trie.nodes[ROOT as usize].parent = NOT_FREE;
         // Nodes whose children are still to be placed: node, depth, and the range of tokens below it.
         let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
         while let Some((node, depth, range)) = waiting.pop() {
             let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
+            let mut mark = 0;
             for index in range {
                 let (token, id) = sorted[index];
                 match (token.get(depth), children.last_mut()) {
-                    (None, _) => trie.nodes[node as usize].token = id,
+                    (None, _) => {
+                        mark = TOKEN;
+                        trie.set_token(node, id);
+                    }
                     (Some(&byte), Some((last, range))) if *last == byte => range.end = index + 1,
                     (Some(&byte), _) => children.push((byte, index..index + 1)),
                 }
             }
             if children.is_empty() {
-                trie.nodes[node as usize].base = NONE - BLOCK; // beyond the array: a leaf
+                trie.nodes[node as usize].base = LEAF | mark;
                 continue;
             }
             let base = trie.room_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
-            trie.nodes[node as usize].base = base;
+            trie.nodes[node as usize].base = base | mark;
             for (byte, range) in children {
                 let child = base ^ u32::from(byte);
                 trie.nodes[child as usize].parent = node;
@@ -83,12 +93,19 @@ impl Trie {
             if child.parent != node {
                 break;
             }
-            if child.token != NONE {
-                found = child.token;
+            if child.base & TOKEN != 0 {
+                found = next;
             }
-            (node, base) = (next, child.base);
+            (node, base) = (next, child.base & !TOKEN);
         }
-        found
+        self.tokens.get(found as usize).copied().unwrap_or(NONE)
+    }
+
+    fn set_token(&mut self, node: u32, id: u32) {
+        if self.tokens.len() < self.nodes.len() {
+            self.tokens.resize(self.nodes.len(), NONE);
+        }
+        self.tokens[node as usize] = id;
     }
 }
 
