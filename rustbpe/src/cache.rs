@@ -1,17 +1,18 @@
 //! The tokens of short pieces that were met before.
 //!
-//! A table of bounded size: a piece may stand at one of two places, and a new one takes the place of the one that came
-//! first. One place is one line of the processor's cache.
+//! Two tables of bounded size. The near one is small enough for the processor's own cache and has what was asked for
+//! last: nine of ten pieces of a text. The far one has many more; there a piece may stand at one of two places side by
+//! side, which are one line of memory, and a new one takes the place of the one that came first.
 
 use crate::key::Key;
 use crate::prefetch::prefetch;
 
 /// Pieces of more tokens are not kept.
-pub const MOST_TOKENS: usize = 11;
-const FIRST_PLACES: usize = 1 << 10;
+pub const MOST_TOKENS: usize = 3;
+const NEAR_PLACES: usize = 1 << 13;
+const FIRST_LINES: usize = 1 << 9;
 
 #[derive(Clone, Copy)]
-#[repr(align(64))]
 struct Place {
     key: Key,
     length: u32,
@@ -20,72 +21,105 @@ struct Place {
 
 const EMPTY: Place = Place { key: Key::NONE, length: 0, ids: [0; MOST_TOKENS] };
 
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line([Place; 2]);
+
 /// One thread's cache. It begins small and doubles up to its bound.
 pub struct Cache {
-    places: Vec<Place>,
-    most_places: usize,
+    near: Vec<Place>,
+    far: Vec<Line>,
+    most_lines: usize,
     /// How often a piece has been put in since the table last grew.
     news: usize,
 }
 
 impl Cache {
-    /// A cache of up to `bytes`.
+    /// A cache of up to `bytes`, beside the near table.
     pub fn new(bytes: usize) -> Self {
-        let most_places = (bytes / size_of::<Place>()).max(FIRST_PLACES);
-        Self { places: vec![EMPTY; FIRST_PLACES], most_places, news: 0 }
+        let most_lines = (bytes / size_of::<Line>()).max(FIRST_LINES);
+        Self { near: vec![EMPTY; NEAR_PLACES], far: vec![Line([EMPTY; 2]); FIRST_LINES], most_lines, news: 0 }
     }
 
-    /// Where a piece may stand. Its memory is asked for, to be there when it is looked at.
+    /// Ask for the memory where a piece may stand, to be there when it is looked at. Returns the piece's hash.
     #[inline]
-    pub fn expect(&self, key: Key) -> usize {
-        let place = key.hash() as usize & (self.places.len() - 1);
-        prefetch(&self.places, place);
-        place
-    }
-
-    /// The tokens of a piece that may stand at `place`.
-    #[inline]
-    pub fn get(&self, key: Key, place: usize) -> Option<&[u32]> {
-        // A table that has grown in the meantime has the piece elsewhere, or not: then it is a miss.
-        let mut known = self.places.get(place)?;
-        if known.key != key {
-            known = self.places.get(place ^ 1)?;
-            if known.key != key {
-                return None;
-            }
+    pub fn expect(&self, key: Key) -> u64 {
+        let hash = key.hash();
+        if self.near[near_place(hash)].key != key {
+            prefetch(&self.far, self.line(hash));
         }
-        known.ids.get(..known.length as usize)
+        hash
     }
 
-    /// Keep the tokens of a piece.
-    pub fn put(&mut self, key: Key, ids: &[u32]) {
+    /// Append the tokens of a piece to `ids`, if they are known.
+    #[inline]
+    pub fn get(&mut self, key: Key, hash: u64, ids: &mut Vec<u32>) -> bool {
+        let near = &self.near[near_place(hash)];
+        if near.key == key {
+            near.append_to(ids);
+            return true;
+        }
+        let line = self.line(hash);
+        let Some(known) = self.far[line].0.iter().find(|place| place.key == key) else { return false };
+        known.append_to(ids);
+        self.near[near_place(hash)] = *known;
+        true
+    }
+
+    /// Keep the tokens of a piece; false if they are too many.
+    pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) -> bool {
         if ids.len() > MOST_TOKENS {
-            return;
+            return false;
         }
         self.news += 1;
-        if self.news > self.places.len() / 2 && 2 * self.places.len() <= self.most_places {
+        if self.news > self.far.len() && 2 * self.far.len() <= self.most_lines {
             self.grow();
         }
         let mut new = Place { key, length: ids.len() as u32, ids: [0; MOST_TOKENS] };
         new.ids[..ids.len()].copy_from_slice(ids);
-        self.place(new);
+        self.near[near_place(hash)] = new;
+        self.place(new, hash);
+        true
     }
 
-    fn place(&mut self, new: Place) {
-        let place = new.key.hash() as usize & (self.places.len() - 1);
-        self.places[place ^ 1] = self.places[place];
-        self.places[place] = new;
+    #[inline]
+    fn line(&self, hash: u64) -> usize {
+        hash as usize & (self.far.len() - 1)
+    }
+
+    fn place(&mut self, new: Place, hash: u64) {
+        let line = self.line(hash);
+        self.far[line].0 = [new, self.far[line].0[0]];
     }
 
     fn grow(&mut self) {
-        let doubled = vec![EMPTY; 2 * self.places.len()];
-        for place in std::mem::replace(&mut self.places, doubled) {
-            if place.key != Key::NONE {
-                self.place(place);
+        let doubled = vec![Line([EMPTY; 2]); 2 * self.far.len()];
+        for Line([newer, older]) in std::mem::replace(&mut self.far, doubled) {
+            for place in [older, newer] {
+                if place.key != Key::NONE {
+                    self.place(place, place.key.hash());
+                }
             }
         }
         self.news = 0;
     }
+}
+
+impl Place {
+    #[inline]
+    fn append_to(&self, ids: &mut Vec<u32>) {
+        if self.length == 1 {
+            ids.push(self.ids[0]);
+        } else {
+            ids.extend_from_slice(&self.ids[..self.length as usize]);
+        }
+    }
+}
+
+/// By bits of the hash that the far table does not use.
+#[inline]
+fn near_place(hash: u64) -> usize {
+    (hash >> 32) as usize % NEAR_PLACES
 }
 
 #[cfg(test)]
@@ -97,28 +131,35 @@ mod tests {
         Key::new(piece.as_bytes(), 0, piece.len())
     }
 
+    fn found(cache: &mut Cache, key: Key) -> Option<Vec<u32>> {
+        let (hash, mut ids) = (cache.expect(key), vec![7]);
+        let known = cache.get(key, hash, &mut ids);
+        assert!(ids[0] == 7 && known == (ids.len() > 1));
+        known.then(|| ids[1..].to_vec())
+    }
+
     #[test]
     fn it_gives_what_was_put_in_or_nothing_and_stays_in_its_bound() {
-        let mut cache = Cache::new(4 * FIRST_PLACES * size_of::<Place>());
+        let mut cache = Cache::new(4 * FIRST_LINES * size_of::<Line>());
         let tokens = |number: usize| vec![number as u32; 1 + number % MOST_TOKENS];
         let mut hits = 0;
         for number in 0..20_000 {
-            cache.put(key(number), &tokens(number));
-            assert_eq!(cache.get(key(number), cache.expect(key(number))), Some(tokens(number).as_slice()));
+            assert!(cache.put(key(number), key(number).hash(), &tokens(number)));
+            assert_eq!(found(&mut cache, key(number)), Some(tokens(number)));
             let earlier = number - number.min(700);
-            if let Some(ids) = cache.get(key(earlier), cache.expect(key(earlier))) {
+            if let Some(ids) = found(&mut cache, key(earlier)) {
                 assert_eq!(ids, tokens(earlier));
                 hits += 1;
             }
         }
-        assert_eq!(cache.places.len(), 4 * FIRST_PLACES);
+        assert_eq!(cache.far.len(), 4 * FIRST_LINES);
         assert!(hits > 15_000, "{hits}");
     }
 
     #[test]
     fn long_results_are_not_kept() {
         let mut cache = Cache::new(0);
-        cache.put(key(7), &[1; MOST_TOKENS + 1]);
-        assert_eq!(cache.get(key(7), cache.expect(key(7))), None);
+        assert!(!cache.put(key(7), key(7).hash(), &[1; MOST_TOKENS + 1]));
+        assert_eq!(found(&mut cache, key(7)), None);
     }
 }

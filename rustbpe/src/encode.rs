@@ -20,6 +20,7 @@ const BATCH: usize = 32;
 pub struct Scratch {
     cache: Cache,
     long: LongCache,
+    met: Met,
     /// By place of the piece: whether there is no way on from here. Only those that are in `closed` are set.
     dead: Vec<bool>,
     closed: Vec<usize>,
@@ -31,9 +32,33 @@ impl Scratch {
         Self {
             cache: Cache::new(cache_bytes / 2),
             long: LongCache::new(cache_bytes / 2),
+            met: Met::new(),
             dead: Vec::new(),
             closed: Vec::new(),
         }
+    }
+}
+
+/// Answers of [`Vocabulary::may_meet`] that were given before, each at the one place that its pair may stand.
+struct Met(Vec<u64>);
+
+const MET_BITS: u32 = 15;
+
+impl Met {
+    fn new() -> Self {
+        Self(vec![u64::MAX; 1 << MET_BITS])
+    }
+
+    #[inline]
+    fn may_meet(&mut self, vocabulary: &Vocabulary, left: u32, right: u32) -> bool {
+        // Tokens have 31 bits: there is one left for the answer.
+        let pair = u64::from(left) << 33 | u64::from(right) << 1;
+        let place = pair.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - MET_BITS);
+        let known = &mut self.0[place as usize];
+        if *known & !1 != pair {
+            *known = pair | u64::from(vocabulary.may_meet(left, right));
+        }
+        *known & 1 == 1
     }
 }
 
@@ -44,8 +69,7 @@ struct Waiting {
     end: usize,
     /// None for a long piece.
     key: Key,
-    /// The place of a short piece, the hash of a long one.
-    expected: u64,
+    hash: u64,
 }
 
 /// Append the tokens of `text` to `ids`.
@@ -57,16 +81,16 @@ pub fn encode(
     ids: &mut Vec<u32>,
 ) -> Result<(), Error> {
     let bytes = text.as_bytes();
-    let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, expected: 0 }; BATCH];
+    let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 }; BATCH];
     let mut filled = 0;
     let split = splitter.split(text, |start, end| {
-        let (key, expected) = if end - start > LONGEST_KEY {
+        let (key, hash) = if end - start > LONGEST_KEY {
             (Key::NONE, scratch.long.expect(&bytes[start..end]))
         } else {
             let key = Key::new(bytes, start, end);
-            (key, scratch.cache.expect(key) as u64)
+            (key, scratch.cache.expect(key))
         };
-        waiting[filled] = Waiting { start, end, key, expected };
+        waiting[filled] = Waiting { start, end, key, hash };
         filled += 1;
         if filled == BATCH {
             encode_batch(vocabulary, bytes, &waiting, scratch, ids);
@@ -78,22 +102,16 @@ pub fn encode(
 }
 
 fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-    for &Waiting { start, end, key, expected } in waiting {
-        let piece = &text[start..end];
-        let first = ids.len();
-        if key == Key::NONE {
-            if !scratch.long.get(expected, piece, ids) {
-                encode_piece(vocabulary, piece, scratch, ids);
-                scratch.long.put(expected, piece, &ids[first..]);
-            }
+    for &Waiting { start, end, key, hash } in waiting {
+        let short = key != Key::NONE;
+        if short && scratch.cache.get(key, hash, ids) {
             continue;
         }
-        match scratch.cache.get(key, expected as usize) {
-            Some(&[id]) => ids.push(id),
-            Some(known) => ids.extend_from_slice(known),
-            None => {
-                encode_piece(vocabulary, piece, scratch, ids);
-                scratch.cache.put(key, &ids[first..]);
+        let (piece, first) = (&text[start..end], ids.len());
+        if !scratch.long.get(hash, piece, ids) {
+            encode_piece(vocabulary, piece, scratch, ids);
+            if !(short && scratch.cache.put(key, hash, &ids[first..])) {
+                scratch.long.put(hash, piece, &ids[first..]); // long, or of many tokens
             }
         }
     }
@@ -101,7 +119,7 @@ fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scrat
 
 /// Append the tokens of one piece.
 fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-    let Scratch { dead, closed, .. } = scratch;
+    let Scratch { met, dead, closed, .. } = scratch;
     if dead.len() <= piece.len() {
         dead.resize((piece.len() + 1).next_power_of_two(), false);
     }
@@ -110,7 +128,7 @@ fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, id
     let mut candidate = vocabulary.longest(piece, 0);
     while at < piece.len() {
         let end = at + vocabulary.length(candidate);
-        let fits = !dead[end] && (ids.len() == first || vocabulary.may_meet(ids[ids.len() - 1], candidate));
+        let fits = !dead[end] && (ids.len() == first || met.may_meet(vocabulary, ids[ids.len() - 1], candidate));
         if fits {
             ids.push(candidate);
             at = end;

@@ -8,7 +8,7 @@ use crate::feed::{Batch, Failure};
 use crate::{Error, Pair, Splitter, Vocabulary};
 
 /// Of a thread's cache, unless the caller says otherwise.
-pub const CACHE_BYTES: usize = 16 << 20;
+pub const CACHE_BYTES: usize = 32 << 20;
 /// A thread takes about this much text at a time.
 const GROUP_BYTES: usize = 1 << 16;
 
