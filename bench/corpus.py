@@ -1,11 +1,12 @@
 """Real text for bench.tokenizer, out of Debian's documentation packages: English, Chinese and source code.
 
-python -m bench.corpus DIR                              # 180, 28 and 90 MB; needs apt-get, dpkg-deb and Debian's archive
+python -m bench.corpus DIR                              # up to 180, 28 and 90 MB; needs apt-get and dpkg-deb
 python -m bench.corpus DIR --english 4 --chinese 2 --code 2
 
 Nothing is installed: packages are downloaded to DIR/packages and read there.
 """
 
+import contextlib
 import gzip
 import hashlib
 import html
@@ -27,8 +28,9 @@ from nanochat.common import UserError, atomic_path, log, read_json, run, write_j
 # In the order in which they are used until there is enough text; small ones first.
 PACKAGES = {
     "chinese": (
-        "manpages-zh", "debian-reference-zh-cn", "libreoffice-help-zh-cn", "libreoffice-help-zh-tw", "maint-guide-zh-cn",
-        "debian-faq-zh-cn", "lilypond-doc-html-zh", "debian-edu-doc-zh-cn", "debian-handbook", "installation-guide-amd64",
+        "manpages-zh", "debian-reference-zh-cn", "libreoffice-help-zh-cn", "libreoffice-help-zh-tw",
+        "maint-guide-zh-cn", "debian-faq-zh-cn", "lilypond-doc-html-zh", "debian-edu-doc-zh-cn", "debian-handbook",
+        "installation-guide-amd64",
         "gnome-user-docs", "kicad-doc-zh", "linuxcnc-doc-zh-cn",
     ),
     "english": (
@@ -138,18 +140,16 @@ def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
         raise UserError(f"the corpus is made of Debian packages, and {' and '.join(missing)} is missing here")
     kinds = {kind: Kind(round(megabytes[kind] * 1e6)) for kind in KINDS}
     seen: set[bytes] = set()
-    with atomic_path(folder / "english.txt") as english, atomic_path(folder / "chinese.txt") as chinese:
-        with atomic_path(folder / "code.txt") as code:
-            paths = {"english": english, "chinese": chinese, "code": code}
-            files = {kind: paths[kind].open("w", encoding="utf-8", newline="") for kind in KINDS}
-            try:
-                for kind in KINDS:
-                    for package in PACKAGES[kind]:
-                        if not kinds[kind].full:
-                            _read(package, folder / "packages", kinds, files, seen)
-            finally:
-                for file in files.values():
-                    file.close()
+    with contextlib.ExitStack() as stack:
+        paths = {kind: stack.enter_context(atomic_path(folder / f"{kind}.txt")) for kind in KINDS}
+        with contextlib.ExitStack() as opened:
+            files = {
+                kind: opened.enter_context(path.open("w", encoding="utf-8", newline="")) for kind, path in paths.items()
+            }
+            for kind in KINDS:
+                for package in PACKAGES[kind]:
+                    if not kinds[kind].full:
+                        _read(package, folder / "packages", kinds, files, seen)
     about = {kind: {"bytes": k.bytes, "documents": k.documents, "packages": k.packages} for kind, k in kinds.items()}
     write_json(folder / ABOUT, {"asked": {"megabytes": megabytes, "packages": PACKAGES}, "kinds": about})
     return kinds
@@ -237,7 +237,8 @@ def main(cfg: Config) -> None:
         make(cfg.folder, asked)
     kinds = read_json(about)["kinds"]
     for kind, found in kinds.items():
-        log(f"{kind:<8}{found['bytes'] / 1e6:8.1f} MB in {found['documents']:,} documents: {', '.join(found['packages'])}")
+        packages = ", ".join(found["packages"])
+        log(f"{kind:<8}{found['bytes'] / 1e6:8.1f} MB in {found['documents']:,} documents: {packages}")
     print(json.dumps({"benchmark": "corpus", **{kind: found["bytes"] for kind, found in kinds.items()}}))
 
 

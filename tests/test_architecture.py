@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
     1: """
-        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
+        bpe chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
         textfiles tinyworld token_files tracking transcript
     """,
     2: "dataset execution fingerprint kernels memory muon tokenizer",

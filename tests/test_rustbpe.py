@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import regex
 import rustbpe
@@ -26,7 +28,9 @@ NANOCHAT = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")
-PATTERNS = {"gpt4": GPT4, "nanochat": NANOCHAT}
+HAN = NANOCHAT.replace(r"|[^\r", r"|\p{Han}{1,4}|[^\r").replace(r"\p{L}+|", r"(?:(?!\p{Han})\p{L})+|")
+OTHER = GPT4.replace(r"\s*[\r\n]|", "")  # no scanner knows it
+PATTERNS = {"gpt4": GPT4, "nanochat": NANOCHAT, "han4": HAN, "other": OTHER}
 
 ENGLISH = "the cat sat on a mat because it was tired and the dog didn't care I've seen What's that HE'LL stop ſ".split()
 CHINESE = "今天天气很好我们去公园散步他说中国的首都是北京她喜欢喝茶〇一二三，。！？「」、　"
@@ -262,7 +266,74 @@ def test_threads_may_share_a_tokenizer_even_while_it_trains() -> None:
     assert tokenizer.get_mergeable_ranks()[256:] == [(b"xx", 256), (b"xxxx", 257)]
 
 
+def test_numpy_gives_the_same_tokens() -> None:
+    texts = [*texts_of(seed=6, count=2000), ""]
+    values = [bytes([value]) for value in range(256)]
+    many = rustbpe.Tokenizer.from_ranks([*values, *(first + second for first in values for second in values)], GPT4)
+    for tokenizer, dtype in ((trained(texts_of(seed=5, count=200), 600), np.uint16), (many, np.uint32)):
+        expected = tokenizer.batch_encode(texts)
+        for threads in (None, 1, 3):
+            ids, ends = tokenizer.batch_encode_numpy(texts, threads)
+            assert ids.dtype == dtype and ends.dtype == np.uint64
+            assert [part.tolist() for part in np.split(ids, ends[:-1].astype(int))] == expected
+        assert tokenizer.encode_numpy(texts[3]).tolist() == expected[3]
+    assert [len(array) for array in many.batch_encode_numpy([])] == [0, 0]
+
+
+def test_known_tokens_make_the_same_tokenizer() -> None:
+    tokenizer = trained(texts_of(seed=5, count=400), 2000, NANOCHAT)
+    ranks = [token for token, _ in tokenizer.get_mergeable_ranks()]
+    again = rustbpe.Tokenizer.from_ranks(ranks, NANOCHAT)
+    assert (again.get_merges() == tokenizer.get_merges()).all() and again.get_pattern() == NANOCHAT
+    made = [ranks[left] + ranks[right] for left, right in tokenizer.get_merges().tolist()]
+    assert made == ranks[256:]
+    small = rustbpe.Tokenizer.from_ranks(ranks, NANOCHAT, cache_bytes=0)
+    texts = texts_of(seed=6, count=500)
+    assert again.batch_encode(texts) == small.batch_encode(texts) == tokenizer.batch_encode(texts)
+
+
+def test_pickles_are_the_same_tokenizer() -> None:
+    for tokenizer in (rustbpe.Tokenizer(), trained(texts_of(seed=5, count=100), 700)):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert again.get_mergeable_ranks() == tokenizer.get_mergeable_ranks()
+        assert again.get_pattern() == tokenizer.get_pattern()
+
+
+def test_files_train_as_their_texts_do(tmp_path: Path) -> None:
+    texts = texts_of(seed=4, count=60)
+    paths = [tmp_path / f"{number}.txt" for number in range(60)]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text.encode())
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_files(paths, 900)
+    assert tokenizer.get_mergeable_ranks() == trained(texts, 900).get_mergeable_ranks()
+    paths[7].write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"7\.txt is not UTF-8: byte 2"):
+        tokenizer.train_from_files(paths, 900)
+    with pytest.raises(FileNotFoundError, match=r"no\.txt"):
+        tokenizer.train_from_files([tmp_path / "no.txt"], 900)
+    paths[7].write_text("a!")
+    with pytest.raises(ValueError, match=r"\.txt: pattern does not cover"):
+        tokenizer.train_from_files(paths, 900, pattern=r"\w+")
+
+
+def test_progress_is_told_and_may_stop_it() -> None:
+    told: list[tuple[str, int]] = []
+    texts = texts_of(seed=4, count=300)
+    rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=lambda *now: told.append(now))
+    assert told[0] == ("read", 300) and told[-1] == ("merge", 700 - 256)
+
+    def stop(stage: str, done: int) -> None:
+        raise RuntimeError(f"enough of {stage}")
+
+    with pytest.raises(RuntimeError, match="enough of read"):
+        rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=stop)
+
+
 # --- bad input -----------------------------------------------------------------------------------
+
+
+SPACES_MANY = " " * 2_000_000 + "x"  # more than the regular expression engine can step back over
 
 
 def interrupted() -> Iterator[str]:
@@ -274,7 +345,7 @@ BAD_TRAINING: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception]
     "uncovered": (lambda: ["ab", "汉字 cd"], {"pattern": r"\w+"}, ValueError, r"item 1 .*character 2 \(\" cd\"\)"),
     "empty pattern": (lambda: ["ab"], {"pattern": ""}, ValueError, "does not cover the text.*character 0"),
     "broken pattern": (lambda: ["ab"], {"pattern": "(a"}, ValueError, "valid regular expression.*parenthesis"),
-    "hopeless pattern": (lambda: [" " * 2_000_000 + "x"], {}, ValueError, "item 0 .*could not be matched"),
+    "hopeless pattern": (lambda: [SPACES_MANY], {"pattern": r"\s+(?!\S)|\s+|\S"}, ValueError, "item 0 .*could not be"),
     "pattern bytes": (lambda: ["ab"], {"pattern": b"a"}, TypeError, "str"),
     "pattern surrogate": (lambda: ["ab"], {"pattern": "\ud800"}, UnicodeEncodeError, "position 0"),
     "small vocabulary": (lambda: ["ab"], {"vocab_size": 255}, ValueError, "vocab_size .*from 256 .*got 255"),
@@ -312,6 +383,9 @@ BAD_CALLS: dict[str, tuple[str, Any, type[Exception], str]] = {
     "batch text": ("batch_encode", "ab", TypeError, r"give \[text\]"),
     "batch surrogate": ("batch_encode", ["ab", "\ud800"], UnicodeEncodeError, "item 1 of texts"),
     "batch uncovered": ("batch_encode", ["ab", "ab", "a-"], ValueError, "item 2 of texts: .*character 1"),
+    "no threads": ("batch_encode_numpy", (["ab"], 0), ValueError, "threads must be at least 1, got 0"),
+    "threads text": ("batch_encode", (["ab"], "2"), TypeError, "threads must be int, got str"),
+    "numpy None": ("encode_numpy", None, TypeError, "text must be str, got NoneType"),
     "unknown id": ("decode", [97, 258], ValueError, "unknown token id 258 at index 1: ids run from 0 to 257"),
     "negative id": ("decode", [-1], ValueError, "unknown token id -1 at index 0"),
     "huge id": ("decode", [2**70], ValueError, f"unknown token id {2**70} at index 0"),
@@ -328,7 +402,30 @@ def test_bad_input_raises(name: str) -> None:
     method, argument, error, message = BAD_CALLS[name]
     tokenizer = trained(["abab"], 258, r"\w+")
     with pytest.raises(error, match=message):
-        getattr(tokenizer, method)(argument)
+        getattr(tokenizer, method)(*(argument if isinstance(argument, tuple) else [argument]))
+
+
+BAD_TOKENS: dict[str, tuple[Any, str]] = {
+    "too few": ([bytes([i]) for i in range(255)], "token 255 is not"),
+    "another order": ([bytes([255 - i]) for i in range(256)], "token 0 is not"),
+    "no merge": ([*(bytes([i]) for i in range(256)), b"abc"], "token 256 must be made of two earlier tokens"),
+    "twice": ([*(bytes([i]) for i in range(256)), b"ab", b"ab"], "token 257 must be made of two"),
+    "empty": ([*(bytes([i]) for i in range(256)), b""], "token 256 must be made of two"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_bad_tokens_are_refused(name: str) -> None:
+    tokens, message = BAD_TOKENS[name]
+    with pytest.raises(ValueError, match=message):
+        rustbpe.Tokenizer.from_ranks(tokens, GPT4)
+
+
+def test_a_damaged_pickle_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 bytes each, got 7"):
+        rustbpe.Tokenizer._restore(GPT4, b"1234567")
+    with pytest.raises(ValueError, match="before it exists"):
+        rustbpe.Tokenizer._restore(GPT4, b"\xff" * 8)
 
 
 # --- the process around it -----------------------------------------------------------------------

@@ -202,7 +202,7 @@ mod tests {
             let mut counts = PieceCounts::new();
             counts.add(text.as_bytes(), 1);
             let vocabulary = Vocabulary::new(&train(counts, 400, |_| true).unwrap()).unwrap();
-            for id in 0..vocabulary.len() {
+            for id in 0..vocabulary.size() {
                 let mut ids = Vec::new();
                 encode_piece(&vocabulary, vocabulary.token(id), &mut Scratch::new(0), &mut ids);
                 assert_eq!(ids, [id], "seed {seed}");

@@ -107,8 +107,8 @@ impl Model {
     pub fn decode(&self, ids: &[u32]) -> Result<Vec<u8>, Error> {
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for (index, &id) in ids.iter().enumerate() {
-            if id >= self.vocabulary.len() {
-                return Err(Error::UnknownId { index, id, vocab_size: self.vocabulary.len() });
+            if id >= self.vocabulary.size() {
+                return Err(Error::UnknownId { index, id, vocab_size: self.vocabulary.size() });
             }
             bytes.extend_from_slice(self.vocabulary.token(id));
         }
@@ -189,6 +189,6 @@ mod tests {
     fn encoding_before_training_is_an_error() {
         let model = Model::untrained().unwrap();
         assert_eq!(model.encode("a"), Err(Error::Untrained));
-        assert_eq!(model.vocabulary().len(), 256);
+        assert_eq!(model.vocabulary().size(), 256);
     }
 }

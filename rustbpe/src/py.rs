@@ -15,6 +15,9 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Texts are handed to the encoding threads when they fill this much.
 const ENCODE_BYTES: usize = 16 << 20;
 
+/// What a pickle holds: pattern and merges.
+type State<'py> = (Option<String>, Bound<'py, PyBytes>);
+
 /// A byte pair encoding: train it on texts, then encode and decode. Before training it knows the 256 byte values.
 #[pyclass(frozen, module = "rustbpe")]
 pub struct Tokenizer {
@@ -163,7 +166,7 @@ impl Tokenizer {
     /// The number of tokens: 256 byte values and the learned merges.
     #[getter]
     fn vocab_size(&self) -> u32 {
-        self.model().vocabulary().len()
+        self.model().vocabulary().size()
     }
 
     /// The split pattern; empty before training.
@@ -175,7 +178,7 @@ impl Tokenizer {
     fn get_mergeable_ranks(&self, py: Python<'_>) -> Vec<(Py<PyBytes>, u32)> {
         let model = self.model();
         let vocabulary = model.vocabulary();
-        (0..vocabulary.len()).map(|id| (PyBytes::new(py, vocabulary.token(id)).unbind(), id)).collect()
+        (0..vocabulary.size()).map(|id| (PyBytes::new(py, vocabulary.token(id)).unbind(), id)).collect()
     }
 
     /// The two ids that each token from 256 on was made of, as a numpy array of uint32, (merges, 2).
@@ -183,7 +186,7 @@ impl Tokenizer {
         array(py, merge_bytes(self.model().merges()), "uint32")?.call_method1("reshape", (-1, 2))
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Option<String>, Bound<'py, PyBytes>))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, State<'py>)> {
         let model = slf.get().model();
         let merges = PyBytes::new(slf.py(), &merge_bytes(model.merges()));
         Ok((slf.get_type().getattr("_restore")?, (model.pattern().map(str::to_string), merges)))
@@ -248,7 +251,7 @@ impl Tokenizer {
         let model = self.model();
         let mut known = Vec::new();
         for (index, id) in ids.try_iter()?.enumerate() {
-            known.push(token_id(&id?, index, model.vocabulary().len())?);
+            known.push(token_id(&id?, index, model.vocabulary().size())?);
         }
         Ok(model.decode(&known)?)
     }

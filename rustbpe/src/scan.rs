@@ -244,7 +244,7 @@ fn load(text: &[u8], at: usize) -> Option<u64> {
 #[inline]
 fn not_letters(word: u64) -> u64 {
     const ALL: u64 = 0x0101_0101_0101_0101;
-    let lower = (word | 0x20 * ALL) & (0x7f * ALL);
+    let lower = (word | (0x20 * ALL)) & (0x7f * ALL);
     let from_a = lower + (0x80 - 0x61) * ALL; // the highest bit: at least 'a'
     let past_z = lower + (0x80 - 0x7b) * ALL; // more than 'z'
     (!from_a | past_z | word) & (0x80 * ALL)

@@ -86,7 +86,7 @@ impl Vocabulary {
     }
 
     /// The number of tokens.
-    pub fn len(&self) -> u32 {
+    pub fn size(&self) -> u32 {
         self.ends.len() as u32
     }
 
@@ -194,7 +194,7 @@ mod tests {
     fn merges_are_found_again_from_tokens() {
         let merges = [(97, 98), (98, 99), (256, 99), (97, 97), (259, 259), (260, 256)];
         let vocabulary = Vocabulary::new(&merges).unwrap();
-        let tokens: Vec<&[u8]> = (0..vocabulary.len()).map(|id| vocabulary.token(id)).collect();
+        let tokens: Vec<&[u8]> = (0..vocabulary.size()).map(|id| vocabulary.token(id)).collect();
         assert_eq!(tokens[261], b"aaaaab");
         assert_eq!(Vocabulary::from_tokens(&tokens).unwrap().merges(), merges);
     }
