@@ -2,6 +2,7 @@
 
 python -m scripts.tok_train                                    # of the only corpus there is
 python -m scripts.tok_train --data fineweb --vocab_size 65536
+python -m scripts.tok_train --export exported                  # for tiktoken and Hugging Face's tokenizers too
 """
 
 import time
@@ -37,6 +38,8 @@ class Config:
     """Tokens in the vocabulary, special tokens included. auto: 32,768, or 4,096 for less than 50 million characters."""
     pattern: str = DEFAULT_PATTERN
     """How text is cut before merging, by name."""
+    export: Path | None = None
+    """A folder to write the vocabulary to for others too: for tiktoken, and as tokenizer.json for tokenizers."""
 
 
 def sample(paths: list[Path], cfg: Config, used: dict[str, int]) -> Iterator[str]:
@@ -76,16 +79,38 @@ def compression(tokenizer: Tokenizer, paths: list[Path]) -> float:
     return sum(len(text.encode()) for text in some) / sum(map(len, tokens))
 
 
+def asked(cfg: Config) -> dict[str, Any]:
+    """The settings that make the tokenizer what it is; the folder is the corpus's own."""
+    return {name: value for name, value in {**settings(cfg), "data": None}.items() if name != "export"}
+
+
+def export(tokenizer: Tokenizer, folder: Path | None) -> None:
+    """Write the vocabulary for others, if that is asked for."""
+    if folder is not None:
+        log("exported: " + ", ".join(str(path) for path in tokenizer.export(folder)))
+
+
 def done_before(folder: Path, cfg: Config, paths: list[Path]) -> Tokenizer | None:
     """The tokenizer that these settings gave on these shards, if it is there; shards added since do not count."""
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
         return None
     note = read_json(folder / NOTE)
-    asked = {**settings(cfg), "data": None}
-    if note["settings"] != asked or note["shards"] != identity(paths[: len(note["shards"])]):
+    if note["settings"] != asked(cfg) or note["shards"] != identity(paths[: len(note["shards"])]):
         return None
     tokenizer = Tokenizer.load(folder)
     return tokenizer if tokenizer.hash == note["tokenizer"] else None
+
+
+class Merging:
+    """Says every ten seconds how many merges are learned."""
+
+    def __init__(self, progress: Progress):
+        self._progress, self._told = progress, time.monotonic()
+
+    def __call__(self, stage: str, done: int) -> None:
+        if stage == "merge" and time.monotonic() - self._told >= 10:
+            self._told = time.monotonic()
+            self._progress.say(f"{done:,} merges learned")
 
 
 def train(cfg: Config) -> Tokenizer:
@@ -101,6 +126,7 @@ def train(cfg: Config) -> Tokenizer:
     known = read_about(corpus.folder).get("characters", {}).get("train")
     if tokenizer := done_before(folder, cfg, paths):
         log(f"the tokenizer of {corpus.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
+        export(tokenizer, cfg.export)
         return tokenizer
 
     vocab_size = choose_vocab_size(cfg.vocab_size, known)
@@ -114,13 +140,13 @@ def train(cfg: Config) -> Tokenizer:
                 progress.advance(len(text))
             progress.say(f"merging to {vocab_size:,} tokens")
 
-        tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern)
+        tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern, Merging(progress))
     seconds = time.monotonic() - start
 
     ratios = {split: compression(tokenizer, shards(corpus, split)) for split in ("train", "val")}
     tokenizer.save(folder)
     note = {
-        "settings": {**settings(cfg), "data": None},  # the folder is the corpus's own
+        "settings": asked(cfg),
         "shards": identity(paths[: used["shards"]]),
         "tokenizer": tokenizer.hash,
     }
@@ -128,7 +154,7 @@ def train(cfg: Config) -> Tokenizer:
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]
     section = {
-        "settings": {**settings(cfg), "data": corpus.name},
+        "settings": {**asked(cfg), "data": corpus.name},
         "seconds": seconds,
         **used,
         "vocab_size": tokenizer.vocab_size,
@@ -142,6 +168,7 @@ def train(cfg: Config) -> Tokenizer:
         f"({used['characters']:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
         f"held-out text; saved in {folder}"
     )
+    export(tokenizer, cfg.export)
     return tokenizer
 
 
