@@ -41,14 +41,15 @@ impl Cache {
         Self { near: vec![EMPTY; NEAR_PLACES], far: vec![Line([EMPTY; 2]); FIRST_LINES], most_lines, news: 0 }
     }
 
-    /// Ask for the memory where a piece may stand, to be there when it is looked at. Returns the piece's hash.
+    /// Whether a piece is in the near table. If not, the memory where it may stand is asked for, to be there when it is
+    /// looked at.
     #[inline]
-    pub fn expect(&self, key: Key) -> u64 {
-        let hash = key.hash();
-        if self.near[near_place(hash)].key != key {
+    pub fn expect(&self, key: Key, hash: u64) -> bool {
+        let near = self.near[near_place(hash)].key == key;
+        if !near {
             prefetch(&self.far, self.line(hash));
         }
-        hash
+        near
     }
 
     /// Append the tokens of a piece to `ids`, if they are known.
@@ -132,7 +133,8 @@ mod tests {
     }
 
     fn found(cache: &mut Cache, key: Key) -> Option<Vec<u32>> {
-        let (hash, mut ids) = (cache.expect(key), vec![7]);
+        let (hash, mut ids) = (key.hash(), vec![7]);
+        cache.expect(key, hash);
         let known = cache.get(key, hash, &mut ids);
         assert!(ids[0] == 7 && known == (ids.len() > 1));
         known.then(|| ids[1..].to_vec())

@@ -8,7 +8,7 @@
 //! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
 
 use crate::cache::Cache;
-use crate::key::{Key, LONGEST_KEY};
+use crate::key::{hash, Key, LONGEST_KEY};
 use crate::long_cache::LongCache;
 use crate::trie::NONE;
 use crate::{Error, Splitter, Vocabulary};
@@ -84,12 +84,16 @@ pub fn encode(
     let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 }; BATCH];
     let mut filled = 0;
     let split = splitter.split(text, |start, end| {
-        let (key, hash) = if end - start > LONGEST_KEY {
-            (Key::NONE, scratch.long.expect(&bytes[start..end]))
+        let (key, hash, near) = if end - start > LONGEST_KEY {
+            (Key::NONE, hash(&bytes[start..end]), false)
         } else {
             let key = Key::new(bytes, start, end);
-            (key, scratch.cache.expect(key))
+            let hash = key.hash();
+            (key, hash, scratch.cache.expect(key, hash))
         };
+        if !near {
+            scratch.long.expect(hash);
+        }
         waiting[filled] = Waiting { start, end, key, hash };
         filled += 1;
         if filled == BATCH {

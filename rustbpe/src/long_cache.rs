@@ -1,10 +1,9 @@
 //! The tokens of long pieces that were met before.
 //!
-//! What differs from [`crate::cache`]: a piece of any length has no key, so the table holds its hash and where its bytes
+//! Also of short pieces that have many. What differs from [`crate::cache`]: a piece of any length has no key, so the table holds its hash and where its bytes
 //! and its tokens lie, one after the other, among those of all others. When that store is full everything is
 //! forgotten.
 
-use crate::key::hash;
 use crate::prefetch::prefetch;
 
 const FIRST_PLACES: usize = 1 << 10;
@@ -36,12 +35,10 @@ impl LongCache {
         Self { places: vec![Place::default(); FIRST_PLACES], store: Vec::new(), most_bytes: bytes, news: 0 }
     }
 
-    /// The hash of a piece, whose place is asked for, to be there when it is looked at.
+    /// Ask for the memory where a piece may stand, to be there when it is looked at.
     #[inline]
-    pub fn expect(&self, piece: &[u8]) -> u64 {
-        let hash = hash(piece);
+    pub fn expect(&self, hash: u64) {
         prefetch(&self.places, self.index(hash));
-        hash
     }
 
     /// Append the tokens of a piece to `ids`, if they are known.
@@ -109,6 +106,7 @@ impl LongCache {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key::hash;
 
     #[test]
     fn it_gives_what_was_put_in_or_nothing_and_stays_in_its_bound() {
@@ -118,11 +116,10 @@ mod tests {
         let tokens = |number: usize| vec![number as u32; 1 + number % 20];
         let mut hits = 0;
         for number in 0..20_000 {
-            let hash = cache.expect(&piece(number));
-            cache.put(hash, &piece(number), &tokens(number));
+            cache.put(hash(&piece(number)), &piece(number), &tokens(number));
             for (asked, must) in [(number, true), (number - number.min(300), false)] {
                 let mut ids = vec![7];
-                if cache.get(cache.expect(&piece(asked)), &piece(asked), &mut ids) {
+                if cache.get(hash(&piece(asked)), &piece(asked), &mut ids) {
                     assert_eq!(ids[1..], tokens(asked));
                     hits += 1;
                 } else {
