@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, kernels, memory, parallel
+from nanochat import device, kernels, memory, parallel, profiling
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 from nanochat.kernels import Asked
@@ -96,11 +96,14 @@ def _update(
     batches = step.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
+        profiling.mark("forward")
         inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
         loss = model(inputs, targets, "sum", *weights)
+        profiling.mark("backward")
         (loss * factor).backward()
         loss_sum += loss.detach()
+    profiling.mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
     figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one host sync
@@ -109,6 +112,7 @@ def _update(
     )
     norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    profiling.mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     if finite:
         if scale.value != 1.0:
@@ -279,6 +283,9 @@ class StageFlags:
     (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
+    profile: bool = False
+    """time and trace ten steps: tables of where their time goes, and a trace, in the folder profile beside the
+    checkpoints; then the run goes on"""
 
 
 def begin(flags: StageFlags, compute: Compute) -> None:
@@ -307,15 +314,18 @@ class Stage:
         self.owed: dict[str, Any] | None = (state or {}).get("line") if unlogged else None
         self.progress = Progress(name, meter.steps, step, compute.main)
         self.clock = SaveClock(flags.save_seconds)
+        profiling.begin(flags.profile, name, folder, self.stop - step, compute)
         self._mark = (time.perf_counter(), time.process_time())
 
     def start(self) -> None:
         """A step begins now."""
+        profiling.begin_step()
         self._mark = (time.perf_counter(), time.process_time())
 
     def tick(self, step: int, outcome: Outcome, lrm: float) -> dict[str, Any]:
         """A step (counted from 1) ended now; returns its figures, and shows them."""
         seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
+        profiling.end_step()
         line = self.meter.tick(step, outcome, seconds, cpu, lrm)
         self.progress.show(line, self.meter.eta(step))
         return line
@@ -336,52 +346,3 @@ def log_end(folder: Path, step: int, steps: int) -> None:
     log(
         f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
     )
-
-
-def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-    for block in blocks:
-        block._compiled_call_impl = None
-    return model
-
-
-def compiled(
-    model: nn.Module,
-    wanted: bool | None,
-    shape: tuple[int, int],
-    compute: Compute,
-    blocks: Sequence[nn.Module],
-) -> nn.Module:
-    """The model to train with: compiled where that works, else the model itself, with one line that says why.
-
-    `wanted` None means where it pays: on a CPU or CUDA device with a compiler. The first pass of shape (B, T) runs
-    here, so that a compiler that fails shows now, before any state is touched.
-    """
-    why_not = "switched off" if wanted is False else device.compiler_missing(compute)
-    if why_not:
-        if wanted:
-            raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
-        log(f"not compiled: {why_not}")
-        return model
-    start = time.monotonic()
-    tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
-    with torch.no_grad():  # what a model makes on its first pass, made while tracing, would trace the second anew
-        model(tokens[:1])
-    try:
-        if compute.world_size > 1:
-            for block in blocks:
-                block.compile(dynamic=False)
-            fast: Any = model
-        else:
-            fast = torch.compile(model, dynamic=False)
-        fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
-    except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
-        if memory.ran_out(failure):
-            raise memory.advice(shape[0], shape[0]) from failure
-        if wanted:
-            raise
-        warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")
-        fast = _uncompiled(model, blocks)
-    for parameter in model.parameters():
-        parameter.grad = None
-    log(f"torch.compile: {time.monotonic() - start:.1f} s")
-    return fast

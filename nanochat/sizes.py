@@ -7,10 +7,9 @@ from nanochat import device, parallel, schedule
 from nanochat.common import UserError, log
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
-from nanochat.memory import reachable
+from nanochat.memory import CPU_PASS_TOKENS, reachable
 
 Auto = Literal["auto"]
-CPU_PASS_TOKENS = 4096  # tokens of a pass on a CPU: larger ones only fall out of its caches
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
 ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
 
