@@ -2,6 +2,7 @@
 
 python -m scripts.tok_train                                    # of the only corpus there is
 python -m scripts.tok_train --data fineweb --vocab_size 65536
+python -m scripts.tok_train --export exported                  # for tiktoken and Hugging Face's tokenizers too
 python -m scripts.tok_train --data web:0.7,books:0.3           # for a mixture, whose weights may change later
 """
 
@@ -40,6 +41,8 @@ class Config:
     """Tokens in the vocabulary, special tokens included. auto: 32,768, or 4,096 for less than 50 million characters."""
     pattern: str = DEFAULT_PATTERN
     """How text is cut before merging, by name."""
+    export: Path | None = None
+    """A folder to write the vocabulary to for others too: for tiktoken, and as tokenizer.json for tokenizers."""
 
 
 @dataclass
@@ -97,7 +100,14 @@ def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
 
 def noted(cfg: Config, data: Data) -> dict[str, Any]:
     """The settings that belong to a tokenizer: of a single corpus without its name, since the folder is its own."""
-    return {**settings(cfg), "data": data.name if len(data.corpora) > 1 else None}
+    kept = {name: value for name, value in settings(cfg).items() if name != "export"}
+    return {**kept, "data": data.name if len(data.corpora) > 1 else None}
+
+
+def export(tokenizer: Tokenizer, folder: Path | None) -> None:
+    """Write the vocabulary for others, if that is asked for."""
+    if folder is not None:
+        log("exported: " + ", ".join(str(path) for path in tokenizer.export(folder)))
 
 
 def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
@@ -132,6 +142,18 @@ def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
     return tokenizer if tokenizer.hash == note["tokenizer"] else None
 
 
+class Merging:
+    """Says every ten seconds how many merges are learned."""
+
+    def __init__(self, progress: Progress):
+        self._progress, self._told = progress, time.monotonic()
+
+    def __call__(self, stage: str, done: int) -> None:
+        if stage == "merge" and time.monotonic() - self._told >= 10:
+            self._told = time.monotonic()
+            self._progress.say(f"{done:,} merges learned")
+
+
 def train(cfg: Config) -> Tokenizer:
     """Train, check, save, and leave a section for the report; or find that all of it is done."""
     for name in ("max_chars", "doc_cap"):
@@ -144,6 +166,7 @@ def train(cfg: Config) -> Tokenizer:
     folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
     if tokenizer := done_before(folder, cfg, data, corpora):
         log(f"the tokenizer of {data.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
+        export(tokenizer, cfg.export)
         return tokenizer
 
     vocab_size = choose_vocab_size(cfg.vocab_size, known)
@@ -157,7 +180,7 @@ def train(cfg: Config) -> Tokenizer:
                 progress.advance(len(text))
             progress.say(f"merging to {vocab_size:,} tokens")
 
-        tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern)
+        tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern, Merging(progress))
     seconds = time.monotonic() - start
 
     ratios = {split: compression(tokenizer, data, split) for split in ("train", "val")}
@@ -171,7 +194,7 @@ def train(cfg: Config) -> Tokenizer:
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]
     section = {
-        "settings": {**settings(cfg), "data": data.name},
+        "settings": {**noted(cfg, data), "data": data.name},
         "seconds": seconds,
         "shards": sum(used.shards),
         "documents": used.documents,
@@ -187,6 +210,7 @@ def train(cfg: Config) -> Tokenizer:
         f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
         f"held-out text; saved in {folder}"
     )
+    export(tokenizer, cfg.export)
     return tokenizer
 
 

@@ -16,11 +16,11 @@ LAYERS = {
         progress terminal timeline
     """,
     1: """
-        chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
-        step_files textfiles tinyworld token_files tokenizer tracking transcript workers
+        bpe chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
+        step_files textfiles tinyworld token_files tracking transcript workers
     """,
-    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenise",
-    3: "gpt lora mixing optim parallel profiling qwen reply",
+    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenizer",
+    3: "gpt lora mixing optim parallel profiling qwen reply tokenise",
     4: "checkpoint_manager compiling loop prepare sizes",
     5: "core_eval dataloader engine export planner probe",
     6: "chat_eval loss_eval report server web",

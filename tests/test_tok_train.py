@@ -103,6 +103,28 @@ def test_mistakes_are_refused_before_anything_is_read(folder):
     assert not tokenizer_dir("c").exists()
 
 
+def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, tmp_path, capsys):
+    for name in ("first", "second"):
+        train(Config(vocab_size=400, export=tmp_path / name))
+        assert (tmp_path / name / "vocabulary.tiktoken").exists()
+        assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
+    assert "is there: 400 tokens" in capsys.readouterr().out, "exporting is no other setting"
+
+
+def test_merges_are_told_every_ten_seconds(monkeypatch, capsys):
+    now = iter([0.0, 3.0, 11.0, 11.0, 15.0, 22.0, 22.0])
+    with tok_train.Progress("reading", None, "characters") as progress:
+        monkeypatch.setattr(tok_train.time, "monotonic", lambda: next(now))
+        merging = tok_train.Merging(progress)
+        for done in (100, 200, 300, 400):
+            merging("merge", done)
+        merging("read", 5)
+        monkeypatch.undo()
+    said = capsys.readouterr().out
+    assert "200 merges learned" in said and "400 merges learned" in said
+    assert "100 merges" not in said and "300 merges" not in said
+
+
 def test_a_mixture_is_read_by_its_weights_until_one_corpus_ends(folder, monkeypatch, capsys):
     write_shards(
         base_dir() / "base_data" / "d", ["zz yy xx " * 10 for _ in range(3)] + DOCUMENTS[:300], rows_per_shard=90
