@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -98,7 +99,8 @@ def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bo
         why_zh = f"{DEVICE_SECONDS} 秒内没有应答" if late.is_set() else f"异常结束，退出码 {child.returncode}"
         tail = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:])
         yield Line(at, FAIL, f"the process that checks it {why}. {tail}", f"检查进程{why_zh}。{tail}",
-                   f"全部输出 / all of its output: {log}; plog: ~/ascend/log")  # fmt: skip
+                   (f"all of its output: {log}; CANN's own logs: ~/ascend/log",
+                    f"全部输出：{log}；CANN 的日志（plog）：~/ascend/log"))  # fmt: skip
 
 
 def check(bench: bool, log: Path) -> Iterator[Line]:
@@ -171,4 +173,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind `| head` it ends without a word
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Training speed on one CPU thread, ours beside upstream nanochat's, in CPU seconds of one run.
+"""Training on one CPU thread, ours beside upstream nanochat's in one run: speed in CPU seconds, learning, memory.
 
 python -m bench.train --quick            # within 50 seconds, uncompiled, no peer
 python -m bench.train --upstream DIR     # DIR: a checkout of karpathy/nanochat
@@ -7,70 +7,26 @@ python -m bench.train --make-rows DIR    # the rows it trains on; --rows DIR use
 Every variant is a process of its own; they take turns, a few steps each, so that a busy machine slows all alike.
 """
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
+from bench import train_quality as quality
 from bench.ranks import D4, wire_bytes_per_parameter
 from bench.train_rows import check_rows, make_rows, standard_library
+from bench.train_worker import Measured, Plan, Variant, measure
 from nanochat import device, host
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
-from nanochat.optim import Rates
 
-ROOT = Path(__file__).resolve().parent.parent
 STEP_TOKENS = 4096
+MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # of a pass on which memory is compared: upstream's defaults for both
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, in a second
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One process to measure."""
-
-    side: str  # ours, upstream or matmuls
-    dtype: str
-    compiled: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.side} {'compiled' if self.compiled else 'eager'} {self.dtype}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, how often, on which rows."""
-
-    shape: GPTConfig
-    rows: Path
-    rows_per_step: int
-    rounds: int
-    steps: int  # of each variant in a round
-    warmup: int = 3  # steps before the first round, untimed
-
-
-@dataclass
-class Measured:
-    """A variant's figures over all rounds."""
-
-    parameters: int
-    losses: list[float]
-    seconds: list[float] = field(default_factory=list)  # CPU seconds of each step
-    peak_bytes: int = 0
-
-    @property
-    def step_seconds(self) -> float:
-        """CPU seconds of a step, the median."""
-        return median(self.seconds)
 
 
 def flops_per_token(shape: GPTConfig) -> int:
@@ -78,95 +34,6 @@ def flops_per_token(shape: GPTConfig) -> int:
     layers, width = shape.n_layer, shape.n_embd
     matrices = 12 * layers * width**2 + shape.vocab_size * width
     return 6 * matrices + 12 * layers * width * shape.sequence_len
-
-
-# --- one process for each variant ------------------------------------------------------------------
-
-
-class Worker:
-    """A variant's process: started on entering, ended on leaving."""
-
-    def __init__(self, variant: Variant, plan: Plan, peer: Path | None, errors: TextIO):
-        self.variant, self._errors = variant, errors
-        task = {
-            "side": variant.side,
-            "compiled": variant.compiled,
-            "shape": asdict(plan.shape),
-            "rates": {**asdict(Rates()), "weight_decay": 0.05},  # about what a short run decays by, the same for both
-            "rows": str(plan.rows / "rows.npy"),
-            "rows_per_step": plan.rows_per_step,
-            "warmup": plan.warmup,
-        }
-        home = peer if variant.side == "upstream" and peer is not None else ROOT
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": variant.dtype}
-        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        # Upstream decorates its optimizer with torch.compile, so only this variable makes it eager.
-        eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "train_side.py"), json.dumps(task)],
-            env={**alone, **threads, **own, **eager},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        """The process's next line; UserError with its last words if it has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        code = self._process.wait()
-        self._errors.seek(0)
-        words = [words for words in self._errors.read().splitlines() if words.strip()][-5:]
-        raise UserError(f"{self.variant.name} ended with code {code}:\n  " + "\n  ".join(words))
-
-    def ask(self, steps: int) -> dict[str, Any]:
-        """Take so many steps; CPU seconds and loss of each, and the most memory held."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() tells why it has ended
-            print(steps, file=self._process.stdin, flush=True)
-        return self.answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-
-
-@contextlib.contextmanager
-def workers(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> Iterator[list[Worker]]:
-    """The processes of some variants, all started at once."""
-    with contextlib.ExitStack() as stack:
-        started = []
-        for variant in variants:
-            errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            started.append(Worker(variant, plan, peer, errors))
-            stack.callback(started[-1].close)
-        yield started
-
-
-def measure(variants: Sequence[Variant], plan: Plan, peer: Path | None = None) -> dict[Variant, Measured]:
-    """Let the variants take turns, `plan.steps` steps each, for `plan.rounds` rounds."""
-    with workers(variants, plan, peer) as started:
-        measured = {}
-        for worker in started:
-            ready = worker.answer()
-            measured[worker.variant] = Measured(ready["parameters"], ready["losses"])
-            log(f"ready: {worker.variant.name}")
-        for _ in range(plan.rounds):
-            for worker in started:
-                result, so_far = worker.ask(plan.steps), measured[worker.variant]
-                so_far.seconds += result["seconds"]
-                so_far.losses += result["losses"]
-                so_far.peak_bytes = result["peak_bytes"]
-    return measured
 
 
 # --- figures ----------------------------------------------------------------------------------------
@@ -187,7 +54,6 @@ def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
     """The JSON object: ours at its fastest, against the matmuls' speed and, where it ran, against upstream.
 
     `vs_` are ratios of tokens per CPU second; upstream's default is eager fp32, its best the fastest variant of it.
-    `memory_vs_upstream` is the ratio of peak resident sizes, of the fastest variant of either side.
     """
     tokens = plan.rows_per_step * plan.shape.sequence_len
     best = fastest(measured, "ours")
@@ -205,7 +71,6 @@ def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
         default = measured[Variant("upstream", "float32")]
         result["vs_upstream_default"] = round(default.step_seconds / own.step_seconds, 3)
         result["vs_upstream_best"] = round(theirs.step_seconds / own.step_seconds, 3)
-        result["memory_vs_upstream"] = round(own.peak_bytes / theirs.peak_bytes, 3)
     return result
 
 
@@ -246,6 +111,10 @@ class Config:
     """train on the rows of this folder; default: made anew in a temporary one"""
     rounds: int = 8
     """turns of each variant, two steps each"""
+    steps: int = 200
+    """steps of the runs that are compared by what they learn; 0 = none"""
+    scales: tuple[float, ...] = (0.35, 1.0, 2.0, 3.0)
+    """learning rates of upstream's runs, as parts of its defaults; each is a process of about 1.3 GB"""
 
 
 def check(cfg: Config) -> None:
@@ -254,6 +123,10 @@ def check(cfg: Config) -> None:
         raise UserError("--quick measures ours alone; leave out --quick or --upstream", exit_code=2)
     if cfg.rounds < 1:
         raise UserError(f"--rounds must be at least 1, got {cfg.rounds}", exit_code=2)
+    if cfg.steps < 0:
+        raise UserError(f"--steps must be at least 0, got {cfg.steps}", exit_code=2)
+    if not cfg.scales or min(cfg.scales) <= 0:
+        raise UserError(f"--scales must be one or more numbers above 0, got {cfg.scales}", exit_code=2)
     if cfg.upstream is None:
         return
     if not cfg.upstream.is_dir():
@@ -308,13 +181,33 @@ def main(cfg: Config) -> None:
         plan = Plan(D4, rows, STEP_TOKENS // length, cfg.rounds, steps=2)
         if cfg.quick:
             plan = replace(plan, rounds=3, steps=1, warmup=1)
-        measured = measure(chosen, plan, cfg.upstream.resolve() if cfg.upstream else None)
-    log(
-        f"4 layers, 256 channels, one thread each, median of {plan.rounds * plan.steps} steps of {STEP_TOKENS:,} tokens"
-    )
-    log(table(measured, plan))
-    wire = round(wire_bytes_per_parameter(), 3)  # four ranks, counted
-    print(json.dumps({**figures(measured, plan), "wire_bytes_per_parameter": wire}), flush=True)
+        peer = cfg.upstream.resolve() if cfg.upstream else None
+        measured = measure(chosen, plan, peer)
+        timed = plan.rounds * plan.steps
+        log(f"4 layers, 256 channels, one thread each, median of {timed} steps of {STEP_TOKENS:,} tokens")
+        log(table(measured, plan))
+        result = figures(measured, plan)
+        if peer is not None:
+            result |= beside(peer, fastest(measured, "ours"), fastest(measured, "upstream"), cfg, plan)
+    result["wire_bytes_per_parameter"] = round(wire_bytes_per_parameter(), 3)  # four ranks, counted
+    print(json.dumps(result), flush=True)
+
+
+def beside(peer: Path, ours: Variant, upstream: Variant, cfg: Config, plan: Plan) -> dict[str, Any]:
+    """What the fastest variants of both sides learn in the same steps, and the memory they take on long rows."""
+    result = {}
+    if cfg.steps:
+        chosen = quality.runs(ours, upstream, cfg.scales)
+        learned = quality.learn(chosen, replace(plan, horizon=cfg.steps, warmup=0), peer)
+        log(f"{cfg.steps} steps of {STEP_TOKENS:,} tokens, bits per byte of {plan.held_out} rows held out")
+        log(quality.table(learned))
+        result |= quality.figures(learned)
+    with tempfile.TemporaryDirectory() as temporary:
+        shape = replace(plan.shape, sequence_len=MEMORY_LENGTH)
+        make_rows(Path(temporary), shape.vocab_size, MEMORY_LENGTH, standard_library())
+        return result | quality.memory(
+            ours, upstream, replace(plan, shape=shape, rows=Path(temporary), rows_per_step=MEMORY_ROWS), peer
+        )
 
 
 if __name__ == "__main__":

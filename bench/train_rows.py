@@ -17,7 +17,7 @@ from nanochat.tokenizer import Tokenizer
 
 # Folders left out: packages that are not Python's own, tests, and tables of numbers or of text in one long string.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "encodings", "pydoc_data", "idlelib"}
-ROWS, ABOUT, SEED = "rows.npy", "rows.json", 42
+ROWS, TOKEN_BYTES, ABOUT, SEED = "rows.npy", "token_bytes.npy", "rows.json", 42
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def standard_library(limit: int | None = None) -> Text:
 
 
 def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[str, Any]:
-    """Write rows of `length` + 1 tokens, uint16 (rows, length + 1), shuffled by a fixed seed, and what they are.
+    """Write rows of `length` + 1 tokens, uint16 (rows, length + 1), shuffled by a fixed seed, and what they are, and
+    the tokenizer with the bytes of its tokens.
 
     Each document is put behind a begin mark, one after another without padding; the last, partial row is left out.
     UserError if the text is too small for the vocabulary or for one row.
@@ -62,6 +63,8 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
     tokenizer.save(folder)
     with atomic_path(folder / ROWS) as temporary, open(temporary, "wb") as file:
         np.save(file, rows)
+    with atomic_path(folder / TOKEN_BYTES) as temporary, open(temporary, "wb") as file:
+        np.save(file, tokenizer.token_bytes())  # what bits per byte need, for a process without our tokenizer
     about = {
         "text": text.about,
         "characters": sum(map(len, text.documents)),
@@ -78,7 +81,7 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
 def check_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Any]:
     """What the rows of a folder are; UserError (code 2) if there are none, or of another shape, or damaged."""
     make = "make them with --make-rows DIR"
-    if not (folder / ABOUT).exists() or not (folder / ROWS).exists():
+    if not all((folder / name).exists() for name in (ABOUT, ROWS, TOKEN_BYTES)):
         raise UserError(f"there are no rows in {folder}; {make}", exit_code=2)
     about = read_json(folder / ABOUT)
     given, wanted = (about["row_tokens"], about["vocab_size"]), (length + 1, vocab_size)

@@ -1,10 +1,12 @@
 """One side of bench.train, in a process of its own: its `nanochat` is the one that PYTHONPATH names.
 
-It takes its task as JSON in its first argument, says `ready`, and then answers each line of its input, a number of
-steps, with a line of JSON: CPU seconds and loss of each step, and the most memory held. Used by bench.train only.
+It takes its task as JSON in its first argument, says `ready`, and then answers each line of its input with a line of
+JSON: a number of steps with the CPU seconds and loss of each and the most memory held, `bpb` with the bits per byte of
+the held-out rows. Used by bench.train only.
 """
 
 import json
+import math
 import os
 import resource
 import sys
@@ -18,71 +20,132 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets, int64 (B, T) each
+SHORT_DECAY = 0.05  # of Muon where only speed is measured: about what a short run decays by, the same for both
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured: `step` trains on a batch and returns its loss in nats."""
+    """What is measured: `step` trains on a batch as number 0, 1, ... of its run and returns the loss in nats; `losses`
+    are those of each target, without gradient, (B, T)."""
 
-    step: Callable[[Batch], float]
+    step: Callable[[int, Batch], float]
+    losses: Callable[[Batch], Tensor]
     parameters: int
 
 
-def batches(path: str, size: int) -> Iterator[Batch]:
-    """Endless batches of `size` rows, in the order of the file."""
-    rows = np.load(path, mmap_mode="r")
+def batch_of(rows: np.ndarray) -> Batch:
+    """Rows (B, T + 1) as inputs and targets."""
+    cells = torch.from_numpy(rows.astype(np.int64))
+    return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
+
+
+def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
+    """Endless batches of `size` rows, in their order."""
     first = 0
     while True:
-        numbers = np.arange(first, first + size) % len(rows)
-        cells = torch.from_numpy(rows[numbers].astype(np.int64))
-        yield cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
+        yield batch_of(rows[np.arange(first, first + size) % len(rows)])
         first += size
 
 
-def ours(task: dict[str, Any]) -> Side:
-    """This repository's training step, as its scripts take it."""
-    from nanochat import dataloader, device, loop
-    from nanochat.gpt import GPT, GPTConfig
-    from nanochat.optim import Optimizers, Rates
+@torch.no_grad()
+def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: int) -> float:
+    """Of the targets that stand for text, `size` rows a pass; the same arithmetic for both sides."""
+    lengths = torch.from_numpy(token_bytes.astype(np.int64))
+    nats, text = 0.0, 0
+    for first in range(0, len(rows), size):
+        batch = batch_of(rows[first : first + size])
+        of_target = lengths[batch[1]]
+        nats += float((side.losses(batch).view_as(of_target).double() * (of_target > 0)).sum())
+        text += int(of_target.sum())
+    return nats / math.log(2) / text
 
-    compute = device.compute_init("cpu")
+
+def ours(task: dict[str, Any]) -> Side:
+    """This repository's training step, as its scripts take it; with a horizon by the rules of base_train."""
+    from nanochat import compiling, dataloader, device, loop, schedule
+    from nanochat.gpt import GPT, GPTConfig
+    from nanochat.optim import Optimizers, Rates, for_run
+    from scripts.base_train import Config
+
+    compute, cfg = device.compute_init("cpu"), Config()
     config = GPTConfig(**task["shape"])
     model = GPT(config, compute.dtype)
     model.init_weights()
-    rates = Rates(**task["rates"])
-    optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, 1.0, compute.dtype)
-    shape = (task["rows_per_step"], config.sequence_len)
-    fast = loop.compiled(model, task["compiled"], shape, compute, model.blocks)
+    shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]
+    tokens, factor = shape[0] * shape[1], 1.0
+    rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
+    if steps is not None:
+        rates, factor = for_run(cfg, tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
+        first_beta = schedule.table_momentum(steps)
+    optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
+    fast = compiling.compiled(model, task["compiled"], shape, compute, model.blocks)
     scale = loop.LossScale()
 
-    def step(batch: Batch) -> float:
+    def step(number: int, batch: Batch) -> float:
+        if steps is not None:
+            warmup = schedule.warmup_steps(cfg.warmup_steps, steps)
+            lr = schedule.trapezoid(number, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
+            momentum = schedule.momentum(number, steps, cfg.warmdown_ratio)
+            optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
         work = dataloader.Step(0, batch[1].numel(), [batch])
         return loop.update(fast, optimizers, work, scale, compute).loss
 
-    return Side(step, sum(p.numel() for p in model.parameters()))
+    return Side(step, lambda batch: model(*batch, "none"), sum(p.numel() for p in model.parameters()))
 
 
 def upstream(task: dict[str, Any]) -> Side:
-    """karpathy/nanochat's training step, as its base_train takes it."""
+    """karpathy/nanochat's training step, as its base_train takes it.
+
+    With a horizon by its schedules and decay, but at `scale` times its learning rates in place of its own factor for
+    the batch, which is 0.088 at 4,096 tokens and far too low there.
+    """
     from nanochat.gpt import GPT, GPTConfig
 
     if not hasattr(GPT, "setup_optimizer"):
         raise SystemExit("this nanochat's GPT has no setup_optimizer; give a checkout of 2026, such as the newest")
-    model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's, which a type checker does not see
+    shape, steps, scale = task["shape"], task["steps"], task["scale"]
+    model: Any = GPT(GPTConfig(**shape))  # upstream's, which a type checker does not see
     model.init_weights()
-    optimizer = model.setup_optimizer(
-        **{name: rate for name, rate in task["rates"].items() if name != "matrix_optimizer"}
-    )
+    decay = SHORT_DECAY if steps is None else upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
+    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}  # its base_train's
+    optimizer = model.setup_optimizer(**{k: scale * rate for k, rate in rates.items()}, weight_decay=decay)
+    base = [group["lr"] for group in optimizer.param_groups]
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model
 
-    def step(batch: Batch) -> float:
+    def step(number: int, batch: Batch) -> float:
         loss = fast(*batch)
         loss.backward()
+        if steps is not None:
+            lr, momentum, part = upstream_factors(number, steps)
+            for group, rate in zip(optimizer.param_groups, base, strict=True):
+                group["lr"] = lr * rate
+                if group.get("kind") == "muon":
+                    group["momentum"], group["weight_decay"] = momentum, part * decay
         optimizer.step()
         model.zero_grad(set_to_none=True)
         return loss.item()
 
-    return Side(step, sum(p.numel() for p in model.parameters()))
+    def losses(batch: Batch) -> Tensor:
+        return model(*batch, loss_reduction="none")
+
+    return Side(step, losses, sum(p.numel() for p in model.parameters()))
+
+
+def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
+    """Its decay: 0.28 sqrt(B / 2^19) D_ref / D, a horizon D being 12 tokens a parameter of matrices and head."""
+    scaling = 12 * shape["n_layer"] * shape["n_embd"] ** 2 + shape["vocab_size"] * shape["n_embd"]
+    reference = 12 * 12 * 768**2 + shape["vocab_size"] * 768
+    return 0.28 * math.sqrt(tokens_per_step / 2**19) * reference / scaling
+
+
+def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
+    """Its schedules: the factor on the rates, Muon's momentum, the factor on the decay."""
+    down = round(0.65 * steps)
+    left = steps - step
+    lr = (step + 1) / 40 if step < 40 else 1.0 if left >= down else 0.05 + 0.95 * left / down
+    late = 0.97 if left >= down else 0.90 + 0.07 * left / down
+    momentum = 0.85 + 0.12 * step / 400 if step < 400 else late
+    return lr, momentum, 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def matmuls(task: dict[str, Any]) -> Side:
@@ -98,7 +161,7 @@ def matmuls(task: dict[str, Any]) -> Side:
              (width, shape["vocab_size"], 1)]  # fmt: skip
     work = [(filled(tokens, i), filled(o, i), filled(tokens, o), count) for i, o, count in sizes]
 
-    def step(batch: Batch) -> float:
+    def step(number: int, batch: Batch) -> float:
         for x, weight, gradient, count in work:
             for _ in range(count):  # the product, and the gradients of its two factors
                 torch.mm(x, weight.mT)
@@ -106,7 +169,7 @@ def matmuls(task: dict[str, Any]) -> Side:
                 torch.mm(gradient.mT, x)
         return 0.0
 
-    return Side(step, sum(weight.numel() * count for _, weight, _, count in work))
+    return Side(step, lambda batch: torch.zeros(batch[1].shape), sum(w.numel() * count for _, w, _, count in work))
 
 
 def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any]], None]) -> None:
@@ -114,15 +177,28 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
     torch.set_num_threads(1)
     torch.manual_seed(42)
     side = {"ours": ours, "upstream": upstream, "matmuls": matmuls}[task["side"]](task)
-    coming = batches(task["rows"], task["rows_per_step"])
-    first = [side.step(next(coming)) for _ in range(task["warmup"])]
+    rows = np.load(task["rows"], mmap_mode="r")
+    token_bytes = np.load(task["token_bytes"])
+    train, held_out = rows[: len(rows) - task["held_out"]], rows[len(rows) - task["held_out"] :]
+    coming, number = batches(train, task["rows_per_step"]), 0
+
+    def take(steps: int) -> tuple[list[float], list[float]]:
+        nonlocal number
+        seconds, losses = [], []
+        for _ in range(steps):
+            batch, start = next(coming), time.process_time()
+            losses.append(side.step(number, batch))
+            seconds.append(time.process_time() - start)
+            number += 1
+        return seconds, losses
+
+    _, first = take(task["warmup"])
     reply({"ready": True, "parameters": side.parameters, "losses": first})
     for line in requests:
-        seconds, losses = [], []
-        for _ in range(int(line)):
-            start = time.process_time()
-            losses.append(side.step(next(coming)))
-            seconds.append(time.process_time() - start)
+        if line.strip() == "bpb":
+            reply({"bpb": bits_per_byte(side, held_out, token_bytes, task["rows_per_step"])})
+            continue
+        seconds, losses = take(int(line))
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         reply({"seconds": seconds, "losses": losses, "peak_bytes": peak})

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import select
 import sys
 import time
 import traceback
@@ -188,11 +189,23 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
     """The edge of every script: parse the command line, call `main`, and turn mistakes into one message.
 
     Under torchrun rank 0 speaks for all; another rank does if rank 0 goes on without it.
-    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C.
+    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141 nobody reads on
+    (`| head`).
     NANOCHAT_TRACEBACK=1 shows where a refusal was raised.
     """
     try:
-        main(parse(config, description=description))
+        try:
+            main(parse(config, description=description))
+        finally:
+            sys.stdout.flush()  # that the reader is gone must be known before Python itself finds it, at its end
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        sys.exit(141)
+    except SystemExit as end:  # of the parser
+        if end.code and rank() > 0:
+            time.sleep(RANK_0_SECONDS)  # as in _complain()
+        raise
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
             traceback.print_exc()
@@ -210,6 +223,16 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
     except KeyboardInterrupt:
         _complain("stopped")
         sys.exit(130)
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more, as behind `| head`; what is left to write is then dropped."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    if not watch.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _complain(message: str) -> None:

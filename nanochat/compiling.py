@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from nanochat import device, memory
+from nanochat import device, memory, parallel
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 
@@ -31,6 +31,8 @@ def compiled(
     here, so that a compiler that fails shows now, before any state is touched.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
+    if not parallel.least(int(not why_not), compute):  # the first pass takes all ranks
+        why_not = why_not or "another rank has no compiler"
     if why_not:
         if wanted:
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
@@ -47,7 +49,8 @@ def compiled(
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
-        fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
+        with memory.saving(tokens.numel(), compute):
+            fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if memory.ran_out(failure):
             raise memory.advice(shape[0], shape[0]) from failure
@@ -57,5 +60,6 @@ def compiled(
         fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
+    memory.trim()
     log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast

@@ -4,6 +4,7 @@ python -m nanochat.export ~/my-model
 python -m nanochat.export ~/my-model --source base --model_tag d12 --dtype bfloat16
 """
 
+import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -12,8 +13,8 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
+from nanochat import bpe, device
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import device
 from nanochat.checkpoint_manager import Loaded
 from nanochat.common import UserError, fsync_dir, log, run, write_atomic, write_json
 from nanochat.tensor_files import write_tensors
@@ -49,46 +50,16 @@ part of the model.
 """
 
 
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where it prints, else one from 256 on."""
-    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in printing]
-    return [chr(byte) if byte in printing else chr(256 + hidden.index(byte)) for byte in range(256)]
-
-
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library, with a begin mark before every text.
-
-    tiktoken joins two neighbours whenever the joined bytes are a token, so every way to cut a token in two is a merge.
-    """
-    first = min(tokenizer.special(role) for role in ROLES)
-    tokens = [tokenizer.decode_bytes([number]) for number in range(first)]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    letters = byte_letters()
-    spelled = ["".join(letters[byte] for byte in token) for token in tokens]
-    merges = []
-    for token in tokens:
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-        pairs = sorted((ranks[left], ranks[right]) for left, right in cuts)
-        merges += [f"{spelled[left]} {spelled[right]}" for left, right in pairs]
-    marks = {role: tokenizer.decode([tokenizer.special(role)]) for role in ROLES}
-    added = [{"id": tokenizer.special(role), "content": text, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for role, text in marks.items()]  # fmt: skip
-    begin = {"SpecialToken": {"id": marks["bos"], "type_id": 0}}
+    """The tokenizer in the format of the `tokenizers` library, with a begin mark before every text."""
+    specials = {tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES}
+    ranks = [tokenizer.decode_bytes([number]) for number in range(min(specials.values()))]
+    bos = tokenizer.decode([tokenizer.bos])
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
     text, more = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.regex}, "behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, levels]},
-        "post_processor": {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, begin, more],
-                           "special_tokens": {marks["bos"]: {"id": marks["bos"], "ids": [tokenizer.bos],
-                                                             "tokens": [marks["bos"]]}}},
-        "decoder": levels,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                  "vocab": {text: rank for rank, text in enumerate(spelled)}, "merges": merges},
-    }  # fmt: skip
+    marks = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, begin, more],
+             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}  # fmt: skip
+    return {**json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)), "post_processor": marks}
 
 
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:

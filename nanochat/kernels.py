@@ -15,10 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import device, npu_kernels
+from nanochat import device, gpu_attention, npu_kernels, plain_attention
 from nanochat.ascend import Kernels
 from nanochat.blocked_attention import BlockedAttention, hidden_score
-from nanochat.common import UserError, log, warn
+from nanochat.common import UserError, log
 from nanochat.device import Compute
 
 SOFTCAP = 15.0  # logits are squashed to (-15, 15) by 15 tanh(l / 15)
@@ -49,16 +49,13 @@ def select(name: Asked, compute: Compute) -> None:
     """Use these kernels from now on: UserError where they were asked for and cannot be. NANOCHAT_KERNELS is auto's."""
     _choice.asked, _choice.npu = None if name == "auto" else name, None
     if compute.device_type == "npu":
-        kind = _kind_on_npu()
-        operators = ", ".join(npu_kernels.NEEDS[kind]) if kind != "plain" else ""
-        if kind == "plain" and compute.chip is not None and compute.chip.saturates and compute.scaler:
-            warn(
-                f"torch's attention masks with inf, which a {compute.chip.name} may count as an overflow: if every "
-                "update is skipped, leave --kernels plain out"
-            )
+        operators = ", ".join(npu_kernels.NEEDS[kind]) if (kind := _kind_on_npu()) != "plain" else ""
         log(f"kernels: {kind}" + (f" ({operators})" if operators else ""))
-    elif asked() == "fused":
+        return
+    if asked() == "fused":
         raise UserError(f"--kernels fused is for NPUs, and the device is {compute.device_type}; leave it out")
+    if compute.device_type == "cuda":
+        log(f"attention: {gpu_attention.prepare(asked() == 'plain', torch.cuda.get_device_capability()[0])}")
 
 
 def _kind_on_npu() -> Kernels | Literal["plain"]:
@@ -83,6 +80,12 @@ def _kind_on_npu() -> Kernels | Literal["plain"]:
 def _kind(x: Tensor) -> Kernels | Literal["plain"]:
     """How the operations on this tensor are computed."""
     return _kind_on_npu() if x.device.type == "npu" else "plain"
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether masks must be finite: a chip that saturates would take the inf of an fp16 mask for an overflow."""
+    chip = device.chip("npu") if x.device.type == "npu" and x.dtype == torch.float16 else None
+    return chip is not None and chip.saturates
 
 
 def norm(x: Tensor) -> Tensor:
@@ -172,17 +175,10 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
     """The sum of squares of each tensor."""
-    if _kind(gradients[0]) == "plain":
+    if _kind(gradients[0]) == "plain" and gradients[0].device.type != "cuda":
         return torch.stack([g.float().square().sum() for g in gradients])
     norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()
-
-
-@lru_cache(maxsize=16)
-def _band(window: int, device: torch.device) -> Tensor:
-    """(W, 2W): query r of a block sees keys r .. r + W of the previous block and its own, W + 1 keys."""
-    offset = torch.arange(2 * window, device=device)[None] - torch.arange(window, device=device)[:, None]
-    return (offset >= 0) & (offset <= window)
 
 
 def attend(
@@ -192,41 +188,15 @@ def attend(
     window: int,
     scale: float | None = None,  # of the scores, default 1/sqrt(D)
 ) -> Tensor:  # (B, T, H, D)
-    """Causal attention in which a query also sees at most `window` keys before its own.
-
-    A short window is computed in blocks of W queries against 2W keys, so that neither time nor any mask grows
-    with T squared; the one (W, 2W) mask is shared by all blocks and layers.
-    """
-    B, T, H, _ = q.shape
-    grouped = k.size(2) != H
+    """Causal attention in which a query also sees at most `window` keys before its own."""
+    grouped = k.size(2) != q.size(2)
     if (kind := _kind(q)) != "plain":
         return _attend_on_npu(kind, q, k, v, window, scale)
+    if q.device.type == "cuda" and (out := gpu_attention.attend(q, k, v, window, scale)) is not None:
+        return out
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16 and not grouped:
         return BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-    if window >= T - 1:
-        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        return whole.transpose(1, 2)
-    W = window
-    blocks = -(-T // W)
-    if pad := blocks * W - T:  # padded keys come after every real query, so causality hides them
-        q, k, v = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
-    first = F.scaled_dot_product_attention(
-        q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True, scale=scale, enable_gqa=grouped
-    )
-
-    def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
-        return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
-
-    def pairs(x: Tensor) -> Tensor:  # each later block behind the one before it: (B * (blocks - 1), H, 2W, D)
-        x = x.unflatten(2, (blocks, W))
-        return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
-
-    rest = F.scaled_dot_product_attention(
-        later(q), pairs(k), pairs(v), attn_mask=_band(W, q.device), scale=scale, enable_gqa=grouped
-    )
-    rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
-    return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
+    return plain_attention.attend(q, k, v, window, scale, _finite(q))
 
 
 def _attend_on_npu(
@@ -269,11 +239,7 @@ def attend_cached(
     """Attention of new queries over a cache; rows may be at different places."""
     if _kind(q) == "inference" and q.dtype == torch.float16:
         return npu_kernels.prompt(q, k, v, mask)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale,
-        enable_gqa=k.size(2) != q.size(2),
-    )  # fmt: skip
-    return out.transpose(1, 2)
+    return plain_attention.masked(q, k, v, mask, scale, _finite(q))
 
 
 def takes_lengths(q: Tensor) -> bool:
@@ -382,14 +348,14 @@ def chunked_loss(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
-    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048
+    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048, on GPUs 8,192
 ) -> Tensor:  # () fp32
     """The sum over tokens of weight times cross-entropy in nats, of softcapped logits, with its gradient.
 
     Gradients are formed in the forward pass, chunk by chunk: memory is chunk x V, not N x V.
     """
     if chunk is None:
-        chunk = 1024 if _kind(x) == "plain" else 2048
+        chunk = 8192 if x.device.type == "cuda" else 1024 if _kind(x) == "plain" else 2048
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()

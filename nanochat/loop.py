@@ -11,9 +11,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, kernels, memory, parallel, signals
+from nanochat import device, kernels, memory, parallel, profiling, signals
 from nanochat.common import UserError, log, warn
-from nanochat.compiling import compiled as compiled  # the scripts ask this module for all that they share
 from nanochat.device import Compute
 from nanochat.guards import LossScale, Spikes
 from nanochat.kernels import Asked
@@ -79,11 +78,14 @@ def _update(
     batches = step.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
+        profiling.mark("forward")
         inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
         loss = model(inputs, targets, "sum", *weights)
+        profiling.mark("backward")
         (loss * factor).backward()
         loss_sum += loss.detach()
+    profiling.mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
     figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one host sync
@@ -92,6 +94,7 @@ def _update(
     )
     norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    profiling.mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     spike = finite and spikes is not None and spikes.found(norm)
     if finite and not spike:
@@ -275,6 +278,9 @@ class StageFlags:
     (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
+    profile: bool = False
+    """time and trace ten steps: tables of where their time goes, and a trace, in the folder profile beside the
+    checkpoints; then the run goes on"""
 
 
 def begin(flags: StageFlags, compute: Compute) -> None:
@@ -303,17 +309,20 @@ class Stage:
         self.owed: dict[str, Any] | None = (state or {}).get("line") if unlogged else None
         self.progress = Progress(name, meter.steps, step, compute.main)
         self.clock = SaveClock(flags.save_seconds)
+        profiling.begin(flags.profile, name, folder, self.stop - step, compute)
         self._mark = (time.perf_counter(), time.process_time())
         self._cut = False  # a signal cut a measurement short
 
     def start(self) -> None:
         """A step begins now."""
+        profiling.begin_step()
         self._mark = (time.perf_counter(), time.process_time())
 
     def tick(self, step: int, outcome: Outcome, lrm: float) -> dict[str, Any]:
         """A step (counted from 1) ended now; returns its figures, and shows them."""
         seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
         signals.alive(step)
+        profiling.end_step()
         line = self.meter.tick(step, outcome, seconds, cpu, lrm)
         self.progress.show(line, self.meter.eta(step))
         return line

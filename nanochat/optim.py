@@ -1,18 +1,19 @@
 """Parameter roles to optimizers: AdamW for tables, head and scalars, Muon (or AdamW too) for matrices in layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import kernels
+from nanochat import kernels, schedule
 from nanochat.device import local
 from nanochat.muon import Muon
 from nanochat.placement import place_of
 
+RatesT = TypeVar("RatesT", bound="Rates")  # Rates, or the flags of a script that has them
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
 
 
@@ -25,13 +26,26 @@ class Rates:
     embedding_lr: float = 0.3
     """AdamW's of the embedding, at 768 channels; value embeddings take half"""
     matrix_lr: float = 0.02
-    """Muon's, of the matrices inside layers; AdamW takes a part of it"""
+    """Muon's, of the matrices inside layers, in pretraining of less than 400 steps up to twice as much; AdamW takes a
+    part of it"""
     matrix_optimizer: Literal["muon", "adamw"] = "muon"
     """what steps the matrices inside layers"""
     scalar_lr: float = 0.5
-    """AdamW's of the scalars of the residual stream"""
+    """AdamW's of the scalars of the residual stream; smear and backout take 0.4 of it"""
     weight_decay: float = 0.28
     """the decay of those matrices, before it is scaled to the length of the run"""
+
+
+def for_run(rates: RatesT, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> RatesT:
+    """Rates and decay for a batch and a horizon; the common factor on all rates is schedule.rate_scale."""
+    reference = target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS
+    further = schedule.matrix_scale(steps) if rates.matrix_optimizer == "muon" else 1.0
+    return replace(
+        rates,
+        weight_decay=schedule.weight_decay(rates.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
+        scalar_lr=rates.scalar_lr * schedule.scalar_scale(tokens_per_step),
+        matrix_lr=rates.matrix_lr * further,
+    )
 
 
 ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
@@ -41,19 +55,23 @@ class Optimizers:
     """AdamW and Muon side by side, stepped and scheduled together."""
 
     def __init__(
-        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float, dtype: torch.dtype
-    ):
-        """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in."""
+        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float,
+        dtype: torch.dtype, table_momentum: float = 0.8,
+    ):  # fmt: skip
+        """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in;
+        `table_momentum` is the first beta of embeddings and head (schedule.table_momentum)."""
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
         settings: dict[str, tuple[float, tuple[float, float], float, float]] = {  # role -> lr, betas, decay, eps
-            "head": (rates.unembedding_lr * width, (0.8, 0.96), 0.01, 1e-10),
-            "embedding": (rates.embedding_lr * width, (0.8, 0.995), 0.001, 1e-10),
-            "value_embedding": (0.5 * rates.embedding_lr * width, (0.8, 0.995), 0.01, 1e-10),
+            "head": (rates.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
+            "embedding": (rates.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
+            "value_embedding": (0.5 * rates.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
             # While the projections are near zero, these scalars only scale the stream, which the last norm takes out:
             # their first gradients are rounding errors, 1e-11, that upstream's eps of 1e-10 turns into full steps.
             "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
             "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
-            "smear": (0.2, (0.8, 0.95), 0.0, 1e-6),
+            # 0.2, upstream's, at the default. Small batches need less as for x0: the backout runs away to 1, where the
+            # middle of the network takes out its end (dev/LOG.md).
+            "smear": (0.4 * rates.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
         }
         if rates.matrix_optimizer == "adamw":
             settings["matrix"] = (ADAMW_SHARE * rates.matrix_lr * width, (0.8, 0.95), rates.weight_decay, 1e-8)

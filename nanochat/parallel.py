@@ -68,9 +68,37 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     policy = MixedPrecisionPolicy(
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if compute.backend == "gloo" and not _has_averages():
+        _mend_fsdp_on_hosts()
     for module in [*groups, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full")
     setattr(model, _EVERY_PASS, mode == "full")
+
+
+def _has_averages() -> bool:
+    """Whether the host's collectives have an average, which FSDP2 asks for; those of torch 2.7 do not."""
+    try:
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _mend_fsdp_on_hosts() -> None:
+    """Let FSDP2 of torch 2.7 train on CPUs, in both things it lacks there.
+
+    It asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a word; so it is told
+    to sum and divide, as it does for fp16. And with replicas it insists on an event that a host's stream never gave.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    def factors(
+        scattered: dist.ProcessGroup, replicated: dist.ProcessGroup | None, *_: object
+    ) -> tuple[float, float]:  # before and after the sum
+        return 1.0, float(scattered.size() * (replicated.size() if replicated is not None else 1))
+
+    _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
+    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[assignment,method-assign]
 
 
 def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -14,14 +13,13 @@ from nanochat.optim import Optimizers
 from nanochat.sizes import Batch
 
 
-def fit(batch: Batch, asked: int | Literal["auto"], model: nn.Module, optimizers: Optimizers, length: int,
-        compute: Compute) -> Batch:  # fmt: skip
+def fit(batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
     """The split of a step into the largest passes that every rank's memory holds; every rank must call it.
 
     Nothing is probed where a size was asked for, nor on a CPU, where larger passes are no faster. The model is as it
     was afterwards.
     """
-    if asked != "auto" or compute.device_type == "cpu":
+    if not batch.probe or compute.device_type == "cpu":
         return batch
     rows_of_rank = batch.rows_per_step // compute.world_size
     optimizers.state()  # AdamW makes its moments in the first step: they must be there while passes are tried
@@ -43,7 +41,7 @@ def fit(batch: Batch, asked: int | Literal["auto"], model: nn.Module, optimizers
         memory.start_watch(compute)
     passes = rows_of_rank // rows
     log(f"device_batch_size: {rows} rows a pass, {passes} pass(es) a step ({why})")
-    return replace(batch, device_batch_size=rows, passes=passes)
+    return replace(batch, device_batch_size=rows, passes=passes, probe=False)
 
 
 def doublings(rows: int) -> list[int]:

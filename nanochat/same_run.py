@@ -13,8 +13,8 @@ from nanochat.device import Compute
 # Flags that do not change what is learned: a run may go on with other values of these.
 # Which model a run starts from is told by its parent's identity, however it was named.
 FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
-              "eval_every", "eval_tokens", "eval_examples", "data", "model_tag", "source", "source_step",
-              "base_step", "shard", "keep", "resume", "other_code",
+              "gradient_accumulation_steps", "eval_every", "eval_tokens", "eval_examples", "data", "model_tag",
+              "source", "source_step", "base_step", "shard", "profile", "keep", "resume", "other_code",
               "hang_seconds")  # fmt: skip
 ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag
 NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names

@@ -7,10 +7,9 @@ from nanochat import device, parallel, schedule
 from nanochat.common import UserError, log
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
-from nanochat.memory import reachable
+from nanochat.memory import CPU_PASS_TOKENS, reachable
 
 Auto = Literal["auto"]
-CPU_PASS_TOKENS = 4096  # tokens of a pass on a CPU: larger ones only fall out of its caches
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
 ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
 
@@ -68,13 +67,17 @@ class Batch:
     rows_per_step: int
     device_batch_size: int  # rows of one pass on one rank
     passes: int
+    probe: bool = False  # nobody named the rows of a pass: probe.fit() may find how many memory holds
 
 
 def batch(
     total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int,
-    tokens: float | None, corpus: str, compute: Compute,
+    tokens: float | None, corpus: str, compute: Compute, asked_passes: int | None = None,
 ) -> Batch:  # fmt: skip
-    """Tokens of a step and rows of a pass; `tokens` is the expected horizon, None if the steps are given."""
+    """Tokens of a step and rows of a pass; `tokens` is the expected horizon, None if the steps are given.
+
+    `asked_passes` settles an automatic device_batch_size; beside a given one it must agree with it.
+    """
     unit = shape.sequence_len * compute.world_size
     total = total_batch_size
     if total == "auto":
@@ -88,15 +91,35 @@ def batch(
         total = max(round(total / unit), 1) * unit
         log(f"total_batch_size: {total:,} tokens a step ({why})")
     rows = device_batch_size
-    if rows == "auto":
+    if rows == "auto" and asked_passes is not None:
+        rows = max(total // (unit * max(asked_passes, 1)), 1)
+    elif rows == "auto":
         rows, why = _device_rows(shape, parameters, compute)
         log(f"device_batch_size: at most {rows} rows a pass ({why})")
     per_pass, passes = schedule.micro_batches(total, shape.sequence_len, rows, compute.world_size)
     if device_batch_size != "auto" and per_pass < rows:
         log(f"device_batch_size: lowered from {rows} to {per_pass}, a divisor of each rank's rows of a step")
-    log(f"step: {total:,} tokens = {passes} pass(es) x {per_pass} rows x {shape.sequence_len} tokens x "
-        f"{compute.world_size} rank(s)")  # fmt: skip
-    return Batch(total, total // shape.sequence_len, per_pass, passes)
+    product = (f"{total:,} tokens = {passes} pass(es) x {per_pass} rows x {shape.sequence_len:,} tokens x "
+               f"{compute.world_size} rank(s)")  # fmt: skip
+    if asked_passes is not None and passes != asked_passes:
+        raise UserError(_other_passes(asked_passes, total, per_pass, unit, product), exit_code=2)
+    log(f"step: {product}")
+    probe = device_batch_size == "auto" and asked_passes is None
+    return Batch(total, total // shape.sequence_len, per_pass, passes, probe)
+
+
+def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str) -> str:
+    """Why a step does not have the passes that were asked for, and the flag that would agree."""
+    agrees = ""
+    if asked > 0:
+        rows = total / (unit * asked)
+        agrees = (
+            f"--device_batch_size={rows:.0f}" if rows == int(rows) else f"--total_batch_size={asked * per_pass * unit}"
+        )
+    return (
+        f"gradient_accumulation_steps must be {total:,} / ({per_pass} x {unit:,}) = {total // (per_pass * unit)}, "
+        f"since a step of {product}; got {asked}. Leave it out" + (f", or take {agrees}." if agrees else ".")
+    )
 
 
 def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:

@@ -1,29 +1,31 @@
-"""Text to tokens and back: BPE trained by rustbpe, applied by tiktoken, kept as one JSON file."""
+"""Text to tokens and back, chats to tokens with masks; a vocabulary is kept as one JSON file."""
 
 import base64
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
-from nanochat.common import UserError, base_dir, read_json, write_json
+from nanochat import bpe
+from nanochat.common import UserError, base_dir, read_json, write_atomic, write_json
 from nanochat.conversation import Conversation, Message, user
 
 # How text is cut into pieces before merging. The only place that knows a pattern: add one here, and
 # `--pattern NAME` takes it. A pattern must match every character of any text; a test checks that.
+_ENDINGS, _WORD = r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+"
+_REST = r"|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 PATTERNS = {
     # GPT-4's shape, with digits in groups of at most two so that a small vocabulary is not spent on numbers.
-    "nanochat": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-    ),
+    "nanochat": _ENDINGS + "|" + _WORD + r"\p{L}+" + _REST,
+    # A run of Han letters is a piece of its own, so that no mark sticks to it.
+    "han": _ENDINGS + r"|\p{Han}+|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
+    # The same in pieces of at most four letters.
+    "han4": _ENDINGS + r"|\p{Han}{1,4}|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
 }
 DEFAULT_PATTERN = "nanochat"
 
@@ -44,22 +46,10 @@ FORMAT = "nanochat-tokenizer"
 VERSION = 1
 FILE_NAME = "tokenizer.json"
 BYTES = 256
-# fancy-regex keeps one backtracking entry per character of a run of spaces and gives up near a million, so
-# longer texts are cut here first. Only the piece at such a cut can differ from the uncut text's.
+# fancy-regex, which tiktoken and the published rustbpe use, keeps one backtracking entry per character of a run of
+# spaces and gives up near a million, so longer texts are cut here first, whoever encodes. Only the piece at such a
+# cut can differ from the uncut text's.
 LONGEST_TEXT = 200_000
-
-
-def _trainer() -> Any:
-    """rustbpe's trainer; all else here works without it. UserError where it is not installed."""
-    try:
-        import rustbpe
-
-        return rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  # no stubs in 0.1.0
-    except (ImportError, AttributeError) as missing:  # without it, `import` in a checkout finds its source folder
-        raise UserError(
-            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Set everything up with "
-            "`bash setup_env.sh` and `source .venv/bin/activate`, then type the same command again."
-        ) from missing
 
 
 def tokenizer_dir(corpus_name: str) -> Path:
@@ -88,18 +78,23 @@ class Tokenizer:
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
         self.hash = _digest(self._content())
-        self._encoding = tiktoken.Encoding(
-            name=FORMAT,
-            pat_str=regex,
-            mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-            special_tokens={self._spellings[role]: number for role, number in self._ids.items()},
-        )
+        self._encoder = bpe.encoder(ranks, regex)
+        self._bytes = dict(enumerate(ranks))
+        self._bytes.update((number, self._spellings[role].encode()) for role, number in self._ids.items())
 
     # --- training and files ----------------------------------------------------------------------
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, pattern: str = DEFAULT_PATTERN) -> "Tokenizer":
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int,
+        pattern: str = DEFAULT_PATTERN,
+        progress: Callable[[str, int], None] | None = None,
+    ) -> "Tokenizer":
         """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included.
+
+        `progress` is told ("read", texts) and ("merge", tokens), where rustbpe can.
 
         Raises UserError if the pattern is unknown, the size is too small for the bytes and the special
         tokens, a text is not valid Unicode, or the texts do not give that many merges.
@@ -113,9 +108,7 @@ class Tokenizer:
                 f"tokens), got {vocab_size}",
                 exit_code=2,
             )
-        trainer = _trainer()
-        trainer.train_from_iterator(_checked(texts), vocab_size - len(ROLES), pattern=PATTERNS[pattern])
-        ranks = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), PATTERNS[pattern], progress)
         largest = len(ranks) + len(ROLES)
         if largest < vocab_size:
             raise UserError(
@@ -156,6 +149,22 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(f"{path} is damaged: {failure!r}. {again}") from failure
 
+    def export(self, folder: Path) -> list[Path]:
+        """Write the vocabulary for others, and return the paths.
+
+        `vocabulary.tiktoken` has the tokens for tiktoken, to be used with the split pattern `self.regex`;
+        `huggingface/tokenizer.json` has everything for the tokenizers library. Both give the tokens of `encode`.
+        """
+        specials = {self._spellings[role]: number for role, number in self._ids.items()}
+        contents = {
+            folder / "vocabulary.tiktoken": bpe.tiktoken_file(self._ranks),
+            folder / "huggingface" / FILE_NAME: bpe.huggingface_json(self._ranks, self.regex, specials),
+        }
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content)
+        return list(contents)
+
     def _content(self) -> dict[str, Any]:
         """What makes this vocabulary what it is; its digest is `hash`."""
         return {
@@ -175,18 +184,18 @@ class Tokenizer:
         Half of a surrogate pair, which a browser can send, becomes U+FFFD.
         """
         if len(text) <= LONGEST_TEXT:
-            return self._encoding.encode_ordinary(text)
-        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
+            return self._encoder.encode(text)
+        return [token for piece in _pieces(text) for token in self._encoder.encode(piece)]
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
-        """The tokens of each text, over threads (tiktoken leaves Python free while it works)."""
+        """The tokens of each text, over threads, which leave Python free while they work."""
         if all(len(text) <= LONGEST_TEXT for text in texts):
-            return self._encoding.encode_ordinary_batch(list(texts), num_threads=threads or cores())
+            return self._encoder.encode_batch(texts, threads or cores())
         return [self.encode(text) for text in texts]
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes of tokens; special tokens give their spelling. KeyError for a number outside the vocabulary."""
-        return self._encoding.decode_bytes(ids)
+        return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; bytes that are no UTF-8, such as half a character, become U+FFFD."""

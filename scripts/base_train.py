@@ -4,7 +4,6 @@ python -m scripts.base_train --depth=4
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +11,13 @@ import torch
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import (
+    compiling,
     dataloader,
-    dataset,
     device,
     fingerprint,
     loop,
     loss_eval,
+    mixing,
     parallel,
     probe,
     report,
@@ -28,7 +28,7 @@ from nanochat import (
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates
+from nanochat.optim import Optimizers, Rates, for_run
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
@@ -38,6 +38,9 @@ Auto = Literal["auto"]
 class Config(loop.StageFlags, Rates):
     """Flags of pretraining; `auto` is decided by corpus, device and memory, and printed."""
 
+    data: str | None = None
+    """corpus by name, the folder it was made from, or a mixture: web:0.7,books:0.3 takes seven rows in ten of web;
+    default: the only one prepared"""
     depth: int = 20
     """layers, the one dial of size: what is not given follows from it"""
     model_dim: int | Auto = "auto"
@@ -58,8 +61,10 @@ class Config(loop.StageFlags, Rates):
     """tokens of a step, over all devices; auto: by the length of the run, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
+    gradient_accumulation_steps: int | None = None
+    """passes of a step; follows from total_batch_size and device_batch_size, and must agree with them if given"""
     warmup_steps: int | None = None
-    """steps of linear warmup; default 40, in short runs a fifth"""
+    """steps of linear warmup; default 40, in short runs a twentieth"""
     warmdown_ratio: float = 0.65
     """the last part of the run, in which the learning rate falls"""
     final_lr_frac: float = 0.05
@@ -75,8 +80,8 @@ def train(cfg: Config, compute: Compute) -> None:
     loop.begin(cfg, compute)
     tag = cfg.model_tag or f"d{cfg.depth}"
     folder = checkpoints.checkpoint_dir("base", tag)
-    corpus = dataset.resolve(cfg.data)
-    tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
+    corpus = mixing.resolve_data(cfg.data)
+    tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
     fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag), cfg.resume):
@@ -91,7 +96,7 @@ def train(cfg: Config, compute: Compute) -> None:
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
-                        corpus.name, compute)  # fmt: skip
+                        corpus.name, compute, cfg.gradient_accumulation_steps)  # fmt: skip
     horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
                                counts["scaling"], batch.tokens_per_step)  # fmt: skip
     steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
@@ -104,28 +109,27 @@ def train(cfg: Config, compute: Compute) -> None:
     rows = loss_eval.split_rows(corpus, tokenizer, "train", T, cfg.seed)
     val_rows = loss_eval.split_rows(corpus, tokenizer, "val", T)
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
-    log(
-        f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {steps * batch.rows_per_step / rows.count:.2f} epochs"
-    )
+    read = steps * batch.rows_per_step
+    mixed = dataloader.mixture_table(corpus, rows, read)
+    log(f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {read / rows.count:.2f} epochs")
+    for part in mixed.get("rows", []):
+        log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
-    decay = schedule.weight_decay(cfg.weight_decay, batch.tokens_per_step, steps * batch.tokens_per_step,
-                                  cfg.target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS)  # fmt: skip
-    rates = dataclasses.replace(
-        cfg, weight_decay=decay, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step)
-    )
+    rates = for_run(cfg, batch.tokens_per_step, steps, cfg.target_param_data_ratio)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
-                            schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
+                            schedule.rate_scale(batch.tokens_per_step), compute.dtype,
+                            schedule.table_momentum(steps))  # fmt: skip
 
     # Go on where a run was stopped
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
-    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    batch = probe.fit(batch, model, optimizers, T, compute)
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 
@@ -154,7 +158,8 @@ def train(cfg: Config, compute: Compute) -> None:
         stage.conclude(line, save, finish)
     stage.close()
     if stage.complete(step) and compute.main:
-        report.training_section("base", tag, folder, wanted, device.summary(compute, counts["total"]))
+        where = {**device.summary(compute, counts["total"]), **mixed}
+        report.training_section("base", tag, folder, wanted, where)
     loop.log_end(folder, step, steps)
 
 

@@ -9,7 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes, watch
+from nanochat import (
+    compiling,
+    dataloader,
+    device,
+    fingerprint,
+    loop,
+    loss_eval,
+    parallel,
+    probe,
+    report,
+    schedule,
+    sizes,
+    watch,
+)
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -75,8 +88,8 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
-    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    batch = probe.fit(batch, model, optimizers, T, compute)
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import (
+    compiling,
     dataloader,
-    dataset,
     device,
     fingerprint,
     loop,
     loss_eval,
+    mixing,
     parallel,
     probe,
     report,
@@ -35,6 +36,8 @@ Auto = Literal["auto"]
 class Config(loop.StageFlags, Rates):
     """Flags of midtraining; the model is the base stage's."""
 
+    data: str | None = None
+    """corpus whose conversations and documents to train on; default: the model's, with the weights of a mixture"""
     base_step: int | None = None
     """step of the base checkpoint; default the newest"""
     conversations: str | None = None
@@ -49,6 +52,8 @@ class Config(loop.StageFlags, Rates):
     """tokens of a step, over all devices; auto: 524,288, for TinyWorld 8,192"""
     device_batch_size: int | Auto = "auto"
     """rows of a pass on one device, at most; auto: what its memory holds"""
+    gradient_accumulation_steps: int | None = None
+    """passes of a step; follows from total_batch_size and device_batch_size, and must agree with them if given"""
     init_lr_frac: float = 1.0
     """factor on all learning rates"""
     weight_decay: float = 0.0
@@ -73,14 +78,15 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
 
-    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute)
+    batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], None, corpus, compute,
+                        cfg.gradient_accumulation_steps)  # fmt: skip
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
     rows = dataloader.conversation_rows("mid", mixture.train, mixture.key, tokenizer, T, cfg.seed, masked=False)
     val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
     every = (4 if corpus == "tinyworld" else 0) if cfg.documents_every == "auto" else cfg.documents_every
     if every:
-        documents = loss_eval.split_rows(dataset.resolve(corpus), tokenizer, "train", T, cfg.seed)
-        rows = dataloader.Blend(rows, documents, every)
+        documents = loss_eval.split_rows(mixing.resolve_data(corpus), tokenizer, "train", T, cfg.seed)
+        rows = dataloader.blend(rows, documents, every)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
         f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
@@ -92,8 +98,8 @@ def train(cfg: Config, compute: Compute) -> None:
     resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
-    batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    batch = probe.fit(batch, model, optimizers, T, compute)
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("mid", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -12,25 +12,26 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: """
-        ascend blocked_attention calculator common conversation execution_child host modeling_nanochat
-        packing policy progress tensor_files terminal
+        ascend blocked_attention calculator common conversation execution_child gpus host modeling_nanochat packing
+        plain_attention policy progress tensor_files terminal timeline
     """,
     1: """
-        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
-        textfiles tinyworld token_files tracking transcript
+        bpe chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
+        step_files textfiles tinyworld token_files tracking transcript workers
     """,
-    2: "dataset execution fingerprint guards kernels memory muon signals stages tokenizer",
-    3: "compiling gpt lora optim parallel prepare qwen reply same_run watch",
-    4: "dataloader loop saving sizes upstream",
-    5: "checkpoint_manager core_eval engine loss_eval planner probe",
-    6: "chat_eval export report server web",
+    2: "dataset execution fingerprint guards kernels memory muon npu_profiler signals stages tokenizer",
+    3: "gpt lora mixing optim parallel profiling qwen reply same_run tokenise watch",
+    4: "compiling loop prepare saving sizes upstream",
+    5: "checkpoint_manager core_eval dataloader engine planner probe",
+    6: "chat_eval export loss_eval report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}
 HIGHEST_FOR_TASKS = 2
 
 VENDOR = re.compile(r"\b(torch_npu|cuda|npu|nccl|hccl)\b")
-MAY_NAME_A_VENDOR = {"nanochat/ascend.py", "nanochat/device.py", "nanochat/kernels.py", "nanochat/npu_kernels.py"}
+MAY_NAME_A_VENDOR = {"nanochat/ascend.py", "nanochat/device.py", "nanochat/kernels.py", "nanochat/npu_kernels.py",
+                     "nanochat/npu_profiler.py"}  # fmt: skip
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/execution_child.py"}  # runs the model's programs, in a process of its own with limits
 

@@ -1,6 +1,8 @@
 """Chips by SoC version, the environment before loading and before collectives, ports, and errors in words."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -81,15 +83,43 @@ def test_each_timeout_exceeds_the_one_inside_it() -> None:
 def test_a_taken_port_of_a_block_is_named_with_a_free_block() -> None:
     base = ascend.free_block()
     assert base % 2 == 0
-    assert ascend.block_taken(base) == ""
+    assert ascend.hold_block(base) == 0
+    ascend.release_block(base)
     with socket.socket() as other:
         other.bind(("", base + 5))
         other.listen()
         assert ascend.port_taken(base + 5)
         assert ascend.free_block(base) == base + ascend.BLOCK
-        words = ascend.block_taken(base)
+        taken = ascend.hold_block(base)
+        words = ascend.block_words(base, taken)
     assert f"port {base + 5} is taken" in words
     assert f"use HCCL_IF_BASE_PORT={base + ascend.BLOCK}" in words
+
+
+A_JOB = """
+from nanochat import ascend
+print(ascend.free_block(hold=True), flush=True)
+input()
+"""
+
+
+def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> None:
+    """None binds its ports before all have chosen."""
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", A_JOB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    blocks = [int(job.stdout.readline()) for job in jobs if job.stdout]
+    assert len(set(blocks)) == 3
+    assert ascend.hold_block(blocks[0] + 7) == blocks[0] + 7  # part of it is as bad
+    assert ascend.free_block() not in blocks
+    jobs[0].kill()  # a job that is killed lets go too
+    for job in jobs:
+        job.communicate("\n")
+    assert ascend.hold_block(blocks[0]) == 0
+    assert ascend.free_block() != blocks[0]
+    assert ascend.hold_block(blocks[0]) == 0  # it is one's own still
+    ascend.release_block(blocks[0])
 
 
 def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
@@ -115,20 +145,26 @@ def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
         ("EI0002: the wait execution of the Notify register times out", "HCCL_EXEC_TIMEOUT"),
         ("dcmi model initialized failed, because the device is used. ret is -8005", "HwHiAiUser"),
         ("CAUTION: The operator 'aten::x' is not currently implemented for the NPU backend", "--kernels plain"),
+        ("Cannot re-initialize NPU in forked subprocess", "spawn"),
         ("tensor a must match tensor b", ""),
     ],
 )
 def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
     said = ascend.explain(failure)
     assert words in said if words else said == ""
+    chinese = ascend.explain(failure, "zh")
+    assert (bool(chinese) == bool(said) and chinese != said) or not said
 
 
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        ("libhccl.so: cannot open shared object file", "CANN is not in the environment"),
-        ("libascend_hal.so: cannot open shared object file", "install the driver"),
-        ("libtorch_npu.so: undefined symbol: _ZN3c10", "does not fit this torch or CANN"),
+        (
+            "libhccl.so: cannot open shared object file",
+            "a library of CANN is not found: its set_env.sh was not sourced; source setup_ascend.sh",
+        ),
+        ("libascend_hal.so: cannot open shared object file", "a library of the driver"),
+        ("libtorch_npu.so: undefined symbol: _ZN3c10", "built for another torch or CANN; bash setup_ascend.sh --fix"),
     ],
 )
 def test_what_a_failed_load_needs_is_said(failure: str, words: str) -> None:

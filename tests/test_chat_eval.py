@@ -14,7 +14,7 @@ from tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 from nanochat.chat_eval import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
 from nanochat.common import UserError
 from nanochat.conversation import Conversation, Part, chat
-from nanochat.device import Compute
+from nanochat.device import Compute, compute_cleanup
 from nanochat.engine import Engine, reply_parts
 from nanochat.sampling import Sampling
 
@@ -187,7 +187,7 @@ def on_rank(rank: int, folder: Path) -> None:
         evaluate(Words(), MODEL, TOKENIZER, on_cpu(rank, 2), Sampling(1.0, 20, max_tokens=5), samples=2),
     ]
     torch.save(scores, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    compute_cleanup()
 
 
 @pytest.mark.ranks

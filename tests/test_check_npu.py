@@ -1,7 +1,9 @@
 """check_npu.py on a host without NPU, on pretended ones, on broken ones, and on the emulated NPU."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import torch
 from ascend_hosts import make_host, smi_table
 
 import check_npu
-from tools_npu import device_checks, host, host_checks, lines, numerics, setup
+from tools_npu import device_checks, environment, host, host_checks, lines, numerics, setup
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +54,7 @@ def test_a_host_without_npu_gets_valid_json_exit_1_and_the_causes(tmp_path: Path
     assert all(cause["text"] and cause["remedy"] for cause in told["causes"])
     assert {check["status"] for check in told["checks"]} <= set(lines.STATUSES)
     assert all(check["text_zh"] for check in told["checks"])
+    assert all(cause["remedy"].isascii() and cause["remedy_zh"] for cause in told["causes"])
     assert told["checks"][-1]["status"] == SKIP
     assert sum(told["counts"].values()) == len(told["checks"])
 
@@ -71,6 +74,47 @@ def test_lines_name_cause_and_remedy_in_the_language_of_the_locale(tmp_path: Pat
     english = run("--lang", "en", **where)[1]
     assert "FAIL  driver: not installed" in english and "do: " in english
     assert english.splitlines()[-1].startswith("check_npu: ") and "failed: driver, cann" in english
+
+
+COMMAND = re.compile(
+    r"(bash|source|python|npu-smi|export|unset|ulimit) [\x20-\x7e]*"  # in ASCII: it is the same in both languages
+)
+
+
+def texts(node: ast.AST) -> list[str]:
+    """The constant parts of a string, a format's values as x."""
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+@pytest.mark.parametrize("file", ["check_npu.py", "tools_npu/host_checks.py", "tools_npu/device_checks.py"])
+def test_a_remedy_is_a_command_or_speaks_both_languages(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 4]
+    remedies = [node.args[4] for node in calls if getattr(node.func, "id", "") == "Line"]
+    assert remedies
+    for text in (text for node in remedies for text in texts(node)):
+        assert COMMAND.fullmatch(text), text
+    given = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    pairs = [node for node in [*remedies, *given] if isinstance(node, ast.Tuple) and len(node.elts) == 2]
+    for english, chinese in (pair.elts for pair in pairs):
+        for text in texts(english):
+            assert text.isascii(), text
+        for text in texts(chinese):
+            assert not text.isascii() or "{" in ast.unparse(chinese), text
+
+
+def test_variables_that_harm_are_mended_by_commands() -> None:
+    harmful = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64", "PYTORCH_NPU_ALLOC_CONF": "x",
+        "ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
+        "TASK_QUEUE_ENABLE": "0", "HCCL_CONNECT_TIMEOUT": "1", "HCCL_EXEC_TIMEOUT": "x", "CUDA_VISIBLE_DEVICES": "0",
+        "ASCEND_HOME_PATH": "/nowhere", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }  # fmt: skip
+    found = environment.lint(harmful, "2.13.0")
+    assert len(found) >= 11
+    assert [finding.remedy for finding in found if not COMMAND.fullmatch(finding.remedy)] == []
 
 
 def test_locale_decides_the_language() -> None:
@@ -143,7 +187,7 @@ def test_permission_refused_by_the_driver_names_the_group(tmp_path: Path) -> Non
     (tmp_path / "npu-smi").write_text("#!/bin/bash\necho 'dcmi init failed, ret is -8005'\nexit 1\n")
     (tmp_path / "npu-smi").chmod(0o755)
     (line,) = host_checks.smi({"PATH": f"{tmp_path}:/bin:/usr/bin"}, True)
-    assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.remedy
+    assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.do("en")
 
 
 def test_files_that_may_not_be_opened_fail() -> None:
@@ -190,7 +234,7 @@ def test_a_crash_in_a_check_is_a_finding_with_its_name(tmp_path: Path) -> None:
     )
     assert [(line.name, line.status) for line in found] == [("torch", PASS), ("rotary", FAIL)]
     assert "ended with code -11. EZ9999: inner error" in found[1].english
-    assert str(tmp_path / "log") in found[1].remedy
+    assert str(tmp_path / "log") in found[1].do("zh")
 
 
 def test_a_check_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +261,15 @@ class Told(device_checks.Output):
         ("libhccl.so: cannot open shared object file: No such file or directory", "CANN", "source setup_ascend.sh"),
         ("libascend_hal.so: cannot open shared object file", "driver", "source setup_ascend.sh"),
         ("/x/libtorch_npu.so: undefined symbol: _ZN3c10", "another torch or CANN", "bash setup_ascend.sh --fix"),
-        ("Two accelerators cannot be used at the same time in PyTorch: npu and cuda", "another accelerator", "CPU"),
+        (
+            "Two accelerators cannot be used at the same time in PyTorch: npu and cuda",
+            "one for CPUs",
+            "bash setup_ascend.sh --fix",
+        ),
+        ("/x/python: symbol lookup error: /x/libtorch_npu.so", "another torch or CANN", "bash setup_ascend.sh --fix"),
+        ("/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found", "another torch or CANN", "bash setup_ascend.sh"),
+        ("Failed to load the backend extension: torch_npu", "another torch or CANN", "bash setup_ascend.sh --fix"),
+        ("torch_npu: error code ERR00007", "another accelerator", "bash setup_ascend.sh --fix"),
         ("No module named 'torch_npu'", "not installed", "bash setup_ascend.sh"),
     ],
 )
@@ -231,7 +283,7 @@ def test_why_torch_npu_does_not_load_is_named(
     assert device_checks.load(told, "9.0.0") == ""
     line = told.lines[-1]
     assert (line.name, line.status) == ("torch_npu", FAIL)
-    assert words in line.english and remedy in line.remedy and raised in line.english
+    assert words in line.english and remedy in line.do("en") and raised in line.english
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +343,11 @@ def test_a_rank_that_fails_is_explained_by_its_error_code(capsys: pytest.Capture
     broken = (1, 1, "", "Traceback\nRuntimeError: EI0019: port 60000 has been bound")
     device_checks.report_collectives(told, [answers()[0], broken], 2)
     (line,) = told.lines
-    assert line.status == FAIL and "HCCL_IF_BASE_PORT=" in line.remedy and "rank 1" in line.english
+    assert (
+        line.status == FAIL
+        and all("HCCL_IF_BASE_PORT=" in line.do(language) for language in ("en", "zh"))
+        and "rank 1" in line.english
+    )
 
 
 # --- the emulated NPU ------------------------------------------------------------------------------

@@ -195,6 +195,32 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().err == "stopped\n"
 
 
+def unread(*command: str) -> tuple[int, str]:
+    """Exit code and errors of a program whose output nobody reads."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    return done.returncode, done.stderr
+
+
+def test_a_program_whose_reader_has_gone_ends_without_a_word() -> None:
+    assert unread("-m", "nanochat.planner", "--help") == (141, "")
+    assert unread("-m", "nanochat.planner", "--table") == (141, "")
+    assert unread("check_npu.py", "--help") == (-signal.SIGPIPE, "")
+
+
+def test_another_broken_pipe_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(cfg: Config) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "argv", ["script"])
+    with pytest.raises(BrokenPipeError):
+        common.run(main, Config)
+
+
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     common.log("one")
     common.warn("two")
@@ -214,6 +240,8 @@ def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
     assert end(UserError("no data"), monkeypatch) == 1
     assert waited == [common.RANK_0_SECONDS] and capsys.readouterr().err == "error: no data (rank 3)\n"
     assert end(None, monkeypatch, "--dept=3") == 2 and capsys.readouterr() == ("", "")
+    assert waited == 2 * [common.RANK_0_SECONDS]  # the parser's mistakes as well
+    assert end(None, monkeypatch, "--help") == 0 and len(waited) == 2
 
 
 @pytest.mark.ranks

@@ -137,8 +137,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         (
             BROKEN,
-            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (CANN is not in the "
-            "environment: source setup_ascend.sh)",
+            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (a library of CANN "
+            "is not found: its set_env.sh was not sourced; source setup_ascend.sh)",
         ),
         (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
         (NO_CARD, "torch_npu loaded, but sees no NPU"),

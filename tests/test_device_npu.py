@@ -152,7 +152,7 @@ def two_ranks(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Compute:
 
 
 def test_a_host_chooses_a_free_block_of_ports(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend, "free_block", lambda: 61040)
+    monkeypatch.setattr(ascend, "free_block", lambda hold: 61040)
     device._choose_port_block(two_ranks(0, monkeypatch))
     assert os.environ.pop("HCCL_IF_BASE_PORT") == "61040"  # this host's first rank is 2, its choice is not 61008
 
@@ -162,6 +162,7 @@ def test_a_block_that_is_given_and_taken_is_refused(card: Card, monkeypatch: pyt
     monkeypatch.setenv("HCCL_IF_BASE_PORT", str(base))
     device._choose_port_block(two_ranks(0, monkeypatch))
     assert os.environ["HCCL_IF_BASE_PORT"] == str(base)
+    ascend.release_block(base)
     with socket.socket() as other:
         other.bind(("", base))
         other.listen()

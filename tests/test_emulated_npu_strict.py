@@ -1,5 +1,6 @@
 """What the emulated chips refuse, as the hardware does, and what their host shows."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,18 @@ def test_the_log_counts_multi_tensor_operators_as_they_are_launched() -> None:
         torch._foreach_mul_([parameter.grad for parameter in parameters], 2.0)
     assert seen.operators["_fused_adamw"] == 50
     assert seen.operators["_foreach_mul"] == 2
+    gradients = [parameter.grad for parameter in parameters]
+    with log.record() as seen:  # overloads that the real package has no kernel for
+        torch._foreach_mul_(gradients, torch.tensor(2.0, device=NPU))
+        torch._foreach_lerp_(gradients, gradients, [0.5] * 50)
+    assert seen.operators == {"mul": 50, "lerp": 50}
+
+
+@on_npu(chip="910A")
+def test_a_first_generation_chip_has_no_multi_tensor_kernels() -> None:
+    with log.record() as seen:
+        torch._foreach_mul_([torch.ones(3, device=NPU) for _ in range(5)], 2.0)
+    assert seen.operators["_foreach_mul"] == 5
 
 
 @pytest.mark.npu
@@ -179,6 +192,17 @@ def test_without_the_launcher_the_stub_says_what_it_is(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "this torch_npu is an emulation" in done.stderr
+
+
+@pytest.mark.npu
+def test_another_torch_than_the_launchers_is_named(tmp_path: Path) -> None:
+    env = npu_environment(tmp_path)
+    env["NANOCHAT_EMULATED_NPU"] = json.dumps({**json.loads(env["NANOCHAT_EMULATED_NPU"]), "torch": "2.12.0"})
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch_npu"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"made for torch 2.12.0, and this Python has {torch.__version__}" in done.stderr
 
 
 @pytest.mark.npu

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from emulated_npu import worker
 from small_world import STAGES, stage_folder, up_to, words
-from test_scripts_ranks import STEPS
 from test_scripts_ranks import a_rank as a_stage
 from test_scripts_ranks import alone as alone  # the same few steps by one process on the CPU
 
@@ -62,6 +61,9 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps those that it has asked itself
+
+
 def figures(base: Path, name: str) -> dict[str, float]:
     """The numbers of a section of the report that a device should not change, by their place in it."""
     found: dict[str, float] = {}
@@ -73,7 +75,7 @@ def figures(base: Path, name: str) -> dict[str, float]:
         elif isinstance(value, list):
             for i, inner in enumerate(value):
                 walk(inner, f"{place}/{i}")
-        elif isinstance(value, int | float) and not any(word in place for word in ("second", "memory", "time")):
+        elif isinstance(value, int | float) and not any(word in place for word in LEFT_OUT):
             found[place] = float(value)
 
     walk(json.loads((base / "report" / "sections" / f"{name}.json").read_text()), "")
@@ -87,15 +89,20 @@ EVALUATIONS = {
 }
 
 
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("script", EVALUATIONS)
-def test_a_measurement_on_an_npu_is_that_on_the_cpu(script: str, alone: Path, tmp_path: Path) -> None:
+def test_a_measurement_on_npus_is_that_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
     section, flags = EVALUATIONS[script]
     measured = []
     for device in ("cpu", "npu"):
         base = tmp_path / device / "base"
         shutil.copytree(alone, base)
-        host = worker.npu_environment(tmp_path / "host", devices=1) if device == "npu" else dict(os.environ)
-        said = run([f"scripts.{script}", *flags], {**host, "NANOCHAT_BASE_DIR": str(base)})
+        host = worker.npu_environment(tmp_path / "host", devices=cards) if device == "npu" else dict(os.environ)
+        command = [f"scripts.{script}", *flags]
+        if device == "npu" and cards > 1:
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={cards}", "-m"]
+            command = [*launcher, command[0], "--", *flags]
+        said = run(command, {**host, "NANOCHAT_BASE_DIR": str(base)})
         assert ("device: npu Ascend910B3" in said) == (device == "npu")
         measured.append(figures(base, section))
     assert len(measured[0]) > 3
@@ -144,17 +151,6 @@ def test_the_page_is_served_from_an_npu(alone: Path, tmp_path: Path) -> None:
     assert answer is not None, said
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert "npu Ascend910B3" in said
-
-
-def test_torchrun_on_two_npus_gives_the_losses_of_one_cpu_process(
-    alone: Path, base_folder: Path, tmp_path: Path
-) -> None:
-    up_to("base", alone, base_folder)
-    program = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*program, "-m", "scripts.base_train", "--", *words("base", num_iterations=STEPS, eval_every=STEPS)]
-    said = run(command, worker.npu_environment(tmp_path))
-    assert "2 ranks over hccl" in said
-    check_equal_metrics(alone, base_folder, "base")
 
 
 def test_a_910a_trains_in_fp16_with_a_loss_scale(alone: Path, base_folder: Path, tmp_path: Path) -> None:

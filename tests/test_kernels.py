@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import kernels
+from nanochat import blocked_attention, kernels
 from nanochat.blocked_attention import BlockedAttention
+from nanochat.plain_attention import _band
 
 CPU = torch.device("cpu")
 
@@ -59,15 +60,15 @@ def test_attend_at_the_edges_of_its_blocks(T: int, window: int) -> None:
 
 
 def test_attend_makes_no_mask_that_grows_with_the_sequence() -> None:
-    kernels._band.cache_clear()
+    _band.cache_clear()
     for T in (100, 200, 300):
         kernels.attend(*(draw(1, T, 1, 4) for _ in range(3)), 16)
-    assert kernels._band.cache_info().currsize == 1
-    assert kernels._band(16, CPU).shape == (16, 32)
+    assert _band.cache_info().currsize == 1
+    assert _band(16, CPU).shape == (16, 32)
 
 
 def test_attend_first_used_for_inference_can_be_trained_afterwards() -> None:
-    kernels._band.cache_clear()
+    _band.cache_clear()
     q, k, v = (draw(1, 24, 2, 4, seed=i) for i in range(3))
     with torch.inference_mode():
         kernels.attend(q, k, v, 8)
@@ -92,15 +93,44 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
         torch.testing.assert_close(x.grad.double(), reference.grad, atol=5e-6, rtol=1e-5)
 
 
+def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> torch.Tensor:
+    """Windowed attention as within a compiled model, without a compiler: 64 keys, two heads at a time."""
+    monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
+    monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        return kernels.attend(*tensors, 64)
+
+
 def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    q, k, v = (draw(1, 200, 4, 8, seed=i).bfloat16().requires_grad_() for i in range(3))
-    out = kernels.attend(q, k, v, 64)
+    q, k, v = (draw(1, 200, 4, 8, seed=i).bfloat16() for i in range(3))
+    leaves, exact_leaves = (
+        [x.to(kind, copy=True).requires_grad_() for x in (q, k, v)] for kind in (torch.bfloat16, torch.float)
+    )
+    out = attend_as_if_compiled(monkeypatch, *leaves)
     assert "BlockedAttention" in str(out.grad_fn)
-    exact = kernels.attend(q.float(), k.float(), v.float(), 64)
+    exact = kernels.attend(*exact_leaves, 64)
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
-    shared = kernels.attend(q, k[:, :, :2], v[:, :, :2], 64)  # grouped heads go torch's way
-    assert "BlockedAttention" not in str(shared.grad_fn)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        out.float().square().sum().backward()
+    exact.square().sum().backward()
+    for ours, reference in zip(leaves, exact_leaves, strict=True):
+        torch.testing.assert_close(ours.grad.float(), reference.grad, atol=0.05, rtol=0.05)
+    shared = attend_as_if_compiled(monkeypatch, leaves[0], leaves[1][:, :, :2], leaves[2][:, :, :2])
+    assert "BlockedAttention" not in str(shared.grad_fn)  # grouped heads go torch's way
+
+
+def test_a_compiled_model_keeps_no_attention_weights_for_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
+    q, k, v = (draw(1, 256, 2, 8, seed=i).bfloat16().requires_grad_() for i in range(3))
+    fast = torch.compile(lambda *x: kernels.attend(*x, 256) * 2, backend="aot_eager_decomp_partition", dynamic=False)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = fast(q, k, v)
+    assert kept and max(x.numel() for x in kept) <= q.numel()  # two heads' weights are 64 times a head's queries
+    out.sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_cache_mask_marks_the_window_before_each_place() -> None:

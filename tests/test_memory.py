@@ -1,6 +1,9 @@
 """Running out of memory: how it is recognised, and the next value to try."""
 
+import platform
+import resource
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,3 +74,37 @@ def test_the_peak_counts_from_the_start_of_the_watch(monkeypatch: pytest.MonkeyP
     assert memory.peak(CUDA) == 77
     assert calls == ["empty", "reset", "wait"]
     memory.start_watch(on_cpu())  # the host has nothing to reset
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(4096, True), (8192, False)])
+def test_large_passes_on_a_cpu_make_cheap_values_again(tokens: int, kept: bool) -> None:
+    """A norm that feeds a matmul is kept for its gradient, unless the pass is too large for the caches."""
+    weight = torch.ones(16, 8, requires_grad=True)
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x * 2, (8,)) @ weight.mT
+
+    x = torch.ones(64, 8, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    torch.compiler.reset()
+    fast = torch.compile(work, backend="aot_eager_decomp_partition", dynamic=False)
+    with memory.saving(tokens, on_cpu()), torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t) or t, lambda t: t
+    ):  # fmt: skip
+        out = fast(x)
+    wide = [t for t in saved if t.shape == x.shape]
+    assert (len(wide) > 1) is kept  # the input, and what the norm made of it
+    (gradient,) = torch.autograd.grad(out.sum(), weight)
+    torch.testing.assert_close(gradient, torch.full((16, 8), 64.0))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
+def test_trim_gives_freed_memory_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+    blocks = [b"x" * 2**14 for _ in range(4096)]  # 64 MB in blocks too small to be mapped by themselves
+    del blocks[:-1]  # the last one keeps the heap from shrinking by itself
+    before = resident()
+    memory.trim()
+    assert before - resident() > 2**25

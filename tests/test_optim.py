@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanochat import schedule
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import ADAMW_SHARE, Optimizers, Rates
+from nanochat.optim import ADAMW_SHARE, Optimizers, Rates, for_run
 
 DIM = 48
 # role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours)
@@ -62,9 +63,39 @@ def test_rates_and_scale_reach_their_roles() -> None:
     _, optimizers = model_and_optimizers(scale=10, rates=rates)
     width = math.sqrt(768 / DIM)
     by_role = [group["lr"] for group in optimizers.adamw.param_groups]
-    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 2])
+    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 16])
     assert optimizers.muon.param_groups[0]["lr"] == 30
     assert optimizers.muon.param_groups[0]["weight_decay"] == 5
+
+
+def test_large_and_long_runs_keep_upstreams_rates() -> None:
+    """A run of the reference's batch and horizon: 12 tokens for each of its parameters."""
+    reference = 12 * schedule.REFERENCE_SCALING_PARAMETERS
+    assert for_run(Rates(), 2**19, round(reference / 2**19), 12) == Rates(weight_decay=pytest.approx(0.28, rel=1e-3))
+    assert schedule.table_momentum(round(reference / 2**19)) == 0.8
+
+
+def test_a_short_run_of_small_batches_has_rates_of_its_own() -> None:
+    short = for_run(Rates(), 4096, 200, 12)
+    assert (short.matrix_lr, short.embedding_lr, short.unembedding_lr) == (0.04, 0.3, 0.008)
+    assert short.scalar_lr == pytest.approx(0.5 * (4096 / 2**19) ** 0.5)
+    assert for_run(Rates(matrix_optimizer="adamw"), 4096, 200, 12).matrix_lr == 0.02  # fitted by itself
+
+
+def test_only_tables_and_head_take_the_runs_momentum() -> None:
+    model, _ = model_and_optimizers()
+    roles = model.parameter_roles()
+    optimizers = Optimizers(model, roles, DIM, Rates(), 1.0, torch.float32, table_momentum=0.0)
+    betas = {group["role"]: group["betas"] for group in optimizers.adamw.param_groups}
+    assert betas == {
+        role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding") else published
+        for role, (_, _, published, _, _) in PUBLISHED.items()
+    }
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fill_gradients(model, 1)
+    optimizers.step()
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_adamw_steps_equal_the_formulas() -> None:

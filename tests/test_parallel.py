@@ -90,7 +90,7 @@ def small_things(compute: Compute) -> dict[str, Any]:
 
 
 def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
-    """Three steps through loop.compiled, with dynamo and autograd but no generated code, which takes the time."""
+    """Three steps through compiling.compiled, with dynamo and autograd but no generated code, which takes the time."""
     real, said = torch.compile, []
 
     def quick(function: Any, **rest: Any) -> Any:
@@ -104,7 +104,9 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
         patch.setattr(device, "compiler_missing", lambda compute: "")
         patch.setattr(compiling, "warn", said.append)
         model, optimizers = make(compute)
-        fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, model.blocks)
+        fast = compiling.compiled(
+            model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head]
+        )
         losses = [
             loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
         ]

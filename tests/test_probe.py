@@ -106,7 +106,7 @@ def probed(compute: Compute, mode: Sharding = "grad") -> dict[str, Any]:
         patch.setattr(type(model), "forward", watched)
         patch.setattr(memory, "peak", lambda compute: 10 * seen[-1])
         device = replace(compute, device_type="card", device=torch.device("cpu"))
-        found = probe.fit(BATCH, "auto", model, optimizers, CONFIG.sequence_len, device)
+        found = probe.fit(replace(BATCH, probe=True), model, optimizers, CONFIG.sequence_len, device)
         calls = list(seen)
     assert all(parameter.grad is None for parameter in model.parameters())
     for step in range(2):
@@ -143,5 +143,6 @@ def test_ranks_probe_together(mode: Sharding) -> None:
 def test_nothing_is_probed_on_a_cpu_or_where_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "largest", lambda *_: pytest.fail("probed"))
     model, optimizers = make(CPU)
-    assert probe.fit(BATCH, "auto", model, optimizers, 16, CPU) is BATCH
-    assert probe.fit(BATCH, 4, model, optimizers, 16, replace(CPU, device_type="cuda")) is BATCH
+    automatic = replace(BATCH, probe=True)
+    assert probe.fit(automatic, model, optimizers, 16, CPU) is automatic
+    assert probe.fit(BATCH, model, optimizers, 16, replace(CPU, device_type="cuda")) is BATCH

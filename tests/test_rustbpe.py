@@ -1,70 +1,27 @@
-"""The trainer against a slow reference, the published rustbpe and tiktoken; its API and every bad input."""
+"""The trainer against a slow reference, the published rustbpe and tiktoken; its API and the process around it."""
 
 import itertools
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
 import threading
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import regex
 import rustbpe
 import tiktoken
+from rustbpe_texts import GPT4, NANOCHAT, PATTERNS, texts_of, trained
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = "0.1.0"
-
-NANOCHAT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")
-PATTERNS = {"gpt4": GPT4, "nanochat": NANOCHAT}
-
-ENGLISH = "the cat sat on a mat because it was tired and the dog didn't care I've seen What's that HE'LL stop ſ".split()
-CHINESE = "今天天气很好我们去公园散步他说中国的首都是北京她喜欢喝茶〇一二三，。！？「」、　"
-CODE = ["def f(x):", "\n    return x", " += 1", "if (a[i] != b) {", "}\n", "\t//", " ->", "::", "#include <a.h>\r\n"]
-EMOJI = "😀😃🎉👩‍👩‍👧🏽é̈ñ🇫🇷"
-SPACES = [" ", "  ", "\n", "\r\n", "\t", " \n \n", "\u3000", "\u00a0", "     ", "\n\n\n"]
-
-
-def sentence(rng: random.Random) -> str:
-    """A few words of one kind, or any assigned characters."""
-    kind = rng.randrange(8)
-    if kind == 0:
-        return " ".join(rng.choices(ENGLISH, k=rng.randrange(1, 12))) + rng.choice(".,!?;")
-    if kind == 1:
-        return "".join(rng.choices(CHINESE, k=rng.randrange(1, 30)))
-    if kind == 2:
-        return "".join(rng.choices(CODE, k=rng.randrange(1, 6)))
-    if kind == 3:
-        return str(rng.randrange(10 ** rng.randrange(1, 12)))
-    if kind == 4:
-        return rng.choice(["a", "ab", "汉", "!", "0", "=", " ", "\n", "😀"]) * rng.randrange(1, 60)
-    if kind == 5:
-        return "".join(rng.choices(EMOJI, k=rng.randrange(1, 8)))
-    if kind == 6:
-        return "".join(rng.choices(SPACES, k=rng.randrange(1, 4)))
-    points = (chr(rng.randrange(1, 0x20000)) for _ in range(6))
-    return "".join(char for char in points if unicodedata.category(char) not in ("Cn", "Cs"))
-
-
-def texts_of(seed: int, count: int) -> list[str]:
-    rng = random.Random(seed)
-    return ["".join(sentence(rng) for _ in range(rng.randrange(8))) for _ in range(count)]
-
-
-def trained(texts: list[str], vocab_size: int, pattern: str | None = None, **options: int) -> rustbpe.Tokenizer:
-    tokenizer = rustbpe.Tokenizer()
-    tokenizer.train_from_iterator(iter(texts), vocab_size, pattern=pattern, **options)
-    return tokenizer
 
 
 def replaced(ids: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[int, ...]:
@@ -262,73 +219,68 @@ def test_threads_may_share_a_tokenizer_even_while_it_trains() -> None:
     assert tokenizer.get_mergeable_ranks()[256:] == [(b"xx", 256), (b"xxxx", 257)]
 
 
-# --- bad input -----------------------------------------------------------------------------------
+def test_numpy_gives_the_same_tokens() -> None:
+    texts = [*texts_of(seed=6, count=2000), ""]
+    values = [bytes([value]) for value in range(256)]
+    many = rustbpe.Tokenizer.from_ranks([*values, *(first + second for first in values for second in values)], GPT4)
+    for tokenizer, dtype in ((trained(texts_of(seed=5, count=200), 600), np.uint16), (many, np.uint32)):
+        expected = tokenizer.batch_encode(texts)
+        for threads in (None, 1, 3):
+            ids, ends = tokenizer.batch_encode_numpy(texts, threads)
+            assert ids.dtype == dtype and ends.dtype == np.uint64
+            assert [part.tolist() for part in np.split(ids, ends[:-1].astype(int))] == expected
+        assert tokenizer.encode_numpy(texts[3]).tolist() == expected[3]
+    assert [len(array) for array in many.batch_encode_numpy([])] == [0, 0]
 
 
-def interrupted() -> Iterator[str]:
-    yield "abab"
-    raise KeyError("mine")
+def test_known_tokens_make_the_same_tokenizer() -> None:
+    tokenizer = trained(texts_of(seed=5, count=400), 2000, NANOCHAT)
+    ranks = [token for token, _ in tokenizer.get_mergeable_ranks()]
+    again = rustbpe.Tokenizer.from_ranks(ranks, NANOCHAT)
+    assert (again.get_merges() == tokenizer.get_merges()).all() and again.get_pattern() == NANOCHAT
+    made = [ranks[left] + ranks[right] for left, right in tokenizer.get_merges().tolist()]
+    assert made == ranks[256:]
+    small = rustbpe.Tokenizer.from_ranks(ranks, NANOCHAT, cache_bytes=0)
+    texts = texts_of(seed=6, count=500)
+    assert again.batch_encode(texts) == small.batch_encode(texts) == tokenizer.batch_encode(texts)
 
 
-BAD_TRAINING: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
-    "uncovered": (lambda: ["ab", "汉字 cd"], {"pattern": r"\w+"}, ValueError, r"item 1 .*character 2 \(\" cd\"\)"),
-    "empty pattern": (lambda: ["ab"], {"pattern": ""}, ValueError, "does not cover the text.*character 0"),
-    "broken pattern": (lambda: ["ab"], {"pattern": "(a"}, ValueError, "valid regular expression.*parenthesis"),
-    "hopeless pattern": (lambda: [" " * 2_000_000 + "x"], {}, ValueError, "item 0 .*could not be matched"),
-    "pattern bytes": (lambda: ["ab"], {"pattern": b"a"}, TypeError, "str"),
-    "pattern surrogate": (lambda: ["ab"], {"pattern": "\ud800"}, UnicodeEncodeError, "position 0"),
-    "small vocabulary": (lambda: ["ab"], {"vocab_size": 255}, ValueError, "vocab_size .*from 256 .*got 255"),
-    "negative vocabulary": (lambda: ["ab"], {"vocab_size": -1}, ValueError, "got -1"),
-    "huge vocabulary": (lambda: ["ab"], {"vocab_size": 2**70}, ValueError, f"got {2**70}"),
-    "vocabulary text": (lambda: ["ab"], {"vocab_size": "300"}, TypeError, "vocab_size .*int, got str"),
-    "no buffer": (lambda: ["ab"], {"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
-    "negative buffer": (lambda: ["ab"], {"buffer_size": -5}, ValueError, "got -5"),
-    "bytes": (lambda: ["ab", b"ab"], {}, TypeError, "item 1 of iterator must be str, got bytes"),
-    "None": (lambda: ["ab", "c", None], {"buffer_size": 1}, TypeError, "item 2 .*got NoneType"),
-    "one text": (lambda: "abab", {}, TypeError, r"iterable of str, got one str: give \[text\]"),
-    "no iterable": (lambda: 5, {}, TypeError, "not iterable"),
-    "surrogate": (lambda: ["ab", "汉\udc80"], {}, UnicodeEncodeError, r"position 1: .*\(item 1 of iterator\)"),
-    "its own exception": (interrupted, {}, KeyError, "mine"),
-}
+def test_pickles_are_the_same_tokenizer() -> None:
+    for tokenizer in (rustbpe.Tokenizer(), trained(texts_of(seed=5, count=100), 700)):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert again.get_mergeable_ranks() == tokenizer.get_mergeable_ranks()
+        assert again.get_pattern() == tokenizer.get_pattern()
 
 
-@pytest.mark.parametrize("name", BAD_TRAINING)
-def test_bad_training_input_raises_and_changes_nothing(name: str) -> None:
-    texts, options, error, message = BAD_TRAINING[name]
-    tokenizer = trained(["hello hello"], 258)
-    ranks = tokenizer.get_mergeable_ranks()
-    with pytest.raises(error, match=message):
-        tokenizer.train_from_iterator(texts(), **{"vocab_size": 300, **options})
-    assert tokenizer.get_mergeable_ranks() == ranks
-    assert tokenizer.get_pattern() == GPT4
+def test_files_train_as_their_texts_do(tmp_path: Path) -> None:
+    texts = texts_of(seed=4, count=60)
+    paths = [tmp_path / f"{number}.txt" for number in range(60)]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text.encode())
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_files(paths, 900)
+    assert tokenizer.get_mergeable_ranks() == trained(texts, 900).get_mergeable_ranks()
+    paths[7].write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"7\.txt is not UTF-8: byte 2"):
+        tokenizer.train_from_files(paths, 900)
+    with pytest.raises(FileNotFoundError, match=r"no\.txt"):
+        tokenizer.train_from_files([tmp_path / "no.txt"], 900)
+    paths[7].write_text("a!")
+    with pytest.raises(ValueError, match=r"\.txt: pattern does not cover"):
+        tokenizer.train_from_files(paths, 900, pattern=r"\w+")
 
 
-BAD_CALLS: dict[str, tuple[str, Any, type[Exception], str]] = {
-    "encode None": ("encode", None, TypeError, "text must be str, got NoneType"),
-    "encode bytes": ("encode", b"ab", TypeError, "text must be str, got bytes"),
-    "encode surrogate": ("encode", "ab\udfff", UnicodeEncodeError, "position 2"),
-    "encode uncovered": ("encode", "ab cd", ValueError, r"character 2 \(\" cd\"\)"),
-    "batch None": ("batch_encode", ["ab", None], TypeError, "item 1 of texts must be str, got NoneType"),
-    "batch text": ("batch_encode", "ab", TypeError, r"give \[text\]"),
-    "batch surrogate": ("batch_encode", ["ab", "\ud800"], UnicodeEncodeError, "item 1 of texts"),
-    "batch uncovered": ("batch_encode", ["ab", "ab", "a-"], ValueError, "item 2 of texts: .*character 1"),
-    "unknown id": ("decode", [97, 258], ValueError, "unknown token id 258 at index 1: ids run from 0 to 257"),
-    "negative id": ("decode", [-1], ValueError, "unknown token id -1 at index 0"),
-    "huge id": ("decode", [2**70], ValueError, f"unknown token id {2**70} at index 0"),
-    "id text": ("decode", "ab", TypeError, "item 0 of ids must be int, got str"),
-    "id float": ("decode", [97, 1.5], TypeError, "item 1 of ids must be int, got float"),
-    "no ids": ("decode", None, TypeError, "not iterable"),
-    "half a character": ("decode", [97, 228, 189], UnicodeDecodeError, "position 1-2"),
-    "a surrogate's bytes": ("decode", [237, 160, 128], UnicodeDecodeError, "position 0"),
-}
+def test_progress_is_told_and_may_stop_it() -> None:
+    told: list[tuple[str, int]] = []
+    texts = texts_of(seed=4, count=300)
+    rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=lambda *now: told.append(now))
+    assert told[0] == ("read", 300) and told[-1] == ("merge", 700 - 256)
 
+    def stop(stage: str, done: int) -> None:
+        raise RuntimeError(f"enough of {stage}")
 
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_input_raises(name: str) -> None:
-    method, argument, error, message = BAD_CALLS[name]
-    tokenizer = trained(["abab"], 258, r"\w+")
-    with pytest.raises(error, match=message):
-        getattr(tokenizer, method)(argument)
+    with pytest.raises(RuntimeError, match="enough of read"):
+        rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=stop)
 
 
 # --- the process around it -----------------------------------------------------------------------

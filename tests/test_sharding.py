@@ -131,7 +131,9 @@ def test_a_group_is_gathered_once_and_reduced_once_a_step(passes: int) -> None:
         }  # fmt: skip
         assert counted["none"] == {"allreduce_": GROUPS + 1, "allgather_": shapes}
         assert counted["full"]["_reduce_scatter_base_"] == GROUPS * passes
-        assert counted["full"]["_allgather_base_"] == 2 * GROUPS * passes  # for each direction
+        # For each direction; torch 2.7 keeps the outermost group from the one to the other.
+        kept = 1 if torch.__version__.startswith("2.7.") else 0
+        assert counted["full"]["_allgather_base_"] == (2 * GROUPS - kept) * passes
 
 
 def order(compute: Compute) -> list[str]:

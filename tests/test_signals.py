@@ -11,7 +11,7 @@ from rank_pool import Pool
 from small_world import STAGES, run_stage, shrink, stage_folder
 from tiny_model import on_cpu
 
-from nanochat import chat_eval, loop, loss_eval, signals
+from nanochat import chat_eval, compiling, loop, loss_eval, signals
 from nanochat.device import Compute
 from nanochat.tracking import read_metrics
 
@@ -89,7 +89,7 @@ def pressed_in(patch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> N
 
 
 PLACES = [("update", loop, "update", 7, 7), ("evaluation", loss_eval, "bits_per_byte", 1, 10),
-          ("last evaluation", loss_eval, "bits_per_byte", 2, 20), ("compilation", loop, "compiled", 1, 0)]  # fmt: skip
+          ("last evaluation", loss_eval, "bits_per_byte", 2, 20), ("compilation", compiling, "compiled", 1, 0)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("place", "name", "call", "step"), [case[1:] for case in PLACES], ids=[c[0] for c in PLACES])

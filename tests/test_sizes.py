@@ -1,6 +1,7 @@
 """What `auto` means, by depth, corpus, device and memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,38 @@ def test_a_step_as_given() -> None:
 def test_a_lowered_device_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8))
     assert "device_batch_size: lowered from 8 to 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("asked", "passes"), [("auto", 1), ("auto", 2), ("auto", 4), ("auto", 32), (8, 4), (64, 1)])
+def test_passes_that_agree_are_taken_and_an_automatic_pass_follows_from_them(asked: Any, passes: int) -> None:
+    batch = sizes.batch(8192, asked, SHAPE, 10**6, None, "x", CUDA, passes)
+    assert batch == Batch(8192, 32, 32 // passes, passes, probe=False)
+
+
+def test_only_a_pass_of_which_nothing_was_said_is_probed() -> None:
+    assert sizes.batch(8192, "auto", SHAPE, 10**6, None, "x", CPU).probe
+    assert not sizes.batch(8192, 8, SHAPE, 10**6, None, "x", CPU).probe
+
+
+@pytest.mark.parametrize(
+    ("asked", "passes", "world_size", "says"),
+    [
+        (8, 2, 1, r"must be 8,192 / \(8 x 256\) = 4, since a step of 8,192 tokens = 4 pass\(es\) x 8 rows x 256 tokens "
+                  r"x 1 rank\(s\); got 2\. Leave it out, or take --device_batch_size=16"),
+        (4, 3, 2, r"must be 8,192 / \(4 x 512\) = 4, .* x 2 rank\(s\); got 3\. .* take --total_batch_size=6144"),
+        (64, 2, 1, r"must be 8,192 / \(32 x 256\) = 1, .* got 2\. Leave it out, or take --device_batch_size=16"),
+        ("auto", 3, 1, r".* got 3\. Leave it out, or take --total_batch_size=6144"),
+        ("auto", 100, 1, r".* \(1 x 256\) = 32, .* got 100\. Leave it out, or take --total_batch_size=25600"),
+        ("auto", 0, 1, r".* got 0\. Leave it out\."),
+    ],
+)  # fmt: skip
+def test_passes_that_do_not_agree_are_refused_with_the_arithmetic(
+    asked: Any, passes: int, world_size: int, says: str
+) -> None:
+    compute = replace(CUDA, world_size=world_size)
+    with pytest.raises(UserError, match=f"gradient_accumulation_steps {says}") as refused:
+        sizes.batch(8192, asked, SHAPE, 10**6, None, "x", compute, passes)
+    assert refused.value.exit_code == 2
 
 
 def test_a_step_that_leaves_a_remainder_is_refused() -> None:

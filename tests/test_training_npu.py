@@ -87,6 +87,16 @@ def test_fp16_training_on_a_910a_is_close_to_fp32() -> None:
 
 
 @on_npu(chip="910A", devices=1)
+def test_plain_kernels_train_a_910a_in_fp16_without_counting_their_masks_as_overflows() -> None:
+    compute = device.compute_init("npu")
+    kernels.select("plain", compute)
+    try:
+        compare(compute, loss=0.05, parameters=float("inf"))
+    finally:
+        kernels.select("auto", compute)
+
+
+@on_npu(chip="910A", devices=1)
 def test_an_overflow_that_saturates_skips_the_update_and_halves_the_scale() -> None:
     compute = device.compute_init("npu")
     scale = LossScale(2.0**40, 0, True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -23,22 +22,8 @@ from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 HCCL_SECONDS = 240
 MATMUL_SECONDS = 1.0  # what one matmul of the speed test may take at most: an emulated card is slow
 
-# What importing torch_npu says, and what it means: English, Chinese, remedy.
-LOADING = (
-    (r"libascend_hal|libdrvdsmi|libdcmi|libdrv",
-     "a library of the driver is not found: no driver, or its lib64 folders are not on LD_LIBRARY_PATH",
-     "找不到驱动的库：未安装驱动，或 LD_LIBRARY_PATH 中没有驱动的 lib64 目录", "source setup_ascend.sh"),
-    (r"lib\w+\.so[\w.]*: cannot open",
-     "a library of CANN is not found: its set_env.sh was not sourced", "找不到 CANN 的库：尚未执行 set_env.sh",
-     "source setup_ascend.sh"),
-    (r"undefined symbol|version `\S+' not found|symbol lookup",
-     "torch_npu was built for another torch or CANN", "torch_npu 与 torch 或 CANN 版本不匹配",
-     "bash setup_ascend.sh --fix"),
-    (r"Two accelerators|ERR00007",
-     "torch sees another accelerator on this host", "torch 同时看到了其他加速卡",
-     "安装 CPU 版 torch，或使用该设备 / install torch for CPUs: bash setup_ascend.sh --fix"),
-    (r"No module named 'torch_npu'", "torch_npu is not installed", "未安装 torch_npu", "bash setup_ascend.sh"),
-)  # fmt: skip
+UPDATE = ("update CANN and torch_npu; until then NANOCHAT_KERNELS=plain",
+          "升级 CANN 与 torch_npu；在此之前可用 NANOCHAT_KERNELS=plain")  # fmt: skip
 
 
 class Output:
@@ -67,6 +52,8 @@ def first_line(failure: BaseException) -> str:
 
 def load(out: Output, cann: str) -> str:
     """Import torch and torch_npu, and judge the pair; the version of torch_npu, "" if it cannot be used."""
+    from nanochat import ascend
+
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else `import torch` itself fails where CANN is missing
     out.begin("torch")
     try:
@@ -80,14 +67,11 @@ def load(out: Output, cann: str) -> str:
     try:
         import torch_npu
     except Exception as failure:  # as above
-        words = str(failure)
-        for pattern, english, chinese, remedy in LOADING:
-            if re.search(pattern, words):
-                told = first_line(failure)
-                out.line(Line("torch_npu", FAIL, f"{english}: {told}", f"{chinese}：{told}", remedy))
-                return ""
         traceback.print_exc()
-        out.line(Line("torch_npu", FAIL, first_line(failure), first_line(failure), "bash setup_ascend.sh --fix"))
+        english, chinese, remedy = ascend.why_not_loaded(str(failure))
+        told = first_line(failure)
+        out.line(Line("torch_npu", FAIL, f"{english}: {told}" if english else told,
+                      f"{chinese}：{told}" if chinese else told, remedy or "bash setup_ascend.sh --fix"))  # fmt: skip
         return ""
     version = str(torch_npu.__version__)
     pair = versions.pair_fits(torch.__version__, version)
@@ -96,7 +80,8 @@ def load(out: Output, cann: str) -> str:
     fit = versions.cann_fits(version, cann)
     out.line(Line("torch_npu and CANN", fit.status, fit.english or f"{version} goes with {cann}",
                   fit.chinese or f"{version} 与 {cann} 匹配",
-                  "bash setup_ascend.sh (它会选择匹配的 torch_npu / it picks the torch_npu that fits)"))  # fmt: skip
+                  ("bash setup_ascend.sh (it picks the torch_npu that fits)",
+                   "bash setup_ascend.sh（会选择匹配的 torch_npu）")))  # fmt: skip
     return version if pair.status == PASS else ""
 
 
@@ -119,8 +104,9 @@ def open_card(out: Output) -> int:
         free, memory = torch.npu.mem_get_info(0)
     except Exception as failure:  # whatever the driver says is the finding
         told = first_line(failure)
-        words = ascend.explain(str(failure))
-        out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", words or "npu-smi info"))
+        words = (ascend.explain(str(failure)), ascend.explain(str(failure), "zh"))
+        remedy = words if words[0] else "npu-smi info"
+        out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", remedy))
         return 0
     chip = ascend.chip_of(soc)
     known = chip.name if chip else "?"
@@ -130,31 +116,33 @@ def open_card(out: Output) -> int:
     out.line(Line("npu:0", status, what + ("" if total == 4950 else "; 0 + ... + 99 is not 4950 there"), what,
                   "npu-smi info", data))  # fmt: skip
     if words := ascend.in_use(0, free, memory):
-        out.line(Line("npu:0 memory", WARN, words, words, "python check_npu.py --processes"))
+        chinese = ascend.in_use(0, free, memory, "zh")
+        out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
     return count
 
 
 # --- numerics --------------------------------------------------------------------------------------
 
 
-def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], Any, str]]:
-    """(name, check, format, why it is left out) of every operation that training or inference needs here."""
+def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], Any, tuple[str, str]]]:
+    """(name, check, format, why it is left out in both languages) of every operation that is needed here."""
     import torch
 
     from tools_npu import numerics as check
 
     short = str(dtype).removeprefix("torch.")
     trains = chip is None or chip.trains
-    only_inference = "" if trains else "an inference card: no backward operators"
-    bf16 = "" if chip is None or chip.bf16 else f"a {chip.name} has no bf16"
-    yield "pinned copy", check.there_and_back, torch.float32, ""
+    no = ("", "")
+    only_inference = no if trains else ("an inference card: no backward operators", "推理卡：没有反向算子")
+    bf16 = no if chip is None or chip.bf16 else (f"a {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
+    yield "pinned copy", check.there_and_back, torch.float32, no
     yield "matmul float16", lambda: check.matmul(torch.float16), torch.float16, only_inference
-    yield "matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16 or only_inference
-    yield f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype, ""
+    yield "matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16 if bf16[0] else only_inference
+    yield f"stacked matmul {short}", lambda: check.stacked_matmul(dtype), dtype, no
     yield f"attention causal {short}", lambda: check.attend(dtype, 255), dtype, only_inference
     yield f"attention band {short}", lambda: check.attend(dtype, 64), dtype, only_inference
     yield f"attention grouped {short}", lambda: check.attend(dtype, 255, kv_heads=2), dtype, only_inference
-    yield f"attention decode {short}", lambda: check.decode(dtype), dtype, ""
+    yield f"attention decode {short}", lambda: check.decode(dtype), dtype, no
     yield f"rms norm {short}", lambda: check.norm(dtype), dtype, only_inference
     yield f"rotary {short}", lambda: check.rotary(dtype), dtype, only_inference
     yield f"chunked loss {short}", lambda: check.loss(dtype), dtype, only_inference
@@ -167,21 +155,31 @@ def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
 
     for name, check, kind, left_out in numerics(chip, dtype):
         out.begin(name)
-        if left_out:
-            out.line(Line(name, SKIP, left_out, left_out))
+        if left_out[0]:
+            out.line(Line(name, SKIP, *left_out))
             continue
         try:
             wrong = check()
         except Exception as failure:  # one operation that fails must not hide the others
             traceback.print_exc()
             told = f"{type(failure).__name__}: {first_line(failure)}"
-            out.line(Line(name, FAIL, told, told, "NANOCHAT_KERNELS=plain; bash setup_ascend.sh --fix"))
+            out.line(
+                Line(
+                    name,
+                    FAIL,
+                    told,
+                    told,
+                    (
+                        "bash setup_ascend.sh --fix; until it works NANOCHAT_KERNELS=plain",
+                        "bash setup_ascend.sh --fix；在此之前可用 NANOCHAT_KERNELS=plain",
+                    ),
+                )
+            )
             continue
         allowed = TOLERANCE[kind]
         text = f"error {wrong:.1e}, allowed {allowed:.0e}"
         out.line(Line(name, PASS if wrong <= allowed else FAIL, text, f"误差 {wrong:.1e}，允许 {allowed:.0e}",
-                      "升级 CANN 与 torch_npu / update CANN and torch_npu; NANOCHAT_KERNELS=plain",
-                      {"error": wrong, "allowed": allowed}))  # fmt: skip
+                      UPDATE, {"error": wrong, "allowed": allowed}))  # fmt: skip
 
 
 # --- speed -----------------------------------------------------------------------------------------
@@ -221,7 +219,8 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
     text = f"{tflops:.3g} TFLOP/s in {short}, {size}^3{peak}"
     slow = chip is not None and tflops < 0.4 * chip.tflops
     out.line(Line("matmul speed", WARN if slow else PASS, text, text,
-                  "查看 AICore 频率与其他进程 / look at `npu-smi info`: power, temperature, other processes",
+                  ("look at `npu-smi info`: power, temperature, other processes",
+                   "用 npu-smi info 查看功耗、温度与其他进程"),
                   {"tflops": tflops, "size": size, "peak": chip.tflops if chip else None}))  # fmt: skip
 
 
@@ -282,7 +281,7 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
         out.line(Line("hccl", SKIP, "one card is visible", "只有一张可见的卡"))
         return
     out.begin("hccl")
-    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block())}
+    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block(hold=True))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     port = str(free_port())
@@ -312,18 +311,18 @@ def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ra
         rank, code, _, failed = broken[0]
         sys.stderr.write(failed)
         last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
-        words = ascend.explain(failed)
-        general = "source setup_ascend.sh; 检查端口与 / look at the ports and HCCL_IF_IP, HCCL_SOCKET_IFNAME"
-        out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"rank {rank}：{last}", words or general))
+        words = (ascend.explain(failed), ascend.explain(failed, "zh"))
+        general = ("source setup_ascend.sh; look at the ports, and at HCCL_IF_IP and HCCL_SOCKET_IFNAME",
+                   "source setup_ascend.sh；检查端口以及 HCCL_IF_IP、HCCL_SOCKET_IFNAME")  # fmt: skip
+        out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"rank {rank}：{last}", words if words[0] else general))
         return
     results = [json.loads(said.strip().splitlines()[-1]) for _, _, said, _ in answers]
     for name in ("all_reduce", "all_reduce average", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
         wrong = [str(rank) for rank, result in enumerate(results) if name in result["wrong"]]
         text = f"wrong on rank {', '.join(wrong)}" if wrong else f"right on {ranks} ranks"
         chinese = f"rank {', '.join(wrong)} 结果错误" if wrong else f"{ranks} 个 rank 结果正确"
-        out.line(
-            Line(f"hccl {name}", FAIL if wrong else PASS, text, chinese, "升级驱动与 CANN / update driver and CANN")
-        )
+        out.line(Line(f"hccl {name}", FAIL if wrong else PASS, text, chinese,
+                      ("update driver and CANN", "升级驱动与 CANN")))  # fmt: skip
     speed = min(result["gb_per_s"] for result in results)
     out.line(Line("hccl bandwidth", PASS, f"all_reduce moves {speed:.2f} GB/s over each link",
                   f"all_reduce 每条链路 {speed:.2f} GB/s", data={"gb_per_s": speed, "ranks": ranks}))  # fmt: skip

@@ -13,11 +13,24 @@ from tools_npu import environment, host, setup, versions
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 DISK_GB = 20
-GROUP_REMEDY = f"sudo usermod -aG {host.GROUP} $USER; 然后重新登录 / then log in again"
-CONTAINER = (
-    "容器中需要 / in a container: docker run --device /dev/davinci0 --device /dev/davinci_manager --device "
-    "/dev/devmm_svm --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro ..."
+# Remedies that are more than a command, in English and Chinese.
+GROUP_REMEDY = (f"sudo usermod -aG {host.GROUP} $USER, then log in again",
+                f"sudo usermod -aG {host.GROUP} $USER，然后重新登录")  # fmt: skip
+RUN = (
+    "docker run --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc "
+    "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro ..."
 )
+CONTAINER = (f"in a container: {RUN}", f"容器中需要：{RUN}")
+DRIVER_REMEDY = (f"install driver and firmware (.run, as root); {CONTAINER[0]}",
+                 f"以 root 安装 NPU 驱动与固件（.run 包）；{CONTAINER[1]}")  # fmt: skip
+CANN_REMEDY = (
+    f"install the CANN toolkit, {versions.CANN_FLOOR} or later, and its ops (kernels); if it lies elsewhere: export "
+    "ASCEND_HOME_PATH=...",
+    f"安装 CANN toolkit（{versions.CANN_FLOOR} 或更高）与算子包（ops/kernels）；若装在别处：export "
+    "ASCEND_HOME_PATH=...",
+)
+MOUNTS = "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi -v /usr/local/dcmi:/usr/local/dcmi"
+SMI_REMEDY = (f"install the driver; in a container: {MOUNTS}", f"安装驱动；容器中需要：{MOUNTS}")
 
 
 def system() -> Iterator[Line]:
@@ -33,7 +46,7 @@ def system() -> Iterator[Line]:
     if libc and libc < versions.GLIBC_FLOOR:
         yield Line("glibc", FAIL, f"{version}; 2.28 or later is needed (no Ubuntu 18.04)",
                    f"{version}；需要 2.28 或更高（不支持 Ubuntu 18.04）",
-                   "升级系统，或使用容器镜像 / upgrade the system, or use a container image")  # fmt: skip
+                   ("upgrade the system, or use a container image", "升级系统，或使用容器镜像"))  # fmt: skip
     elif libc:
         yield Line("glibc", PASS, version, version)
 
@@ -51,19 +64,20 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
     else:
         yield Line("driver", FAIL, "not installed: /usr/local/Ascend/driver/version.info is not there",
                    "未安装驱动：没有 /usr/local/Ascend/driver/version.info",
-                   f"安装 NPU 驱动与固件 / install driver and firmware (.run, as root); {CONTAINER}")  # fmt: skip
+                   DRIVER_REMEDY)  # fmt: skip
     cann = found.cann
     if cann is None:
         yield Line("cann", FAIL, "not found in /usr/local/Ascend, ~/Ascend or at ASCEND_HOME_PATH",
                    "在 /usr/local/Ascend、~/Ascend 与 ASCEND_HOME_PATH 中都没有找到 CANN",
-                   f"安装 / install CANN toolkit >= {versions.CANN_FLOOR} + ops (kernels); "
-                   "export ASCEND_HOME_PATH=...")  # fmt: skip
+                   CANN_REMEDY)  # fmt: skip
         return
     key, floor = versions.cann_key(cann.version), versions.cann_key(versions.CANN_FLOOR)
     where = f"{cann.version or '?'} in {cann.home}"
     if key and floor and key < floor:
         yield Line("cann", FAIL, f"{where}; {versions.CANN_FLOOR} or later is needed",
-                   f"{where}；需要 {versions.CANN_FLOOR} 或更高", "升级 CANN / upgrade CANN")  # fmt: skip
+                   f"{where}；需要 {versions.CANN_FLOOR} 或更高",
+                   ("upgrade CANN: the toolkit and its ops (kernels)",
+                    "升级 CANN：toolkit 与算子包（ops/kernels）"))  # fmt: skip
     elif not key:
         yield Line("cann", WARN, f"{where}: its version cannot be read", f"{where}：无法读取版本",
                    "bash setup_ascend.sh --torch-npu VERSION")  # fmt: skip
@@ -104,10 +118,7 @@ def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
     """Health, memory and holders of every chip, and the links between them."""
     text, failure = host.run_smi(["info"], env)
     if failure:
-        remedy = GROUP_REMEDY if "-8005" in failure else (
-            "安装驱动 / install the driver; in a container: -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi "
-            "-v /usr/local/dcmi:/usr/local/dcmi"
-        )  # fmt: skip
+        remedy = GROUP_REMEDY if "-8005" in failure else SMI_REMEDY
         status = WARN if cards_there and failure.endswith("not found") else FAIL  # a container may lack it
         yield Line("npu-smi", status, failure, failure, remedy)
         return
@@ -130,8 +141,8 @@ def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> It
     """One chip: unhealthy is FAIL, held by others or hot is WARN; a well one says nothing."""
     if card.health != "OK":
         yield Line(name, FAIL, f"health {card.health} ({card.bus})", f"健康状态 {card.health}（{card.bus}）",
-                   f"npu-smi info -t health -i {card.npu}; 用 ASCEND_RT_VISIBLE_DEVICES 避开此卡 / leave it out with "
-                   "ASCEND_RT_VISIBLE_DEVICES")  # fmt: skip
+                   (f"npu-smi info -t health -i {card.npu}; leave it out with ASCEND_RT_VISIBLE_DEVICES",
+                    f"npu-smi info -t health -i {card.npu}；用 ASCEND_RT_VISIBLE_DEVICES 避开此卡"))  # fmt: skip
     used = sum(holder.used_mb for holder in holders)
     busy = card.used_mb > 0.2 * card.total_mb
     if busy:
@@ -140,7 +151,7 @@ def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> It
                    f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore} %；{who or '占用者未知'}",
                    "python check_npu.py --processes", {"used_mb": used})  # fmt: skip
     if card.celsius >= 85:
-        yield Line(name, WARN, f"{card.celsius} °C", f"{card.celsius} °C", "检查散热 / look at its cooling")
+        yield Line(name, WARN, f"{card.celsius} °C", f"{card.celsius} °C", ("look at its cooling", "检查散热"))
 
 
 def topology(env: Mapping[str, str]) -> Line:
@@ -155,7 +166,8 @@ def topology(env: Mapping[str, str]) -> Line:
     slow = [kind for kind in kinds if not kind.startswith(("HCCS", "SIO"))]
     if slow:
         return Line("topology", WARN, f"{told}: links that are not HCCS are slow", f"{chinese}：非 HCCS 链路较慢",
-                    "npu-smi info -t topo; ASCEND_RT_VISIBLE_DEVICES 选用 HCCS 互联的卡 / choose cards linked by HCCS",
+                    ("npu-smi info -t topo; choose cards linked by HCCS with ASCEND_RT_VISIBLE_DEVICES",
+                     "npu-smi info -t topo；用 ASCEND_RT_VISIBLE_DEVICES 选用 HCCS 互联的卡"),
                     {"links": links})  # fmt: skip
     return Line("topology", PASS, told, chinese, data={"links": links})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
 STATUSES = (PASS, WARN, FAIL, SKIP)
@@ -17,11 +17,17 @@ class Line(NamedTuple):
     status: str
     english: str
     chinese: str
-    remedy: str = ""  # a command, or a sentence in both languages
+    remedy: str | Sequence[str] = ""  # a command, or what to do in English and Chinese
     data: dict[str, Any] = {}  # noqa: RUF012 - never changed; figures for the JSON
 
     def text(self, language: str) -> str:
         return self.chinese if language == "zh" else self.english
+
+    def do(self, language: str) -> str:
+        """The remedy."""
+        if isinstance(self.remedy, str):
+            return self.remedy
+        return self.remedy[1] if language == "zh" else self.remedy[0]
 
 
 def language_of(environment: Mapping[str, str]) -> str:
@@ -37,7 +43,7 @@ def shown(line: Line, language: str, color: bool) -> str:
     mark = f"\033[{COLORS[line.status]}m{line.status}\033[0m" if color else line.status
     text = f"{mark}  {line.name}: {line.text(language)}" if line.text(language) else f"{mark}  {line.name}"
     if line.remedy and line.status in (WARN, FAIL):
-        text += ("\n      处理：" if language == "zh" else "\n      do: ") + line.remedy
+        text += ("\n      处理：" if language == "zh" else "\n      do: ") + line.do(language)
     return text
 
 
@@ -62,10 +68,13 @@ def as_json(lines: list[Line]) -> dict[str, Any]:
     return {
         "ok": not failed,
         "counts": count(lines),
-        "causes": [{"name": line.name, "text": line.english, "remedy": line.remedy} for line in failed],
+        "causes": [
+            {"name": line.name, "text": line.english, "remedy": line.do("en"), "remedy_zh": line.do("zh")}
+            for line in failed
+        ],
         "checks": [
             {"name": line.name, "status": line.status, "text": line.english, "text_zh": line.chinese,
-             "remedy": line.remedy, "data": line.data}
+             "remedy": line.do("en"), "remedy_zh": line.do("zh"), "data": line.data}
             for line in lines
         ],
     }  # fmt: skip

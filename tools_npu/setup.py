@@ -372,6 +372,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return set_up(options, env)
     except Refusal as refusal:
+        if refusal.code == NO_NPU and options.env_file:  # a script that goes on without
+            say(refusal.english, refusal.chinese)
+            return NO_NPU
         print(f"error: {refusal.english}.", file=sys.stderr)
         print(f"错误：{refusal.chinese}。", file=sys.stderr)
         return refusal.code

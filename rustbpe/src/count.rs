@@ -1,100 +1,160 @@
-//! How often each distinct piece occurs, counted on all threads of the current rayon pool.
+//! How often each distinct piece occurs.
+//!
+//! Most of a text is a few ten thousand pieces, again and again, so a table of short pieces does most of the work.
+//! Memory is what it waits for: so a piece's place in the table is asked for when the piece is found, and looked at 32
+//! pieces later.
 
-use std::hash::BuildHasher;
+use hashbrown::HashTable;
 
-use hashbrown::{DefaultHashBuilder, HashTable};
-use rayon::prelude::*;
-
+use crate::key::{hash, Key, LONGEST_KEY};
+use crate::prefetch::prefetch;
 use crate::{Error, Splitter};
 
-/// Tables that are filled side by side when the threads' counts are added up.
-const SHARDS: usize = 64;
-/// A thread gets at least this much text at a time.
-const MIN_GROUP_BYTES: usize = 1 << 17;
+/// Pieces that are found before the first of them is looked up.
+const BATCH: usize = 32;
+/// Places of a new table. It doubles when half of them are taken.
+const PLACES: usize = 1 << 14;
 
 /// Distinct pieces with their counts. Nothing that is made from it depends on its order, which is arbitrary.
 pub struct PieceCounts {
-    hasher: DefaultHashBuilder,
-    shards: Vec<Shard>,
-}
-
-/// Pieces lie one after another in `bytes`: no allocation for each.
-#[derive(Default)]
-struct Shard {
+    /// Pieces of up to [`LONGEST_KEY`] bytes, each at the first free place from its hash on.
+    places: Vec<Place>,
+    taken: usize,
+    /// All longer pieces, one after another.
     bytes: Vec<u8>,
-    entries: HashTable<Entry>,
+    long: HashTable<Long>,
 }
 
-struct Entry {
+#[derive(Clone, Copy)]
+struct Place {
+    key: Key,
+    count: u64,
+}
+
+struct Long {
     hash: u64,
     start: usize,
     length: usize,
     count: u64,
 }
 
-/// What one thread counted in its group of texts, by shard.
-type Counted<'t> = Vec<Vec<(u64, &'t [u8], u64)>>;
-
 impl PieceCounts {
     pub fn new() -> Self {
-        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
-        Self { hasher: DefaultHashBuilder::default(), shards }
+        let places = vec![Place { key: Key::NONE, count: 0 }; PLACES];
+        Self { places, taken: 0, bytes: Vec::new(), long: HashTable::new() }
     }
 
-    /// Split `texts` and count their pieces. On an error nothing is counted, and the first failing text is named.
-    pub fn add_texts(&mut self, texts: &[&str], splitter: &Splitter) -> Result<(), (usize, Error)> {
-        let counted = groups(texts)
-            .into_par_iter()
-            .map_init(|| splitter.clone(), |splitter, (first, last)| self.count_group(texts, first, last, splitter))
-            .collect::<Vec<_>>()
-            .into_iter()
-            .collect::<Result<Vec<Counted>, _>>()?;
-        self.shards.par_iter_mut().enumerate().for_each(|(number, shard)| {
-            for group in &counted {
-                for &(hash, piece, count) in &group[number] {
-                    shard.add(hash, piece, count);
-                }
+    /// Count the pieces of `text`. On an error those before its place are counted.
+    pub fn add_text(&mut self, text: &str, splitter: &Splitter) -> Result<(), Error> {
+        let mut batch = [(Key::NONE, 0); BATCH];
+        let mut filled = 0;
+        let bytes = text.as_bytes();
+        let split = splitter.split(text, |start, end| {
+            if end - start > LONGEST_KEY {
+                return self.add_long(hash(&bytes[start..end]), &bytes[start..end], 1);
+            }
+            let key = Key::new(bytes, start, end);
+            let place = key.hash() as usize & (self.places.len() - 1);
+            prefetch(&self.places, place);
+            batch[filled] = (key, place);
+            filled += 1;
+            if filled == BATCH {
+                self.add_batch(&batch);
+                filled = 0;
             }
         });
-        Ok(())
+        batch[..filled].iter().for_each(|&(key, _)| self.add_short(key, 1));
+        split
     }
 
     /// Add `count` occurrences of one piece.
     pub fn add(&mut self, piece: &[u8], count: u64) {
-        let hash = self.hasher.hash_one(piece);
-        self.shards[shard_of(hash)].add(hash, piece, count);
+        match piece.len() {
+            0 => {}
+            1..=LONGEST_KEY => self.add_short(Key::new(piece, 0, piece.len()), count),
+            _ => self.add_long(hash(piece), piece, count),
+        }
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (&[u8], u64)> + Clone {
-        self.shards.iter().flat_map(|shard| {
-            shard.entries.iter().map(|entry| (&shard.bytes[entry.start..entry.start + entry.length], entry.count))
-        })
+    /// Add what another table has counted.
+    pub fn add_all(&mut self, other: &Self) {
+        for place in other.places.iter().filter(|place| place.key != Key::NONE) {
+            self.add_short(place.key, place.count);
+        }
+        for long in &other.long {
+            self.add_long(long.hash, &other.bytes[long.start..long.start + long.length], long.count);
+        }
     }
 
-    fn count_group<'t>(
-        &self,
-        texts: &[&'t str],
-        first: usize,
-        last: usize,
-        splitter: &Splitter,
-    ) -> Result<Counted<'t>, (usize, Error)> {
-        let mut counts: HashTable<(u64, &'t [u8], u64)> = HashTable::new();
-        for (number, text) in texts.iter().enumerate().take(last).skip(first) {
-            let take = |piece: &'t str| {
-                let piece = piece.as_bytes();
-                let hash = self.hasher.hash_one(piece);
-                counts
-                    .entry(hash, |known| known.1 == piece, |known| known.0)
-                    .and_modify(|known| known.2 += 1)
-                    .or_insert((hash, piece, 1));
-            };
-            splitter.split(text, take).map_err(|error| (number, error))?;
+    /// The number of distinct pieces.
+    pub fn len(&self) -> usize {
+        self.taken + self.long.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Hand every piece and its count to `take`.
+    pub fn for_each(&self, mut take: impl FnMut(&[u8], u64)) {
+        for place in self.places.iter().filter(|place| place.key != Key::NONE) {
+            take(&place.key.bytes()[..place.key.len()], place.count);
         }
-        let mut by_shard = vec![Vec::new(); SHARDS];
-        for counted in counts {
-            by_shard[shard_of(counted.0)].push(counted);
+        for long in &self.long {
+            take(&self.bytes[long.start..long.start + long.length], long.count);
         }
-        Ok(by_shard)
+    }
+
+    fn add_batch(&mut self, batch: &[(Key, usize); BATCH]) {
+        for &(key, place) in batch {
+            match self.places.get_mut(place) {
+                Some(known) if known.key == key => known.count += 1,
+                _ => self.add_short(key, 1), // further on, or new, or the table has grown since
+            }
+        }
+    }
+
+    fn add_short(&mut self, key: Key, count: u64) {
+        let mask = self.places.len() - 1;
+        let mut at = key.hash() as usize & mask;
+        while self.places[at].key != key {
+            if self.places[at].key == Key::NONE {
+                self.places[at].key = key;
+                self.taken += 1;
+                break;
+            }
+            at = (at + 1) & mask;
+        }
+        self.places[at].count += count;
+        if self.taken > self.places.len() / 2 {
+            self.grow();
+        }
+    }
+
+    fn grow(&mut self) {
+        let doubled = vec![Place { key: Key::NONE, count: 0 }; 2 * self.places.len()];
+        let mask = doubled.len() - 1;
+        for place in std::mem::replace(&mut self.places, doubled) {
+            if place.key != Key::NONE {
+                let mut at = place.key.hash() as usize & mask;
+                while self.places[at].key != Key::NONE {
+                    at = (at + 1) & mask;
+                }
+                self.places[at] = place;
+            }
+        }
+    }
+
+    fn add_long(&mut self, hash: u64, piece: &[u8], count: u64) {
+        let Self { bytes, long, .. } = self;
+        let same = |long: &Long| long.hash == hash && &bytes[long.start..long.start + long.length] == piece;
+        if let Some(known) = long.find_mut(hash, same) {
+            known.count += count;
+            return;
+        }
+        let new = Long { hash, start: bytes.len(), length: piece.len(), count };
+        bytes.extend_from_slice(piece);
+        long.insert_unique(hash, new, |long| long.hash);
     }
 }
 
@@ -104,97 +164,58 @@ impl Default for PieceCounts {
     }
 }
 
-impl Shard {
-    fn add(&mut self, hash: u64, piece: &[u8], count: u64) {
-        let Self { bytes, entries } = self;
-        let same = |entry: &Entry| entry.hash == hash && &bytes[entry.start..entry.start + entry.length] == piece;
-        if let Some(entry) = entries.find_mut(hash, same) {
-            entry.count += count;
-            return;
-        }
-        let entry = Entry { hash, start: bytes.len(), length: piece.len(), count };
-        bytes.extend_from_slice(piece);
-        entries.insert_unique(hash, entry, |entry| entry.hash);
-    }
-}
-
-/// From the middle bits of the hash: the tables themselves use both ends.
-fn shard_of(hash: u64) -> usize {
-    (hash >> 32) as usize % SHARDS
-}
-
-/// Ranges of texts with about the same number of bytes, a few for each thread.
-fn groups(texts: &[&str]) -> Vec<(usize, usize)> {
-    let bytes: usize = texts.iter().map(|text| text.len()).sum();
-    let target = (bytes / (4 * rayon::current_num_threads())).max(MIN_GROUP_BYTES);
-    let mut groups = Vec::new();
-    let (mut first, mut filled) = (0, 0);
-    for (number, text) in texts.iter().enumerate() {
-        filled += text.len();
-        if filled >= target {
-            groups.push((first, number + 1));
-            (first, filled) = (number + 1, 0);
-        }
-    }
-    if first < texts.len() {
-        groups.push((first, texts.len()));
-    }
-    groups
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
 
     use super::*;
+    use crate::testing::{random_text, Random};
     use crate::GPT4_PATTERN;
 
-    fn counted(texts: &[&str]) -> HashMap<Vec<u8>, u64> {
-        let mut counts = PieceCounts::new();
+    fn as_map(counts: &PieceCounts) -> HashMap<Vec<u8>, u64> {
+        let mut map = HashMap::new();
+        counts.for_each(|piece, count| assert_eq!(map.insert(piece.to_vec(), count), None));
+        assert_eq!(map.len(), counts.len());
+        map
+    }
+
+    #[test]
+    fn counts_are_those_of_a_plain_map_while_the_table_grows() {
+        let mut random = Random::new(1);
+        let (mut counts, mut expected) = (PieceCounts::new(), HashMap::<Vec<u8>, u64>::new());
         let splitter = Splitter::new(GPT4_PATTERN).unwrap();
-        for half in texts.chunks(texts.len() / 2 + 1) {
-            counts.add_texts(half, &splitter).unwrap();
+        for number in 0..9000 {
+            let word: String = format!("{:05}", number * 7).chars().map(|digit| (digit as u8 + 49) as char).collect();
+            let text = format!("{number} {word} {}", random_text(&mut random, "ab 汉字。", 60));
+            counts.add_text(&text, &splitter).unwrap();
+            let take = |start, end| *expected.entry(text.as_bytes()[start..end].to_vec()).or_default() += 1;
+            splitter.split(&text, take).unwrap();
         }
-        counts.iter().map(|(piece, count)| (piece.to_vec(), count)).collect()
+        assert!(counts.places.len() > PLACES && !counts.long.is_empty());
+        assert_eq!(as_map(&counts), expected);
     }
 
     #[test]
-    fn counts_are_those_of_a_plain_map_over_many_groups() {
-        let texts: Vec<String> = (0..400).map(|n| format!("text {n} 说 {} ", n % 7).repeat(100)).collect();
-        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-        assert!(groups(&texts).len() > 1);
-        let mut expected: HashMap<Vec<u8>, u64> = HashMap::new();
-        for text in &texts {
-            let count = |piece: &str| *expected.entry(piece.as_bytes().to_vec()).or_default() += 1;
-            Splitter::new(GPT4_PATTERN).unwrap().split(text, count).unwrap();
+    fn tables_add_up() {
+        let texts = ["a b a", "b a long long word of more than fifteen: aaaaaaaaaaaaaaaaaaaaaaaaa", "c"];
+        let splitter = Splitter::new(GPT4_PATTERN).unwrap();
+        let (mut whole, mut sum) = (PieceCounts::new(), PieceCounts::new());
+        for text in texts {
+            let mut one = PieceCounts::new();
+            one.add_text(text, &splitter).unwrap();
+            sum.add_all(&one);
+            whole.add_text(text, &splitter).unwrap();
         }
-        assert_eq!(counted(&texts), expected);
-    }
-
-    #[test]
-    fn groups_cover_all_texts_once() {
-        let long = "x".repeat(3 * MIN_GROUP_BYTES);
-        for texts in [vec![], vec![""], vec!["a", &long, "b", &long, ""]] {
-            let groups = groups(&texts);
-            let numbers: Vec<usize> = groups.into_iter().flat_map(|(first, last)| first..last).collect();
-            assert_eq!(numbers, (0..texts.len()).collect::<Vec<_>>());
-        }
-    }
-
-    #[test]
-    fn the_first_failing_text_is_named_and_nothing_counted() {
-        let mut counts = PieceCounts::new();
-        let long = "b".repeat(2 * MIN_GROUP_BYTES);
-        let failed = counts.add_texts(&["aa", &long, "aa!", &long, "!"], &Splitter::new("a+|b").unwrap());
-        assert_eq!(failed, Err((2, Error::NotCovered { character: 2, excerpt: "!".into() })));
-        assert_eq!(counts.iter().count(), 0);
+        assert_eq!(as_map(&whole), as_map(&sum));
     }
 
     #[test]
     fn counts_hold_more_than_32_bits() {
-        let mut counts = PieceCounts::new();
-        counts.add(b"ab", u64::from(u32::MAX));
-        counts.add(b"ab", 7);
-        assert_eq!(counts.iter().collect::<Vec<_>>(), [(b"ab".as_slice(), u64::from(u32::MAX) + 7)]);
+        for piece in ["ab", "a long one of more than fifteen"] {
+            let mut counts = PieceCounts::new();
+            counts.add(piece.as_bytes(), u64::from(u32::MAX));
+            counts.add(piece.as_bytes(), 7);
+            assert_eq!(as_map(&counts), HashMap::from([(piece.as_bytes().to_vec(), u64::from(u32::MAX) + 7)]));
+        }
     }
 }

@@ -16,6 +16,10 @@ pub enum Error {
     TooMuchText { bytes: u64 },
     /// A merge names a token that does not exist yet.
     BadMerge { token: u32 },
+    /// The first 256 tokens must be the byte values in their order.
+    NotAByte { token: u32 },
+    /// A token must be made of two earlier ones by merging its bytes.
+    NotAMerge { token: u32, parts: usize },
     /// An id outside the vocabulary.
     UnknownId { index: usize, id: u32, vocab_size: u32 },
     /// Encoding needs the split pattern that training sets.
@@ -49,6 +53,14 @@ impl fmt::Display for Error {
                 u32::MAX
             ),
             Error::BadMerge { token } => write!(f, "a merge uses token {token} before it exists"),
+            Error::NotAByte { token } => {
+                write!(f, "tokens 0 to 255 must be the byte values in their order, but token {token} is not")
+            }
+            Error::NotAMerge { token, parts } => write!(
+                f,
+                "token {token} must be made of two earlier tokens, but its bytes give {parts}: the vocabulary is \
+                 damaged, or not a byte pair encoding in the order in which it was learned"
+            ),
             Error::UnknownId { index, id, vocab_size } => {
                 write!(f, "unknown token id {id} at index {index}: ids run from 0 to {}", vocab_size - 1)
             }

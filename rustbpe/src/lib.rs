@@ -1,26 +1,50 @@
 //! Byte pair encoding: learn merges from texts, then encode and decode with them.
 //!
-//! The core (`split`, `count`, `train`, `model`) knows no Python and reports every mistake as an [`Error`].
-//! The binding (`py`, `pool`; feature `python`) only converts arguments, results and errors.
+//! A text is cut into pieces (`split`, by hand in `scan` with `classes`, else by a regular expression). Training counts
+//! the pieces (`count`, by threads in `feed`), lays them out (`words`) and merges pairs (`train`, `neighbours`).
+//! Encoding looks pieces up (`cache`, `long_cache`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`); `model` is the whole.
+//!
+//! All of that knows no Python and reports every mistake as an [`Error`]. The binding (`py` and its parts; feature
+//! `python`) only converts arguments, results and errors.
 
+mod cache;
+mod classes;
 mod count;
+mod encode;
 mod error;
+mod feed;
+mod key;
+mod long_cache;
 mod model;
+mod neighbours;
+mod prefetch;
+mod scan;
 mod split;
+mod threads;
 mod train;
+mod trie;
+mod vocabulary;
+mod words;
 
-#[cfg(feature = "python")]
-mod pool;
 #[cfg(feature = "python")]
 mod py;
+#[cfg(feature = "python")]
+mod py_input;
+#[cfg(feature = "python")]
+mod py_output;
+#[cfg(feature = "python")]
+mod py_train;
 #[cfg(test)]
 mod testing;
 
 pub use count::PieceCounts;
 pub use error::Error;
-pub use model::{Model, Scratch};
+pub use feed::{Batch, Failure, Feed};
+pub use model::{Encoded, Model, CACHE_BYTES};
 pub use split::{Splitter, GPT4_PATTERN};
+pub use threads::threads;
 pub use train::train;
+pub use vocabulary::Vocabulary;
 
 /// The first 256 ids are the byte values; merged tokens follow in the order they were learned.
 pub const BYTES: u32 = 256;

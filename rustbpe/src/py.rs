@@ -1,39 +1,26 @@
-//! The Python module: arguments, results and errors of the core, converted.
+//! The Python module: the core's functions as methods of one class.
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{
-    PyKeyboardInterrupt, PyOverflowError, PyRuntimeError, PyTypeError, PyUnicodeDecodeError, PyUnicodeEncodeError,
-    PyValueError,
-};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyString};
-use rayon::prelude::*;
-use rayon::ThreadPool;
+use pyo3::types::{PyBytes, PyString, PyType};
 
-use crate::{train, Error, Model, PieceCounts, Scratch, Splitter, GPT4_PATTERN, MAX_VOCAB_SIZE};
+use crate::py_input::{file_text, merges_from, token_id, whole_number, OneText, Texts};
+use crate::py_output::{array, detached, in_item, merge_bytes, Ids};
+use crate::py_train::Training;
+use crate::{threads, Batch, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
 
-/// Texts are handed to the threads when they fill this much, however many they are.
-const BUFFER_BYTES: usize = 16 << 20;
-/// While texts are read, Ctrl-C is looked for after this many.
-const TEXTS_PER_CHECK: usize = 4096;
-/// While merges are learned, Ctrl-C is looked for this often.
-const CHECK_EVERY: Duration = Duration::from_millis(100);
+/// Texts are handed to the counting threads when they fill this much, however many they are.
+const BUFFER_BYTES: usize = 1 << 20;
+/// Texts are handed to the encoding threads when they fill this much.
+const ENCODE_BYTES: usize = 16 << 20;
 
-impl From<Error> for PyErr {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Stopped => PyKeyboardInterrupt::new_err(()),
-            error => PyValueError::new_err(error.to_string()),
-        }
-    }
-}
+/// What a pickle holds: pattern and merges.
+type State<'py> = (Option<String>, Bound<'py, PyBytes>);
 
 /// A byte pair encoding: train it on texts, then encode and decode. Before training it knows the 256 byte values.
 #[pyclass(frozen, module = "rustbpe")]
-struct Tokenizer {
+pub struct Tokenizer {
     model: RwLock<Arc<Model>>,
 }
 
@@ -41,16 +28,17 @@ struct Tokenizer {
 impl Tokenizer {
     #[new]
     fn new() -> PyResult<Self> {
-        Ok(Self { model: RwLock::new(Arc::new(Model::new(None, &[])?)) })
+        Ok(Self::of(Model::untrained()?))
     }
 
     /// Learn merges from an iterable of str until there are `vocab_size` tokens, 256 byte values included.
     ///
     /// A text with too few distinct pairs gives fewer tokens: compare `vocab_size` afterwards. Texts are read
     /// `buffer_size` at a time (fewer if they are long) and split by `pattern` (default: GPT-4's), which must cover
-    /// them. If anything raises, the tokenizer stays as it was.
-    #[pyo3(signature = (iterator, vocab_size, buffer_size=None, pattern=None))]
-    #[pyo3(text_signature = "($self, iterator, vocab_size, buffer_size=8192, pattern=None)")]
+    /// them. `progress(stage, done)` is called now and then: ("read", texts) and ("merge", tokens). If anything raises,
+    /// the tokenizer stays as it was.
+    #[pyo3(signature = (iterator, vocab_size, buffer_size=None, pattern=None, progress=None))]
+    #[pyo3(text_signature = "($self, iterator, vocab_size, buffer_size=8192, pattern=None, progress=None)")]
     fn train_from_iterator(
         &self,
         py: Python<'_>,
@@ -58,52 +46,66 @@ impl Tokenizer {
         vocab_size: &Bound<'_, PyAny>,
         buffer_size: Option<&Bound<'_, PyAny>>,
         pattern: Option<&str>,
+        progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let vocab_size = whole_number(
-            vocab_size,
-            "vocab_size (256 byte values and the merges)",
-            crate::BYTES.into(),
-            MAX_VOCAB_SIZE.into(),
-        )? as u32;
-        let buffer_size = match buffer_size {
+        let vocab_size = checked_vocab_size(vocab_size)?;
+        let most = match buffer_size {
             Some(given) => whole_number(given, "buffer_size", 1, u64::MAX)?.try_into().unwrap_or(usize::MAX),
             None => 8192,
         };
-        let splitter = detached(py, || Splitter::new(pattern.unwrap_or(GPT4_PATTERN)))??;
+        let mut training = Training::new(py, pattern.unwrap_or(GPT4_PATTERN), progress)?;
         let mut texts = Texts::new(iterator, "iterator")?;
-        let mut counts = PieceCounts::new();
-        while texts.fill(py, buffer_size)? {
-            let first = texts.first;
-            let slices = texts.slices();
-            on_threads(py, || counts.add_texts(&slices, &splitter))?
-                .map_err(|(index, error)| in_item(error, "iterator", first + index))?;
-        }
-        let mut checked = Instant::now();
-        let mut interrupt = None;
-        let proceed = || {
-            if checked.elapsed() >= CHECK_EVERY {
-                checked = Instant::now();
-                interrupt = Python::attach(|py| py.check_signals()).err();
+        while texts.fill(py, &mut training.batch, most, BUFFER_BYTES)? {
+            if !training.send(py)? {
+                break;
             }
-            interrupt.is_none()
-        };
-        let merges = detached(py, || train(counts, vocab_size, proceed))?;
-        if let Some(interrupt) = interrupt {
-            return Err(interrupt);
         }
-        let model = Model::new(Some(splitter), &merges?)?;
-        *self.model.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(model);
-        Ok(())
+        self.learn(py, training, vocab_size, |index| format!("item {index} of iterator"))
+    }
+
+    /// The same from files, each of which is one text in UTF-8.
+    #[pyo3(signature = (paths, vocab_size, pattern=None, progress=None))]
+    fn train_from_files(
+        &self,
+        py: Python<'_>,
+        paths: Vec<std::path::PathBuf>,
+        vocab_size: &Bound<'_, PyAny>,
+        pattern: Option<&str>,
+        progress: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let vocab_size = checked_vocab_size(vocab_size)?;
+        let mut training = Training::new(py, pattern.unwrap_or(GPT4_PATTERN), progress)?;
+        for path in &paths {
+            training.batch.push(&file_text(py, path)?);
+            if training.batch.text.len() >= BUFFER_BYTES && !training.send(py)? {
+                break;
+            }
+        }
+        training.send(py)?;
+        self.learn(py, training, vocab_size, |index| paths[index].display().to_string())
+    }
+
+    /// A tokenizer of known tokens: `tokens[i]` are the bytes of id i, in the order in which they were learned.
+    #[classmethod]
+    #[pyo3(signature = (tokens, pattern, cache_bytes=CACHE_BYTES))]
+    fn from_ranks(
+        _class: &Bound<'_, PyType>,
+        py: Python<'_>,
+        tokens: Vec<Vec<u8>>,
+        pattern: &str,
+        cache_bytes: usize,
+    ) -> PyResult<Self> {
+        let made = || -> Result<Model, Error> {
+            Ok(Model::new(Vocabulary::from_tokens(&tokens)?, Some(Splitter::new(pattern)?), cache_bytes))
+        };
+        Ok(Self::of(detached(py, made)??))
     }
 
     /// The token ids of `text`. There are no special tokens: their spellings are text like any other.
     fn encode(&self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-        let mut copy = String::new();
-        append(text, &mut copy, || "text".to_string())?;
-        let model = self.model();
-        let mut ids = Vec::new();
-        detached(py, || model.encode(&copy, &mut Scratch::default(), &mut ids))??;
-        Ok(ids)
+        let text = OneText::new(text)?;
+        let (model, text) = (self.model(), text.as_str()?);
+        Ok(detached(py, || model.encode(text))??)
     }
 
     /// The same as `encode`, under tiktoken's name for it.
@@ -111,41 +113,60 @@ impl Tokenizer {
         self.encode(py, text)
     }
 
-    /// The token ids of each of `texts`, in their order, encoded on all threads.
-    fn batch_encode(&self, py: Python<'_>, texts: &Bound<'_, PyAny>) -> PyResult<Vec<Py<PyAny>>> {
-        let model = self.model();
-        let mut texts = Texts::new(texts, "texts")?;
+    /// The same as a numpy array: uint16 where all ids fit, else uint32.
+    fn encode_numpy<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let ids = self.encode(py, text)?;
+        let mut array = Ids::new(py, self.vocab_size());
+        array.add(&ids, &[])?;
+        Ok(array.finish()?.0)
+    }
+
+    /// The token ids of each of `texts`, in their order, encoded by as many threads as there are cores.
+    #[pyo3(signature = (texts, threads=None))]
+    fn batch_encode(
+        &self,
+        py: Python<'_>,
+        texts: &Bound<'_, PyAny>,
+        threads: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<Py<PyAny>>> {
         let mut lists = Vec::new();
-        while texts.fill(py, usize::MAX)? {
-            let encode = |scratch: &mut Scratch, (index, text): (usize, &&str)| {
-                let mut ids = Vec::new();
-                model.encode(text, scratch, &mut ids).map(|()| ids).map_err(|error| (index, error))
-            };
-            let slices = texts.slices();
-            let encoded: Vec<Result<Vec<u32>, _>> =
-                on_threads(py, || slices.par_iter().enumerate().map_init(Scratch::default, encode).collect())?;
-            for ids in encoded {
-                let ids = ids.map_err(|(index, error)| in_item(error, "texts", texts.first + index))?;
+        self.encode_each(py, texts, threads, |parts| {
+            for ids in parts.iter().flat_map(Encoded::texts) {
                 lists.push(ids.into_pyobject(py)?.into_any().unbind());
             }
-        }
+            Ok(())
+        })?;
         Ok(lists)
+    }
+
+    /// The same as two numpy arrays: all ids one after another (uint16 where they fit, else uint32), and where each
+    /// text's ids end (uint64).
+    #[pyo3(signature = (texts, threads=None))]
+    fn batch_encode_numpy<'py>(
+        &self,
+        py: Python<'py>,
+        texts: &Bound<'py, PyAny>,
+        threads: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let mut ids = Ids::new(py, self.vocab_size());
+        self.encode_each(py, texts, threads, |parts| parts.iter().try_for_each(|part| ids.add(&part.ids, &part.ends)))?;
+        ids.finish()
     }
 
     /// The text of token ids. Raises UnicodeDecodeError if their bytes are not whole characters.
     fn decode<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyString>> {
-        let model = self.model();
-        let mut known = Vec::new();
-        for (index, id) in ids.try_iter()?.enumerate() {
-            known.push(token_id(&id?, index, &model)?);
-        }
-        PyString::from_bytes(ids.py(), &model.decode(&known)?)
+        PyString::from_bytes(ids.py(), &self.bytes_of(ids)?)
+    }
+
+    /// The bytes of token ids.
+    fn decode_bytes<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(ids.py(), &self.bytes_of(ids)?))
     }
 
     /// The number of tokens: 256 byte values and the learned merges.
     #[getter]
     fn vocab_size(&self) -> u32 {
-        self.model().vocab_size()
+        self.model().vocabulary().size()
     }
 
     /// The split pattern; empty before training.
@@ -155,127 +176,90 @@ impl Tokenizer {
 
     /// The bytes and the id of every token, by id: what tiktoken's Encoding wants as a dict.
     fn get_mergeable_ranks(&self, py: Python<'_>) -> Vec<(Py<PyBytes>, u32)> {
-        self.model().tokens().zip(0..).map(|(bytes, id)| (PyBytes::new(py, bytes).unbind(), id)).collect()
+        let model = self.model();
+        let vocabulary = model.vocabulary();
+        (0..vocabulary.size()).map(|id| (PyBytes::new(py, vocabulary.token(id)).unbind(), id)).collect()
+    }
+
+    /// The two ids that each token from 256 on was made of, as a numpy array of uint32, (merges, 2).
+    fn get_merges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        array(py, merge_bytes(self.model().merges()), "uint32")?.call_method1("reshape", (-1, 2))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, State<'py>)> {
+        let model = slf.get().model();
+        let merges = PyBytes::new(slf.py(), &merge_bytes(model.merges()));
+        Ok((slf.get_type().getattr("_restore")?, (model.pattern().map(str::to_string), merges)))
+    }
+
+    /// What unpickling calls.
+    #[classmethod]
+    fn _restore(_class: &Bound<'_, PyType>, pattern: Option<&str>, merges: &[u8]) -> PyResult<Self> {
+        let vocabulary = Vocabulary::new(&merges_from(merges)?)?;
+        Ok(Self::of(Model::new(vocabulary, pattern.map(Splitter::new).transpose()?, CACHE_BYTES)))
     }
 }
 
 impl Tokenizer {
+    fn of(model: Model) -> Self {
+        Self { model: RwLock::new(Arc::new(model)) }
+    }
+
     fn model(&self) -> Arc<Model> {
         Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner))
     }
-}
 
-/// Texts of a Python iterable, copied a bufferful at a time so that threads can read them without the interpreter.
-struct Texts<'py> {
-    iterator: Bound<'py, PyIterator>,
-    name: &'static str,
-    buffer: String,
-    ends: Vec<usize>,
-    /// The number of the buffer's first text.
-    first: usize,
-}
-
-impl<'py> Texts<'py> {
-    fn new(iterable: &Bound<'py, PyAny>, name: &'static str) -> PyResult<Self> {
-        if iterable.is_instance_of::<PyString>() {
-            return Err(PyTypeError::new_err(format!("{name} must be an iterable of str, got one str: give [text]")));
-        }
-        Ok(Self { iterator: iterable.try_iter()?, name, buffer: String::new(), ends: Vec::new(), first: 0 })
+    /// Merge what was counted and take the result on.
+    fn learn(
+        &self,
+        py: Python<'_>,
+        training: Training<'_>,
+        vocab_size: u32,
+        name: impl Fn(usize) -> String,
+    ) -> PyResult<()> {
+        let (merges, splitter) = training.finish(py, vocab_size, name)?;
+        let model = detached(py, || Vocabulary::new(&merges).map(|v| Model::new(v, Some(splitter), CACHE_BYTES)))??;
+        *self.model.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(model);
+        Ok(())
     }
 
-    /// Read the next texts, at most `limit`; false if there are none.
-    fn fill(&mut self, py: Python<'py>, limit: usize) -> PyResult<bool> {
-        self.first += self.ends.len();
-        self.ends.clear();
-        self.buffer.clear();
-        py.check_signals()?;
-        while self.ends.len() < limit && self.buffer.len() < BUFFER_BYTES {
-            let Some(text) = self.iterator.next() else { break };
-            append(&text?, &mut self.buffer, || format!("item {} of {}", self.first + self.ends.len(), self.name))?;
-            self.ends.push(self.buffer.len());
-            if self.ends.len() % TEXTS_PER_CHECK == 0 {
-                py.check_signals()?;
-            }
+    /// Hand the tokens of texts to `take`, some megabytes of text at a time.
+    fn encode_each(
+        &self,
+        py: Python<'_>,
+        texts: &Bound<'_, PyAny>,
+        given: Option<&Bound<'_, PyAny>>,
+        mut take: impl FnMut(&[Encoded]) -> PyResult<()>,
+    ) -> PyResult<()> {
+        let threads = match given {
+            Some(given) => whole_number(given, "threads", 1, u64::MAX)?.try_into().unwrap_or(usize::MAX),
+            None => threads(),
+        };
+        let model = self.model();
+        let mut texts = Texts::new(texts, "texts")?;
+        let mut batch = Batch::default();
+        while texts.fill(py, &mut batch, usize::MAX, ENCODE_BYTES)? {
+            let parts = detached(py, || model.encode_all(&batch, threads))?;
+            take(&parts.map_err(|(index, error)| in_item(error, &format!("item {index} of texts")))?)?;
+            let next = batch.first + batch.ends.len();
+            batch.clear(next);
         }
-        Ok(!self.ends.is_empty())
+        Ok(())
     }
 
-    fn slices(&self) -> Vec<&str> {
-        let starts = std::iter::once(&0).chain(&self.ends);
-        starts.zip(&self.ends).map(|(&start, &end)| &self.buffer[start..end]).collect()
-    }
-}
-
-/// Append a Python str. Anything else is a TypeError, a lone surrogate a UnicodeEncodeError, naming `what`.
-fn append(text: &Bound<'_, PyAny>, buffer: &mut String, what: impl Fn() -> String) -> PyResult<()> {
-    let Ok(text) = text.cast::<PyString>() else {
-        let message = format!("{} must be str, got {}", what(), text.get_type().name()?);
-        return Err(PyTypeError::new_err(message));
-    };
-    // Not to_str: that would keep a second copy of every text that is not ASCII inside the str object.
-    let bytes = text.encode_utf8().map_err(|error| name_surrogate(text.py(), error, &what()))?;
-    let checked = std::str::from_utf8(bytes.as_bytes());
-    buffer.push_str(
-        checked.map_err(|error| PyUnicodeDecodeError::new_err_from_utf8(text.py(), bytes.as_bytes(), error))?,
-    );
-    Ok(())
-}
-
-/// The interpreter's own error for a lone surrogate (it has the position), with the text it is in.
-fn name_surrogate(py: Python<'_>, error: PyErr, what: &str) -> PyErr {
-    if !error.is_instance_of::<PyUnicodeEncodeError>(py) {
-        return error;
-    }
-    let renamed = || -> PyResult<PyErr> {
-        let value = error.value(py);
-        let (encoding, text) = (value.getattr("encoding")?.unbind(), value.getattr("object")?.unbind());
-        let (start, end) = (value.getattr("start")?.extract::<usize>()?, value.getattr("end")?.extract::<usize>()?);
-        let reason = format!("{} ({what})", value.getattr("reason")?);
-        Ok(PyUnicodeEncodeError::new_err((encoding, text, start, end, reason)))
-    };
-    renamed().unwrap_or(error)
-}
-
-fn in_item(error: Error, name: &str, index: usize) -> PyErr {
-    PyValueError::new_err(format!("item {index} of {name}: {error}"))
-}
-
-fn whole_number(given: &Bound<'_, PyAny>, name: &str, smallest: u64, largest: u64) -> PyResult<u64> {
-    match given.extract::<u64>() {
-        Ok(number) if (smallest..=largest).contains(&number) => Ok(number),
-        Err(error) if !error.is_instance_of::<PyOverflowError>(given.py()) => {
-            Err(PyTypeError::new_err(format!("{name} must be int, got {}", given.get_type().name()?)))
+    fn bytes_of(&self, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        let model = self.model();
+        let mut known = Vec::new();
+        for (index, id) in ids.try_iter()?.enumerate() {
+            known.push(token_id(&id?, index, model.vocabulary().size())?);
         }
-        _ if largest == u64::MAX => {
-            Err(PyValueError::new_err(format!("{name} must be at least {smallest}, got {given}")))
-        }
-        _ => Err(PyValueError::new_err(format!("{name} must be from {smallest} to {largest}, got {given}"))),
+        Ok(model.decode(&known)?)
     }
 }
 
-fn token_id(given: &Bound<'_, PyAny>, index: usize, model: &Model) -> PyResult<u32> {
-    given.extract::<u32>().or_else(|error| {
-        if !error.is_instance_of::<PyOverflowError>(given.py()) {
-            return Err(PyTypeError::new_err(format!(
-                "item {index} of ids must be int, got {}",
-                given.get_type().name()?
-            )));
-        }
-        let last = model.vocab_size() - 1;
-        Err(PyValueError::new_err(format!("unknown token id {given} at index {index}: ids run from 0 to {last}")))
-    })
-}
-
-/// Run `work` without holding the interpreter. A panic, which would be a mistake in this crate, becomes an exception.
-fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    py.detach(|| catch_unwind(AssertUnwindSafe(work)))
-        .map_err(|_| PyRuntimeError::new_err("internal error in rustbpe, see standard error; please report it"))
-}
-
-/// Run `work` without holding the interpreter, with this process's threads.
-fn on_threads<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    detached(py, || crate::pool::threads().map(|pool| ThreadPool::install(&pool, work)))?
-        .map_err(|error| PyRuntimeError::new_err(format!("rustbpe could not start its threads: {error}")))
+fn checked_vocab_size(given: &Bound<'_, PyAny>) -> PyResult<u32> {
+    let name = "vocab_size (256 byte values and the merges)";
+    Ok(whole_number(given, name, crate::BYTES.into(), MAX_VOCAB_SIZE.into())? as u32)
 }
 
 #[pymodule]

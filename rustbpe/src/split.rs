@@ -2,6 +2,7 @@
 
 use fancy_regex::{Regex, RegexBuilder};
 
+use crate::scan::Scanner;
 use crate::Error;
 
 /// GPT-4's split pattern, the default of training.
@@ -14,50 +15,75 @@ pub const GPT4_PATTERN: &str = concat!(
 const BACKTRACK_LIMIT: usize = 100_000_000;
 const EXCERPT_CHARACTERS: usize = 20;
 
-/// A compiled split pattern. Give each thread a clone: the engine's working memory is per clone.
+/// A split pattern, ready to use. Give each thread a clone: the engine's working memory is per clone.
 #[derive(Debug, Clone)]
 pub struct Splitter {
-    regex: Regex,
+    pattern: String,
+    way: Way,
+}
+
+#[derive(Debug, Clone)]
+enum Way {
+    /// A pattern that is written out in `scan.rs`.
+    Scan(Scanner),
+    /// Any other.
+    Search(Box<Regex>),
 }
 
 impl Splitter {
     /// Compile `pattern`; any syntax of the fancy-regex crate is allowed.
     pub fn new(pattern: &str) -> Result<Self, Error> {
-        Self::with_limit(pattern, BACKTRACK_LIMIT)
+        match Scanner::for_pattern(pattern) {
+            Some(scanner) => Ok(Self { pattern: pattern.to_string(), way: Way::Scan(scanner) }),
+            None => Self::searching(pattern, BACKTRACK_LIMIT),
+        }
     }
 
-    fn with_limit(pattern: &str, backtrack_limit: usize) -> Result<Self, Error> {
+    /// Without a scanner, even if there is one.
+    fn searching(pattern: &str, backtrack_limit: usize) -> Result<Self, Error> {
         match RegexBuilder::new(pattern).backtrack_limit(backtrack_limit).build() {
-            Ok(regex) => Ok(Self { regex }),
+            Ok(regex) => Ok(Self { pattern: pattern.to_string(), way: Way::Search(Box::new(regex)) }),
             Err(error) => Err(Error::Pattern { message: error.to_string() }),
         }
     }
 
     pub fn pattern(&self) -> &str {
-        self.regex.as_str()
+        &self.pattern
     }
 
-    /// Hand every piece of `text` to `take`, in order; together they are the whole text, or it is an error.
-    pub fn split<'t>(&self, text: &'t str, mut take: impl FnMut(&'t str)) -> Result<(), Error> {
-        let mut covered = 0;
-        for found in self.regex.find_iter(text) {
-            let found = found.map_err(|error| Error::Matching {
-                character: text[..covered].chars().count(),
-                message: error.to_string(),
-            })?;
-            if found.start() != covered {
-                return Err(not_covered(text, covered));
+    /// Hand start and end of every piece of `text` to `take`, in order; together they are the whole text, or it is an
+    /// error.
+    #[inline]
+    pub fn split(&self, text: &str, take: impl FnMut(usize, usize)) -> Result<(), Error> {
+        match &self.way {
+            Way::Scan(scanner) => {
+                scanner.split(text, take);
+                Ok(())
             }
-            if found.end() > covered {
-                take(&text[covered..found.end()]);
-                covered = found.end();
-            }
+            Way::Search(regex) => search(regex, text, take),
         }
-        if covered == text.len() {
-            Ok(())
-        } else {
-            Err(not_covered(text, covered))
+    }
+}
+
+fn search(regex: &Regex, text: &str, mut take: impl FnMut(usize, usize)) -> Result<(), Error> {
+    let mut covered = 0;
+    for found in regex.find_iter(text) {
+        let found = found.map_err(|error| Error::Matching {
+            character: text[..covered].chars().count(),
+            message: error.to_string(),
+        })?;
+        if found.start() != covered {
+            return Err(not_covered(text, covered));
         }
+        if found.end() > covered {
+            take(covered, found.end());
+            covered = found.end();
+        }
+    }
+    if covered == text.len() {
+        Ok(())
+    } else {
+        Err(not_covered(text, covered))
     }
 }
 
@@ -69,10 +95,11 @@ fn not_covered(text: &str, byte: usize) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Random;
 
     fn pieces(pattern: &str, text: &str) -> Result<Vec<String>, Error> {
         let mut all = Vec::new();
-        Splitter::new(pattern)?.split(text, |piece| all.push(piece.to_string()))?;
+        Splitter::new(pattern)?.split(text, |start, end| all.push(text[start..end].to_string()))?;
         Ok(all)
     }
 
@@ -109,14 +136,123 @@ mod tests {
 
     #[test]
     fn a_hopeless_pattern_is_an_error_not_a_loss() {
-        let splitter = Splitter::with_limit(r"(?:a|a|aa)+(?!.)|(?s:.)", 100_000).unwrap();
-        let failed = splitter.split(&("a".repeat(60) + "b"), |_| {});
+        let splitter = Splitter::searching(r"(?:a|a|aa)+(?!.)|(?s:.)", 100_000).unwrap();
+        let failed = splitter.split(&("a".repeat(60) + "b"), |_, _| {});
         assert!(matches!(failed, Err(Error::Matching { character: 0, .. })), "{failed:?}");
     }
 
     #[test]
     fn a_run_of_spaces_too_long_for_the_engine_is_an_error_not_a_loss() {
         let text = " ".repeat(2_000_000) + "x";
-        assert!(matches!(pieces(GPT4_PATTERN, &text), Err(Error::Matching { character: 0, .. })));
+        let engine = Splitter::searching(GPT4_PATTERN, BACKTRACK_LIMIT).unwrap();
+        assert!(matches!(engine.split(&text, |_, _| {}), Err(Error::Matching { character: 0, .. })));
+        assert_eq!(pieces(GPT4_PATTERN, &text).unwrap().len(), 2);
+    }
+
+    fn patterns() -> impl Iterator<Item = String> {
+        let apart = |han: &str, digits: usize| {
+            GPT4_PATTERN
+                .replace(r"|[^\r", &format!(r"|{han}|[^\r"))
+                .replace(r"\p{L}+|", r"(?:(?!\p{Han})\p{L})+|")
+                .replace("{1,3}", &format!("{{1,{digits}}}"))
+        };
+        let han = [r"\p{Han}+", r"\p{Han}{1,1}", r"\p{Han}{1,4}"];
+        let apart = han.into_iter().zip([2, 3, 1]).map(move |(han, digits)| apart(han, digits));
+        [2, 3].map(|digits| GPT4_PATTERN.replace("{1,3}", &format!("{{1,{digits}}}"))).into_iter().chain(apart)
+    }
+
+    /// Where the scanner and the engine cut differently, as far as they agree.
+    fn assert_same(text: &str, scanner: &Splitter, engine: &Splitter) {
+        let ends = |splitter: &Splitter| {
+            let mut ends = Vec::new();
+            splitter.split(text, |_, end| ends.push(end)).unwrap();
+            ends
+        };
+        assert_eq!(ends(scanner), ends(engine), "{text:?} by {}", scanner.pattern());
+    }
+
+    fn both(pattern: &str) -> (Splitter, Splitter) {
+        let scanner = Splitter::new(pattern).unwrap();
+        assert!(matches!(scanner.way, Way::Scan(_)), "{pattern}");
+        (scanner, Splitter::searching(pattern, BACKTRACK_LIMIT).unwrap())
+    }
+
+    #[test]
+    fn scanners_cut_as_the_engine_does_on_random_texts() {
+        let parts = [
+            "a",
+            "Zq",
+            "word",
+            "longerword",
+            "'",
+            "'s",
+            "'LL",
+            "'ve",
+            "'R",
+            "'\u{17f}",
+            "K",
+            "1",
+            "42",
+            "½",
+            "〇",
+            " ",
+            "  ",
+            "\t",
+            "\n",
+            "\r\n",
+            "\u{85}",
+            "\u{3000}",
+            "\u{a0}",
+            "!",
+            "?!",
+            "_",
+            "(",
+            "，",
+            "。",
+            "中",
+            "汉字",
+            "々",
+            "⼀",
+            "é",
+            "e\u{301}",
+            "ß",
+            "я",
+            "한",
+            "あ",
+            "😀",
+            "\u{200d}",
+            "\0",
+            "\u{7f}",
+            "龯",
+            "鿿",
+            "䷀",
+            "𠀀",
+            "\u{e000}",
+        ];
+        for (number, pattern) in patterns().enumerate() {
+            let (scanner, engine) = both(&pattern);
+            let mut random = Random::new(number as u64);
+            for _ in 0..20_000 {
+                let length = 1 + random.below(12);
+                let text: String = (0..length).map(|_| parts[random.below(parts.len())]).collect();
+                assert_same(&text, &scanner, &engine);
+            }
+        }
+    }
+
+    #[test]
+    fn scanners_cut_as_the_engine_does_around_every_character() {
+        for pattern in patterns() {
+            let (scanner, engine) = both(&pattern);
+            for block in (0..0x11_0000).step_by(64) {
+                let mut text = String::new();
+                for letter in (block..block + 64).filter_map(char::from_u32) {
+                    for around in ["x", " ", "!\n", "7", "中", "'"] {
+                        text.extend([letter.to_string().as_str(), around, letter.to_string().as_str()]);
+                    }
+                }
+                assert_same(&text, &scanner, &engine);
+            }
+        }
     }
 }

@@ -1,36 +1,52 @@
-//! Learning merges: again and again join the most frequent pair, of equals the one with the smallest ids.
+//! Learning merges: again and again the most frequent pair, of equals the one with the smallest ids.
 //!
-//! All distinct pieces lie in one array, one cell per byte, so that a token's place never moves: its first cell
-//! holds its id, its last cell the id again with a mark (to find it from the right), and the cells between are
-//! only marked. A pair can come into being only in the merge that makes the newer of its two tokens; afterwards its
-//! count can only fall. So the places of a pair are written once, at that moment, and the queue may hold old counts:
-//! an entry is looked at when it comes up and put back lower if its count has fallen.
+//! A pair can come into being only in the merge that makes the newer of its two tokens; afterwards its count can only
+//! fall. Three things follow. The places of a pair are written once, at that moment, one after another. The queue may
+//! hold old counts: an entry is looked at when it comes up and put back lower if its count has fallen. And a pair that
+//! is rare when it comes into being need not be known at all until the frequent ones are used up: pairs below a floor
+//! are left out, and if the queue runs dry the floor is lowered and all pairs are counted anew. Most pairs are rare, so
+//! this keeps the tables small, and changes no merge.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use hashbrown::HashMap;
 
+use crate::neighbours::{Found, Neighbours, Sum};
+use crate::prefetch::prefetch;
+use crate::words::{Words, EDGE, INTERIOR};
 use crate::{key, pair, Error, Pair, PieceCounts, BYTES, MAX_VOCAB_SIZE};
 
-/// Marks a cell that is not the first of its token.
-const INTERIOR: u32 = 1 << 31;
-/// Stands before and after every piece.
-const EDGE: u32 = u32::MAX;
+/// The first floor is the count that pairs would have if the text were spread evenly over the vocabulary, divided by
+/// this. Measured on text of several languages, the last merge is well above it.
+const FLOOR_SHARE: u64 = 64;
+/// If that was too high after all, the floor falls by this.
+const FLOOR_STEP: u64 = 8;
+/// How many places ahead the cells are loaded.
+const AHEAD: usize = 16;
 
-/// Learn up to `vocab_size - 256` merges; fewer if the pieces have no pair left. `proceed` is asked before each.
+/// Learn up to `vocab_size - 256` merges; fewer if the pieces have no pair left. `proceed` is asked before each, with
+/// the number of merges so far.
 ///
 /// The merge at index i makes the token 256 + i.
-pub fn train(counts: PieceCounts, vocab_size: u32, mut proceed: impl FnMut() -> bool) -> Result<Vec<Pair>, Error> {
+pub fn train(counts: PieceCounts, vocab_size: u32, proceed: impl FnMut(usize) -> bool) -> Result<Vec<Pair>, Error> {
     if !(BYTES..=MAX_VOCAB_SIZE).contains(&vocab_size) {
         return Err(Error::VocabSize { given: vocab_size.into() });
     }
-    let cells = lay_out(&counts)?;
+    if vocab_size == BYTES {
+        return Ok(Vec::new());
+    }
+    let words = Words::new(&counts)?;
     drop(counts);
-    let mut trainer = Trainer::new(cells);
+    let floor = words.total() / u64::from(vocab_size) / FLOOR_SHARE;
+    learn(words, (vocab_size - BYTES) as usize, floor.max(1), proceed)
+}
+
+fn learn(words: Words, most: usize, floor: u64, mut proceed: impl FnMut(usize) -> bool) -> Result<Vec<Pair>, Error> {
+    let mut trainer = Trainer::new(words, floor);
     let mut merges = Vec::new();
-    while merges.len() < (vocab_size - BYTES) as usize {
-        if !proceed() {
+    while merges.len() < most {
+        if !proceed(merges.len()) {
             return Err(Error::Stopped);
         }
         let Some((best, places)) = trainer.most_frequent() else { break };
@@ -40,18 +56,22 @@ pub fn train(counts: PieceCounts, vocab_size: u32, mut proceed: impl FnMut() -> 
     Ok(merges)
 }
 
-#[derive(Clone, Copy)]
-struct Cell {
-    symbol: u32,
-    /// How often the piece of this cell occurs. A more frequent piece is laid out several times.
-    weight: u32,
-}
-
-/// Where a pair occurs or once occurred: a range of `postings[newer token]`, places ascending.
+/// Where a pair occurs or once occurred: a range of a block of places, ascending.
 #[derive(Clone, Copy)]
 struct Places {
+    block: u32,
     start: u32,
     length: u32,
+}
+
+impl Places {
+    /// Set places of a block aside for a pair, beginning at `end`, which moves on.
+    fn after(end: &mut u32, block: u32, sum: &mut Sum) -> Self {
+        let places = Self { block, start: *end, length: sum.number };
+        sum.next = *end;
+        *end += sum.number;
+        places
+    }
 }
 
 struct Known {
@@ -60,168 +80,142 @@ struct Known {
 }
 
 struct Trainer {
-    cells: Vec<Cell>,
-    /// Bytes of each token.
-    lengths: Vec<u32>,
+    words: Words,
+    /// All pairs whose count is at least `floor`.
     pairs: HashMap<u64, Known>,
+    floor: u64,
     /// Highest count first, then the smallest pair. Counts may be out of date, never too low.
     queue: BinaryHeap<(u64, Reverse<u64>)>,
-    /// Index 0: places of pairs of bytes; index i: those of pairs whose newer token is 255 + i.
-    postings: Vec<Box<[u32]>>,
+    blocks: Vec<Box<[u32]>>,
     left: Neighbours,
     right: Neighbours,
 }
 
-/// What stood on one side of the occurrences of the pair being merged.
-#[derive(Default)]
-struct Neighbours {
-    /// Sum of weights by token.
-    weight: Vec<u64>,
-    /// Number of occurrences by token, later the next free index of its postings.
-    number: Vec<u32>,
-    /// The tokens that occurred.
-    tokens: Vec<u32>,
-    /// (token, place of the pair that it makes with the new token).
-    found: Vec<(u32, u32)>,
-}
-
-impl Neighbours {
-    fn reset(&mut self, vocab_size: usize) {
-        for &token in &self.tokens {
-            self.weight[token as usize] = 0;
-            self.number[token as usize] = 0;
-        }
-        self.tokens.clear();
-        self.found.clear();
-        self.weight.resize(vocab_size, 0);
-        self.number.resize(vocab_size, 0);
-    }
-
-    fn add(&mut self, token: u32, weight: u32, place: usize) {
-        let index = token as usize;
-        if self.weight[index] == 0 {
-            self.tokens.push(token);
-        }
-        self.weight[index] += u64::from(weight);
-        self.number[index] += 1;
-        self.found.push((token, place as u32));
-    }
-}
-
-/// One cell per byte of every piece that can have a pair, edges around.
-fn lay_out(counts: &PieceCounts) -> Result<Vec<Cell>, Error> {
-    // A piece with a count beyond 32 bits is laid out as several pieces whose counts add up.
-    let copies = |count: u64| count.div_ceil(u64::from(u32::MAX));
-    let pieces = counts.iter().filter(|(piece, count)| piece.len() >= 2 && *count > 0);
-    let bytes = 1 + pieces.clone().map(|(piece, count)| (piece.len() as u64 + 1) * copies(count)).sum::<u64>();
-    if bytes > u64::from(u32::MAX) {
-        return Err(Error::TooMuchText { bytes });
-    }
-    let mut cells = Vec::with_capacity(bytes as usize);
-    cells.push(Cell { symbol: EDGE, weight: 0 });
-    for (piece, mut count) in pieces {
-        while count > 0 {
-            let weight = u32::try_from(count).unwrap_or(u32::MAX);
-            cells.extend(piece.iter().map(|&byte| Cell { symbol: byte.into(), weight }));
-            cells.push(Cell { symbol: EDGE, weight: 0 });
-            count -= u64::from(weight);
-        }
-    }
-    Ok(cells)
-}
-
-/// Counts and places of the pairs of bytes, the places ordered by pair.
-fn byte_pairs(cells: &[Cell]) -> (HashMap<u64, Known>, Box<[u32]>) {
-    let neighbours = || {
-        let both = |pair: &[Cell]| pair[0].symbol != EDGE && pair[1].symbol != EDGE;
-        let numbered = cells.windows(2).enumerate().filter(move |(_, pair)| both(pair));
-        numbered.map(|(place, pair)| (place as u32, (pair[0].symbol << 8 | pair[1].symbol) as usize, pair[0].weight))
-    };
-    let mut count = vec![0u64; 1 << 16];
-    let mut next = vec![0u32; 1 << 16];
-    for (_, pair, weight) in neighbours() {
-        count[pair] += u64::from(weight);
-        next[pair] += 1;
-    }
-    let mut pairs = HashMap::new();
-    let mut start = 0;
-    for pair in 0..1 << 16 {
-        let places = Places { start, length: next[pair] };
-        next[pair] = start;
-        start += places.length;
-        if count[pair] > 0 {
-            pairs.insert(key((pair as u32 >> 8, pair as u32 & 255)), Known { count: count[pair], places });
-        }
-    }
-    let mut postings = vec![0; start as usize].into_boxed_slice();
-    for (place, pair, _) in neighbours() {
-        postings[next[pair] as usize] = place;
-        next[pair] += 1;
-    }
-    (pairs, postings)
-}
-
 impl Trainer {
-    fn new(cells: Vec<Cell>) -> Self {
-        let (pairs, postings) = byte_pairs(&cells);
-        let queue = pairs.iter().map(|(&key, known)| (known.count, Reverse(key))).collect();
-        let lengths = vec![1; BYTES as usize];
+    fn new(words: Words, floor: u64) -> Self {
         let (left, right) = (Neighbours::default(), Neighbours::default());
-        Self { cells, lengths, pairs, queue, postings: vec![postings], left, right }
+        let (pairs, queue, blocks) = (HashMap::new(), BinaryHeap::new(), Vec::new());
+        let mut trainer = Self { words, pairs, floor, queue, blocks, left, right };
+        trainer.count_bytes();
+        trainer
+    }
+
+    /// Find the pairs of bytes that reach the floor, with their counts and places, before anything is merged.
+    fn count_bytes(&mut self) {
+        let Self { words, pairs, floor, queue, blocks, .. } = self;
+        let index = |(left, right): Pair| (left << 8 | right) as usize;
+        let mut sums = vec![Sum::default(); 1 << 16];
+        words.for_each_pair(|_, pair, weight| {
+            let sum = &mut sums[index(pair)];
+            sum.weight += u64::from(weight);
+            sum.number += 1;
+        });
+        let mut end = 0;
+        for (left, right) in (0..BYTES).flat_map(|left| (0..BYTES).map(move |right| (left, right))) {
+            let sum = &mut sums[index((left, right))];
+            if sum.weight < *floor {
+                sum.number = 0;
+                continue;
+            }
+            pairs.insert(key((left, right)), Known { count: sum.weight, places: Places::after(&mut end, 0, sum) });
+        }
+        let mut block = vec![0; end as usize].into_boxed_slice();
+        words.for_each_pair(|place, pair, _| sums[index(pair)].put(&mut block, place));
+        blocks.push(block);
+        queue.extend(pairs.iter().map(|(&key, known)| (known.count, Reverse(key))));
     }
 
     /// Take out the pair to merge next.
     fn most_frequent(&mut self) -> Option<(Pair, Places)> {
-        while let Some((count, Reverse(key))) = self.queue.pop() {
-            match self.pairs.get(&key) {
-                Some(known) if known.count == count => {
-                    let places = known.places;
-                    self.pairs.remove(&key);
-                    return Some((pair(key), places));
+        loop {
+            while let Some((count, Reverse(key))) = self.queue.pop() {
+                match self.pairs.get(&key) {
+                    Some(known) if known.count == count => {
+                        let places = known.places;
+                        self.pairs.remove(&key);
+                        return Some((pair(key), places));
+                    }
+                    Some(known) => self.queue.push((known.count, Reverse(key))),
+                    None => {} // below the floor since
                 }
-                Some(known) => self.queue.push((known.count, Reverse(key))),
-                None => {} // merged away by its neighbours
             }
+            if self.floor == 1 {
+                return None;
+            }
+            self.floor = (self.floor / FLOOR_STEP).max(1);
+            self.count_all();
         }
-        None
+    }
+
+    /// Find the pairs that reach the floor, with their counts and places, when none is known.
+    fn count_all(&mut self) {
+        let Self { words, pairs, floor, queue, blocks, .. } = self;
+        // Sums over pairs that share a hash are never too low, and so tell most rare pairs with little memory.
+        const ROUGH: usize = 1 << 18;
+        let hash = |key: u64| (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 46) as usize % ROUGH;
+        let mut rough = vec![0u64; ROUGH];
+        words.for_each_pair(|_, pair, weight| rough[hash(key(pair))] += u64::from(weight));
+        let mut sums: HashMap<u64, Sum> = HashMap::new();
+        words.for_each_pair(|_, pair, weight| {
+            let key = key(pair);
+            if rough[hash(key)] >= *floor {
+                let sum = sums.entry(key).or_default();
+                sum.weight += u64::from(weight);
+                sum.number += 1;
+            }
+        });
+        sums.retain(|_, sum| sum.weight >= *floor);
+        let mut end = 0;
+        for (&key, sum) in &mut sums {
+            pairs.insert(key, Known { count: sum.weight, places: Places::after(&mut end, 0, sum) });
+        }
+        let mut block = vec![0; end as usize].into_boxed_slice();
+        words.for_each_pair(|place, pair, _| {
+            if let Some(sum) = sums.get_mut(&key(pair)) {
+                sum.put(&mut block, place);
+            }
+        });
+        *blocks = vec![block];
+        queue.extend(pairs.iter().map(|(&key, known)| (known.count, Reverse(key))));
     }
 
     fn merge(&mut self, merged: Pair, places: Places) {
-        let token = self.lengths.len() as u32;
-        self.lengths.push(self.lengths[merged.0 as usize] + self.lengths[merged.1 as usize]);
-        self.left.reset(self.lengths.len());
-        self.right.reset(self.lengths.len());
-        let (twins, twins_weight) = self.replace(merged, places, token);
+        let lengths = &mut self.words.lengths;
+        let token = lengths.len() as u32;
+        lengths.push(lengths[merged.0 as usize] + lengths[merged.1 as usize]);
+        self.left.reset(lengths.len());
+        self.right.reset(lengths.len());
+        let between = self.replace(merged, places, token);
+        self.left.sum_up();
+        self.right.sum_up();
 
         for index in 0..self.left.tokens.len() {
             let neighbour = self.left.tokens[index];
-            self.lower((neighbour, merged.0), self.left.weight[neighbour as usize]);
+            let weight = self.left.of(neighbour).weight;
+            self.lower((neighbour, merged.0), weight);
         }
         for index in 0..self.right.tokens.len() {
             let neighbour = self.right.tokens[index];
-            self.lower((merged.1, neighbour), self.right.weight[neighbour as usize]);
+            let weight = self.right.of(neighbour).weight;
+            self.lower((merged.1, neighbour), weight); // the new token has no such pair
         }
-        if twins > 0 {
-            // These stood before a `merged.0` that has itself become `token`: their right neighbour is the new one.
-            self.right.weight[merged.0 as usize] -= twins_weight;
-            self.right.number[merged.0 as usize] -= twins;
-            self.right.weight[token as usize] = twins_weight;
-            self.right.number[token as usize] = twins;
-            self.right.tokens.push(token);
-        }
+        self.lower((merged.1, merged.0), between);
         self.register(token);
     }
 
     /// Write `token` over every occurrence of the pair and note the neighbours.
     ///
-    /// Returns how many occurrences are followed directly by another one, and their weight. In `right.found` these
-    /// have `token` as the neighbour, in the sums of `right` still the left half of the pair.
-    fn replace(&mut self, (first, second): Pair, places: Places, token: u32) -> (u32, u64) {
-        let Self { cells, lengths, postings, left, right, .. } = self;
+    /// Where one occurrence follows directly on another, they are neighbours of each other as the new token. Returns
+    /// the weight of the pairs that were between such two.
+    fn replace(&mut self, (first, second): Pair, places: Places, token: u32) -> u64 {
+        let Self { words: Words { cells, lengths }, blocks, left, right, .. } = self;
         let (first_length, second_length) = (lengths[first as usize] as usize, lengths[second as usize] as usize);
-        let postings = &postings[generation((first, second))];
-        let (mut twins, mut twins_weight) = (0, 0);
-        for &place in &postings[places.start as usize..][..places.length as usize] {
+        let places = &blocks[places.block as usize][places.start as usize..][..places.length as usize];
+        let mut between = 0;
+        for (index, &place) in places.iter().enumerate() {
+            if let Some(&later) = places.get(index + AHEAD) {
+                prefetch(cells, later as usize);
+            }
             let place = place as usize;
             let middle = place + first_length;
             // Since the place was noted, another merge may have taken one half.
@@ -234,13 +228,11 @@ impl Trainer {
             if before == token | INTERIOR {
                 // The occurrence before this one ends here, and was the last to note a right neighbour: our `first`.
                 if let Some(last) = right.found.last_mut() {
-                    last.0 = token;
+                    last.token = token;
                 }
-                twins += 1;
-                twins_weight += u64::from(weight);
+                between += u64::from(weight);
             } else if before != EDGE {
-                let neighbour = before & !INTERIOR;
-                left.add(neighbour, weight, place - lengths[neighbour as usize] as usize);
+                left.add(before & !INTERIOR, weight, place);
             }
             let after = cells[end].symbol;
             if after != EDGE {
@@ -250,7 +242,7 @@ impl Trainer {
             cells[place].symbol = token;
             cells[end - 1].symbol = token | INTERIOR;
         }
-        (twins, twins_weight)
+        between
     }
 
     /// Take `weight` occurrences from a pair. The pair being merged is no longer known: in a run it is its own
@@ -260,44 +252,46 @@ impl Trainer {
         if let Some(known) = self.pairs.get_mut(&key) {
             debug_assert!(known.count >= weight);
             known.count = known.count.saturating_sub(weight);
-            if known.count == 0 {
+            if known.count < self.floor {
                 self.pairs.remove(&key);
             }
         }
     }
 
-    /// Enter the pairs that `token` makes with its neighbours, with their counts and places.
+    /// Enter the pairs that `token` makes with its neighbours, with their counts and places, if they reach the floor.
     fn register(&mut self, token: u32) {
-        let Self { pairs, queue, postings, left, right, .. } = self;
-        let mut new = vec![0; left.found.len() + right.found.len()].into_boxed_slice();
-        let mut start = 0;
+        let Self { words, pairs, floor, queue, blocks, left, right } = self;
+        let block = blocks.len() as u32;
+        let mut end = 0;
         let mut enter = |neighbours: &mut Neighbours, make: &dyn Fn(u32) -> Pair| {
-            for &neighbour in &neighbours.tokens {
-                let (count, next) = (neighbours.weight[neighbour as usize], &mut neighbours.number[neighbour as usize]);
-                let places = Places { start, length: *next };
-                *next = start;
-                start += places.length;
-                if count > 0 {
-                    let key = key(make(neighbour));
-                    pairs.insert(key, Known { count, places });
-                    queue.push((count, Reverse(key)));
+            for index in 0..neighbours.tokens.len() {
+                let neighbour = neighbours.tokens[index];
+                let sum = neighbours.of(neighbour);
+                if sum.weight < *floor {
+                    sum.number = 0; // for the second round: not entered
+                    continue;
                 }
-            }
-            for &(neighbour, place) in &neighbours.found {
-                let next = &mut neighbours.number[neighbour as usize];
-                new[*next as usize] = place;
-                *next += 1;
+                let key = key(make(neighbour));
+                pairs.insert(key, Known { count: sum.weight, places: Places::after(&mut end, block, sum) });
+                queue.push((sum.weight, Reverse(key)));
             }
         };
         enter(left, &|neighbour| (neighbour, token));
         enter(right, &|neighbour| (token, neighbour));
-        postings.push(new);
+        if end == 0 {
+            return;
+        }
+        let mut new = vec![0; end as usize].into_boxed_slice();
+        let mut note = |neighbours: &mut Neighbours, back: &dyn Fn(u32) -> u32| {
+            for index in 0..neighbours.found.len() {
+                let Found { token, place, .. } = neighbours.found[index];
+                neighbours.of(token).put(&mut new, place - back(token));
+            }
+        };
+        note(left, &|neighbour| words.lengths[neighbour as usize]);
+        note(right, &|_| 0);
+        blocks.push(new);
     }
-}
-
-/// The index in `postings` of a pair: that of its newer token.
-fn generation((left, right): Pair) -> usize {
-    (left.max(right) + 1).saturating_sub(BYTES) as usize
 }
 
 #[cfg(test)]
@@ -305,10 +299,14 @@ mod tests {
     use super::*;
     use crate::testing::{naive_merges, random_text, Random};
 
-    fn merges(pieces: &[(&str, u64)], vocab_size: u32) -> Vec<Pair> {
+    fn counted(pieces: &[(&str, u64)]) -> PieceCounts {
         let mut counts = PieceCounts::new();
         pieces.iter().for_each(|(piece, count)| counts.add(piece.as_bytes(), *count));
-        train(counts, vocab_size, || true).unwrap()
+        counts
+    }
+
+    fn merges(pieces: &[(&str, u64)], vocab_size: u32) -> Vec<Pair> {
+        train(counted(pieces), vocab_size, |_| true).unwrap()
     }
 
     #[test]
@@ -340,7 +338,7 @@ mod tests {
     #[test]
     fn vocabulary_sizes_out_of_range_are_errors() {
         for size in [0, 255, MAX_VOCAB_SIZE + 1] {
-            assert_eq!(train(PieceCounts::new(), size, || true), Err(Error::VocabSize { given: size.into() }));
+            assert_eq!(train(PieceCounts::new(), size, |_| true), Err(Error::VocabSize { given: size.into() }));
         }
     }
 
@@ -349,7 +347,7 @@ mod tests {
         let mut counts = PieceCounts::new();
         counts.add(b"abcdef", 1);
         let mut left = 2;
-        let proceed = || {
+        let proceed = |_| {
             left -= 1;
             left >= 0
         };
@@ -365,7 +363,12 @@ mod tests {
                 .map(|_| (random_text(&mut random, alphabet, 40), 1 + random.below(4) as u64))
                 .collect();
             let pieces: Vec<(&str, u64)> = pieces.iter().map(|(piece, count)| (piece.as_str(), *count)).collect();
-            assert_eq!(merges(&pieces, 356), naive_merges(&pieces, 100), "seed {seed}: {pieces:?}");
+            let expected = naive_merges(&pieces, 100);
+            assert_eq!(merges(&pieces, 356), expected, "seed {seed}: {pieces:?}");
+            for floor in [2, 3, 9, 100] {
+                let words = Words::new(&counted(&pieces)).unwrap();
+                assert_eq!(learn(words, 100, floor, |_| true).unwrap(), expected, "floor {floor}, seed {seed}");
+            }
         }
     }
 }

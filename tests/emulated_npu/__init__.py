@@ -25,6 +25,7 @@ reaches the device:
     seen.unsupported      Counter: operators that the real package's lists lack and that would run on the CPU
     seen.collectives      Counter: "allreduce", "_allgather_base", ... -> times
 `log.record()` may be nested and covers all threads of the process. Multi-tensor operators count as the real package
-launches them: `_fused_adamw` and `_amp_foreach_*` a kernel for each tensor, `_foreach_*` one for each 48 tensors.
+launches them: `_fused_adamw` and `_amp_foreach_*` a kernel for each tensor, `_foreach_*` one for each 48 tensors; but
+on 910A and 310P, and in the overloads that its lists lack (`_foreach_mul.Tensor`), one for each tensor.
 Reading a number ("item") is a synchronisation and no copy.
 """

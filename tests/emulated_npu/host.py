@@ -47,7 +47,7 @@ def environment(root: Path, settings: Settings) -> dict[str, str]:
     smi.install(root / "usr/local/bin", chip, settings.devices, DRIVER)
     said = {
         "library": str(build.library()), "chip": chip, "devices": settings.devices, "strict": settings.strict,
-        "deferred": settings.deferred,
+        "deferred": settings.deferred, "torch": torch_version,
     }  # fmt: skip
     driver = root / "usr/local/Ascend/driver/lib64"
     inherited = dict(os.environ)

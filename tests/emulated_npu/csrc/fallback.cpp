@@ -275,7 +275,7 @@ void log_call(const Call& call) {
   if (call.list_size >= 0 && op.per_tensor) {
     launches = call.list_size;
   } else if (call.list_size >= 0 && op.by_chunks) {
-    launches = (call.list_size + 47) / 48;
+    launches = settings().grouped ? (call.list_size + 47) / 48 : call.list_size;
   }
   count_kernel(op.name, launches);
   if (op.waits) {

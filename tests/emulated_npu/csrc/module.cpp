@@ -21,6 +21,14 @@ bool takes_device(const c10::FunctionSchema& schema) {
   return false;
 }
 
+// The overloads of multi-tensor operators that the real package's lists lack, whatever they have under the same name:
+// a factor in a tensor, a weight for each. They are composed, of a kernel for each tensor.
+bool lacks_a_grouped_kernel(const c10::OperatorName& name) {
+  return name.name.rfind("aten::_foreach", 0) == 0 &&
+      (name.overload_name == "Tensor" ||
+       (name.overload_name == "ScalarList" && name.name.rfind("aten::_foreach_lerp", 0) == 0));
+}
+
 // PyTorch would compose some operators of others here that are one kernel on the device:
 // - a functional operator such as add.Tensor, of an allocation and add.out;
 // - what the real package has a kernel of its own for, such as _foreach_mul, of many kernels.
@@ -42,12 +50,22 @@ void send_composed_operators_to_the_fallback() {
     const std::string base = base_name(op->schema().name());
     const bool native = op->hasKernelForDispatchKey(Key::CompositeExplicitAutograd) &&
         settings().supported.count(base) && !kept_composed.count(base) && !takes_device(op->schema()) &&
-        !gives_views(op->schema());
+        !gives_views(op->schema()) && !lacks_a_grouped_kernel(name);
     if (functional || native) {
       kept->push_back(dispatcher.registerImpl(
           name, Key::PrivateUse1, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
           "emulated npu"));
     }
+  }
+}
+
+// torch 2.7 has no rule for operators without a gradient on this device, such as collectives: pass autograd by.
+void let_autograd_pass_by() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  if (!dispatcher.hasBackendFallbackForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
+    static auto* kept = new c10::RegistrationHandleRAII(dispatcher.registerFallback(
+        c10::DispatchKey::AutogradPrivateUse1, c10::KernelFunction::makeFallthrough(), "emulated npu"));
+    (void)kept;
   }
 }
 
@@ -81,7 +99,8 @@ py::dict usage_as_dict(int device) {
 }
 
 void configure(
-    int devices, int64_t memory, bool deferred, bool fallback_is_error, bool saturates, const std::string& chip,
+    int devices, int64_t memory, bool deferred, bool fallback_is_error, bool saturates, bool grouped,
+    const std::string& chip,
     const std::vector<py::object>& refused, const std::map<std::string, std::vector<py::object>>& refused_by,
     const std::unordered_set<std::string>& supported) {
   TORCH_CHECK(devices >= 0 && devices <= kMaxDevices, "0 to 8 devices can be emulated, got ", devices);
@@ -91,13 +110,14 @@ void configure(
   s.deferred = deferred;
   s.fallback_is_error = fallback_is_error;
   s.saturates = saturates;
+  s.grouped = grouped;
   s.chip = chip;
   s.refused = bits(refused);
   for (const auto& [name, dtypes] : refused_by) {
     s.refused_by[name] = bits(dtypes);
   }
   s.supported = supported;
-  static const bool once = (send_composed_operators_to_the_fallback(), true);
+  static const bool once = (let_autograd_pass_by(), send_composed_operators_to_the_fallback(), true);
   (void)once;
 }
 

@@ -34,6 +34,7 @@ struct Settings {
   bool deferred = true;                // non-blocking copies to pinned memory arrive at the next synchronisation
   bool fallback_is_error = false;      // TORCH_NPU_FALLBACK_CPU_DISABLE
   bool saturates = false;              // as the 910A: an fp16 result that overflows is the largest number, NaN is 0
+  bool grouped = true;                 // multi-tensor operators have kernels; elsewhere one runs for each tensor
   std::string chip = "Ascend910B3";
   uint64_t refused = 0;                                 // dtypes that kernels of this chip refuse
   std::unordered_map<std::string, uint64_t> refused_by; // base name -> dtypes refused instead

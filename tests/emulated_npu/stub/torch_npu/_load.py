@@ -54,6 +54,11 @@ def visible_devices() -> int:
 def device() -> Any:
     """The compiled device, with the limits of the chip."""
     said = emulated()
+    if said["torch"] != torch.__version__.split("+")[0]:
+        raise ImportError(
+            f"this emulation was made for torch {said['torch']}, and this Python has {torch.__version__}: start "
+            "python -m tests.emulated_npu with the Python that the command uses (.venv/bin/python)"
+        )
     loader = importlib.machinery.ExtensionFileLoader(NAME, said["library"])
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None
@@ -71,7 +76,8 @@ def device() -> Any:
     words = (Path(__file__).parent / "supported_operators.txt").read_text(encoding="utf-8").split()
     module.configure(
         visible_devices(), int(chip["memory"]), bool(said["deferred"]),
-        os.environ.get("TORCH_NPU_FALLBACK_CPU_DISABLE") == "1", chip["saturates"], chip["name"],
+        os.environ.get("TORCH_NPU_FALLBACK_CPU_DISABLE") == "1", chip["saturates"],
+        chip["soc"] >= 220, chip["name"],  # the first generation has no multi-tensor kernels
         refused, by_name, {word.removesuffix("_") for word in words},
     )  # fmt: skip
     return module

@@ -1,0 +1,246 @@
+"""Real text for bench.tokenizer, out of Debian's documentation packages: English, Chinese and source code.
+
+python -m bench.corpus DIR                              # up to 180, 28 and 90 MB; needs apt-get and dpkg-deb
+python -m bench.corpus DIR --english 4 --chinese 2 --code 2
+
+Nothing is installed: packages are downloaded to DIR/packages and read there.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from nanochat.common import UserError, atomic_path, log, read_json, run, write_json
+
+# In the order in which they are used until there is enough text; small ones first.
+PACKAGES = {
+    "chinese": (
+        "manpages-zh", "debian-reference-zh-cn", "libreoffice-help-zh-cn", "libreoffice-help-zh-tw",
+        "maint-guide-zh-cn", "debian-faq-zh-cn", "lilypond-doc-html-zh", "debian-edu-doc-zh-cn", "debian-handbook",
+        "installation-guide-amd64",
+        "gnome-user-docs", "kicad-doc-zh", "linuxcnc-doc-zh-cn",
+    ),
+    "english": (
+        "manpages-dev", "git-doc", "python3-doc", "postgresql-doc", "linux-doc", "nodejs-doc", "libreoffice-help-en-us",
+        "libreoffice-help-fr", "libreoffice-help-de", "libreoffice-help-es", "vim-doc", "default-jdk-doc", "rust-doc",
+    ),
+    "code": ("libboost-dev", "linux-headers-amd64", "libeigen3-dev", "libpython3.11-testsuite"),
+}  # fmt: skip
+KINDS = tuple(PACKAGES)
+SEPARATOR = "\0"  # between the documents of a file
+DOCUMENTS = {".html", ".htm", ".txt", ".md", ".rst", *(f".{section}" for section in range(1, 9))}
+SOURCES = {".h", ".hpp", ".ipp", ".c", ".cpp", ".py", ".java", ".rs", ".js", ".S"}
+SHORTEST, LONGEST = 200, 2_000_000  # characters of a document
+HAN = re.compile("[\u3400-\u9fff]")
+MARKUP = re.compile(r"<(script|style)\b.*?</\1\s*>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+ABOUT = "about.json"
+
+
+@dataclass
+class Kind:
+    """One file of the corpus, while it is written."""
+
+    wanted: int  # bytes
+    bytes: int = 0
+    documents: int = 0
+    packages: list[str] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return self.bytes >= self.wanted
+
+
+# --- packages -----------------------------------------------------------------------------------------
+
+
+def tool(*command: str, cwd: Path | None = None) -> str:
+    """What a command of the system prints; UserError with its last words if it fails."""
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if result.returncode:
+        words = result.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        raise UserError(f"`{' '.join(command)}` failed: {words[0]}")
+    return result.stdout
+
+
+def download(package: str, folder: Path) -> Path:
+    """The package's file in `folder`, fetched if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = sorted(folder.glob(f"{package}_*.deb"))
+    if not found:
+        tool("apt-get", "download", package, cwd=folder)
+        found = sorted(folder.glob(f"{package}_*.deb"))
+    return found[0]
+
+
+def real_package(package: str, folder: Path) -> Path:
+    """A package with content: one that only points to the current version, as python3-doc does, is followed."""
+    path = download(package, folder)
+    for _ in range(3):
+        size = int(tool("dpkg-deb", "-f", str(path), "Installed-Size") or 0)  # KiB
+        depends = tool("dpkg-deb", "-f", str(path), "Depends")
+        if size >= 500 or not depends.strip():
+            break
+        path = download(re.split(r"[ ,|(]", depends.strip())[0], folder)
+    return path
+
+
+def members(package: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the documents and sources of a package, unpacked in memory."""
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
+        assert unpacking.stdout is not None
+        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
+            for member in archive:
+                name = member.name.removesuffix(".gz")
+                if not member.isfile() or Path(name).suffix not in DOCUMENTS | SOURCES:
+                    continue
+                content = archive.extractfile(member)
+                if content is not None:
+                    data = content.read()
+                    yield name, gzip.decompress(data) if member.name.endswith(".gz") else data
+
+
+# --- documents ----------------------------------------------------------------------------------------
+
+
+def document(name: str, data: bytes) -> str | None:
+    """The text of a file, markup taken out; None if it is not UTF-8, or too short or long to be one document."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return None
+    if name.endswith((".html", ".htm")):
+        text = re.sub(r"[ \t]*\n\s*\n\s*", "\n\n", html.unescape(MARKUP.sub("", text))).strip() + "\n"
+    text = text.replace(SEPARATOR, "")
+    return text if SHORTEST <= len(text) <= LONGEST else None
+
+
+def kind_of(name: str, text: str) -> str:
+    """`code` by the file's name, `chinese` where one character of ten is Han, else `english`."""
+    if Path(name).suffix in SOURCES:
+        return "code"
+    return "chinese" if len(HAN.findall(text)) > len(text) / 10 else "english"
+
+
+def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
+    """Write `english.txt`, `chinese.txt`, `code.txt`, documents separated by NUL, and `about.json` beside them."""
+    if missing := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
+        raise UserError(f"the corpus is made of Debian packages, and {' and '.join(missing)} is missing here")
+    kinds = {kind: Kind(round(megabytes[kind] * 1e6)) for kind in KINDS}
+    seen: set[bytes] = set()
+    with contextlib.ExitStack() as stack:
+        paths = {kind: stack.enter_context(atomic_path(folder / f"{kind}.txt")) for kind in KINDS}
+        with contextlib.ExitStack() as opened:
+            files = {
+                kind: opened.enter_context(path.open("w", encoding="utf-8", newline="")) for kind, path in paths.items()
+            }
+            for kind in KINDS:
+                for package in PACKAGES[kind]:
+                    if not kinds[kind].full:
+                        _read(package, folder / "packages", kinds, files, seen)
+    about = {kind: {"bytes": k.bytes, "documents": k.documents, "packages": k.packages} for kind, k in kinds.items()}
+    write_json(folder / ABOUT, {"asked": {"megabytes": megabytes, "packages": PACKAGES}, "kinds": about})
+    return kinds
+
+
+def _read(package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen: set[bytes]) -> None:
+    """Add a package's documents to the kinds they are of, until those are full; a package that is gone is skipped."""
+    try:
+        path = real_package(package, folder)
+    except UserError as failure:
+        log(f"left out: {package}: {failure}")
+        return
+    before = sum(kind.bytes for kind in kinds.values())
+    for name, data in members(path):
+        text = document(name, data)
+        if text is None:
+            continue
+        kind = kinds[kind_name := kind_of(name, text)]
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if kind.full or digest in seen:
+            continue
+        seen.add(digest)
+        if kind.documents:
+            files[kind_name].write(SEPARATOR)
+        files[kind_name].write(text)
+        kind.bytes += len(text.encode())
+        kind.documents += 1
+        if path.stem not in kind.packages:
+            kind.packages.append(path.stem)
+    log(f"{path.stem}: {(sum(kind.bytes for kind in kinds.values()) - before) / 1e6:.1f} MB")
+
+
+def standard_library(folder: Path, megabytes: float) -> None:
+    """A corpus for hosts without Debian's archive: the sources of Python's standard library, all of them code."""
+    library, size, texts = Path(sysconfig.get_paths()["stdlib"]), 0, []
+    for path in sorted(library.rglob("*.py")):
+        if "site-packages" in path.parts or size >= megabytes * 1e6:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace").replace(SEPARATOR, "")
+        if SHORTEST <= len(text) <= LONGEST:
+            texts.append(text)
+            size += len(text.encode())
+    if not texts:
+        raise UserError(f"no sources in {library}: give --corpus DIR, made by `python -m bench.corpus DIR`")
+    for kind in KINDS:
+        with atomic_path(folder / f"{kind}.txt") as path:
+            path.write_text(SEPARATOR.join(texts) if kind == "code" else "", encoding="utf-8", newline="")
+    about = {kind: {"bytes": 0, "documents": 0, "packages": []} for kind in KINDS}
+    about["code"] = {"bytes": size, "documents": len(texts), "packages": [f"Python {sys.version.split()[0]}"]}
+    write_json(folder / ABOUT, {"asked": {}, "kinds": about})
+
+
+def read(path: Path) -> list[str]:
+    """The documents of a file of a corpus."""
+    content = path.read_bytes().decode()  # read_text would change line ends
+    return content.split(SEPARATOR) if content else []
+
+
+# --- command line -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Unpack a corpus of real text. Sizes in MB (millions of bytes); fewer packages are fetched for less."""
+
+    folder: tyro.conf.Positional[Path]
+    """where to write it"""
+    english: float = 180
+    """MB of English and European documentation"""
+    chinese: float = 28
+    """MB of Chinese documentation"""
+    code: float = 90
+    """MB of source code"""
+
+
+def main(cfg: Config) -> None:
+    """Make the corpus, unless it is there in this size; print its sizes."""
+    asked = {kind: float(getattr(cfg, kind)) for kind in KINDS}
+    if negative := [kind for kind, size in asked.items() if size < 0]:
+        raise UserError(f"--{negative[0]} must not be negative, got {asked[negative[0]]}", exit_code=2)
+    about = cfg.folder / ABOUT
+    wanted = {"megabytes": asked, "packages": {kind: list(names) for kind, names in PACKAGES.items()}}
+    if not (about.exists() and read_json(about)["asked"] == wanted):
+        cfg.folder.mkdir(parents=True, exist_ok=True)
+        make(cfg.folder, asked)
+    kinds = read_json(about)["kinds"]
+    for kind, found in kinds.items():
+        packages = ", ".join(found["packages"])
+        log(f"{kind:<8}{found['bytes'] / 1e6:8.1f} MB in {found['documents']:,} documents: {packages}")
+    print(json.dumps({"benchmark": "corpus", **{kind: found["bytes"] for kind, found in kinds.items()}}))
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

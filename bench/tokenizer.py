@@ -1,0 +1,238 @@
+"""Training and encoding speed of the tokenizer beside its peers, in CPU seconds of one run.
+
+python -m bench.tokenizer --quick                                            # ours alone, within 50 seconds
+python -m bench.tokenizer --against rustbpe tokenizers tiktoken gigatoken
+python -m bench.tokenizer --corpus DIR                                       # made by: python -m bench.corpus DIR
+
+Peers are installed to folders of their own and run in processes of their own. The last line is JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bench import corpus
+from bench.tokenizer_side import read_ranks
+from nanochat import bpe
+from nanochat.common import UserError, base_dir, log, read_json, run
+from nanochat.tokenizer import PATTERNS, cores
+
+ROOT = Path(__file__).resolve().parent.parent
+Peer = Literal["rustbpe", "tokenizers", "tiktoken", "gigatoken"]
+VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0", "gigatoken": "0.10.0"}
+ENCODERS = ("rustbpe", "tokenizers", "tiktoken", "gigatoken")
+NANOCHAT = PATTERNS["nanochat"]
+GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # what gigatoken calls gpt4
+Task = dict[str, Any]
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Speed and memory of training and encoding: a table, and as the last line one JSON object."""
+
+    quick: bool = False
+    """a few megabytes of text and small vocabularies: ends within 50 seconds"""
+    against: tuple[Peer, ...] = ()
+    """peers to measure beside ours, fetched from the package index"""
+    corpus: Path | None = None
+    """a folder that `python -m bench.corpus` made; default: made in the base folder"""
+    vocab_size: int = 65_536
+    """tokens of the mixed text; half as many of Chinese and beside gigatoken"""
+    threads: int = 1
+    """of every side"""
+    encode_mb: float = 60
+    """MB of each text to encode, at most"""
+
+
+# --- what is needed -----------------------------------------------------------------------------------
+
+
+def peer_folder(peer: str) -> Path:
+    """The folder of a peer, installed there if it is not."""
+    folder = base_dir() / "peers" / f"{peer}-{VERSIONS[peer]}"
+    if (folder / "done").exists():
+        return folder
+    wanted = ["--quiet", "--target", str(folder), f"{peer}=={VERSIONS[peer]}"]
+    said = ""
+    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
+        result = subprocess.run([sys.executable, "-m", *tool, *wanted], capture_output=True, text=True)
+        if result.returncode == 0:
+            (folder / "done").touch()
+            return folder
+        said = (result.stderr.strip().splitlines() or [""])[-1]
+    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed to {folder}: {said}. Leave it out of --against")
+
+
+def our_folder() -> Path:
+    """Where our rustbpe lies; UserError if it is the published one."""
+    code = "import rustbpe; rustbpe.Tokenizer.from_ranks; print(rustbpe.__file__)"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor)
+    if found.returncode:
+        raise UserError(
+            "the rustbpe of this repository is not installed, so there is nothing to measure. Build it: "
+            "pip install ./rustbpe (needs cargo)"
+        )
+    return Path(found.stdout.strip()).parent
+
+
+def texts(cfg: Config) -> Path:
+    """The folder of the corpus. Quick, and without Debian's archive, Python's own sources will do."""
+    if cfg.corpus is not None:
+        if not (cfg.corpus / corpus.ABOUT).exists():
+            raise UserError(f"no corpus in {cfg.corpus}: python -m bench.corpus {cfg.corpus}", exit_code=2)
+        return cfg.corpus
+    folder = base_dir() / "bench_corpus" / ("quick" if cfg.quick else "whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        sizes = {"english": 6.0, "chinese": 3.0, "code": 1.0} if cfg.quick else {}
+        corpus.main(corpus.Config(folder, **sizes))
+    except UserError as failure:
+        if not cfg.quick:
+            raise
+        log(f"{failure}\nTraining on the sources of Python's standard library instead: no Chinese, no English prose")
+        corpus.standard_library(folder, 10)
+    return folder
+
+
+def ask(peer: str, task: Task, folder: Path) -> Answer:
+    """The answer of a side, from a process of its own."""
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
+    threads = {"RAYON_NUM_THREADS": str(task["threads"])}
+    environment = {**os.environ, **single, **threads, "PYTHONPATH": f"{folder}", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, str(ROOT / "bench" / "tokenizer_side.py"), json.dumps({**task, "side": peer})]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        words = result.stderr.strip().splitlines()[-3:]
+        raise UserError(f"{peer} ended with code {result.returncode}:\n  " + "\n  ".join(words))
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+class Sides:
+    """Every side's folder; tasks go to it by name."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.folders = {"ours": our_folder(), **{peer: peer_folder(peer) for peer in cfg.against}}
+
+    def ask(self, peer: str, **task: Any) -> Answer:
+        return ask(peer, {"threads": self.cfg.threads, **task}, self.folders[peer])
+
+
+# --- measurements -------------------------------------------------------------------------------------
+
+
+def training(
+    sides: Sides, files: Sequence[Path], vocab_size: int, name: str, keep: Path, peers: Sequence[str]
+) -> dict[str, Answer]:
+    """Each trainer on the same text, a line of the table for each. Ours leaves its tokens in `keep`."""
+    found = {}
+    size = sum(file.stat().st_size for file in files) / 1e6
+    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+        task = {"work": "train", "files": [str(file) for file in files], "vocab_size": vocab_size,
+                "pattern": NANOCHAT, "ranks": str(keep) if peer == "ours" else ""}  # fmt: skip
+        answer = found[peer] = sides.ask(peer, **task)
+        log(
+            f"train {name:<8}{vocab_size:>7,} {peer:<12}{answer['cpu']:>9.2f} CPU s{answer['wall']:>9.2f} s"
+            f"{size / answer['cpu']:>9.1f} MB/CPU s{answer['peak'] / 1e6:>8.0f} MB"
+        )
+    return found
+
+
+def encoding(sides: Sides, task: Task, name: str, peers: Sequence[str]) -> dict[str, Answer]:
+    """Each encoder on the same text, cold and warm, a line of the table for each."""
+    found = {}
+    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+        answer = found[peer] = sides.ask(peer, work="encode", **task)
+        size = answer["bytes"] / 1e6
+        cold, warm = (size / answer[kind]["cpu"] for kind in ("cold", "warm"))
+        log(
+            f"encode {name:<13} {peer:<12}{cold:>9.1f} cold{warm:>9.1f} warm MB/CPU s"
+            f"{answer['bytes'] / answer['tokens']:>7.2f} bytes a token{answer['peak'] / 1e6:>8.0f} MB"
+        )
+    return found
+
+
+def ratio(found: dict[str, Answer], peer: str, *keys: str) -> float | None:
+    """How many times as much the peer takes as ours; None if it was not asked."""
+    values = []
+    for side in (peer, "ours"):
+        value: Any = found.get(side)
+        for key in keys:
+            value = value[key] if value is not None else None
+        values.append(value)
+    return None if values[0] is None else values[0] / values[1]
+
+
+def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
+    """Everything, and the figures for the JSON object."""
+    sides = Sides(cfg)
+    vocab_size = 8192 if cfg.quick else cfg.vocab_size
+    files = {kind: folder / f"{kind}.txt" for kind in corpus.KINDS}
+    mixed = [file for file in files.values() if file.stat().st_size]
+    has_chinese = files["chinese"].stat().st_size > 0
+    ranks, half, chinese = work / "mixed.tiktoken", work / "half.tiktoken", work / "chinese.tiktoken"
+
+    counted = sides.ask("ours", work="train", files=[str(file) for file in mixed], vocab_size=256, pattern=NANOCHAT,
+                        ranks="")  # fmt: skip
+    size = sum(file.stat().st_size for file in mixed) / 1e6
+    log(f"count {size / counted['cpu']:.1f} MB/CPU s, reading included")
+    trained = training(sides, mixed, vocab_size, "mixed", ranks, ["rustbpe", "tokenizers"])
+    result: dict[str, Any] = {"mb": round(size, 1), "counting_mb_per_cpu_second": size / counted["cpu"]}
+    if "gigatoken" in cfg.against:
+        log("gigatoken trains with a pattern of its own")
+        smaller = training(sides, mixed, vocab_size // 2, "mixed", half, ["gigatoken"])
+        result["train_vs_gigatoken"] = ratio(smaller, "gigatoken", "cpu")
+    result |= {f"train_vs_{peer}": ratio(trained, peer, "cpu") for peer in ("rustbpe", "tokenizers")}
+    result["memory_vs_rustbpe"] = None if "rustbpe" not in trained else 1 / (ratio(trained, "rustbpe", "peak") or 1)
+    same = [trained["rustbpe"]["digest"] == trained["ours"]["digest"]] if "rustbpe" in trained else []
+
+    task = {"vocab_size": vocab_size, "pattern": NANOCHAT, "ranks": str(ranks), "most_bytes": int(cfg.encode_mb * 1e6),
+            "trained_on": [str(file) for file in mixed]}  # fmt: skip
+    if "tokenizers" in cfg.against:
+        task["json"] = str(work / "tokenizer.json")
+        (work / "tokenizer.json").write_text(bpe.huggingface_json(read_ranks(str(ranks)), NANOCHAT, {}))
+    chosen = [str(file) for file in mixed]
+    encoded = encoding(sides, {**task, "files": chosen}, "mixed", [peer for peer in ENCODERS if peer != "gigatoken"])
+    result |= {f"encode_vs_{peer}": ratio(encoded, peer, "cold", "cpu") for peer in ENCODERS if peer != "gigatoken"}
+    same += [answer["digest"] == encoded["ours"]["digest"] for answer in encoded.values()]
+    if "gigatoken" in cfg.against:
+        beside = encoding(sides, {**task, "files": chosen, "pattern": GPT4}, "mixed, GPT-4", ["gigatoken"])
+        for kind in ("cold", "warm"):
+            result[f"encode_{kind}_vs_gigatoken"] = ratio(beside, "gigatoken", kind, "cpu")
+        same.append(beside["gigatoken"]["digest"] == beside["ours"]["digest"])
+    if has_chinese:
+        trained = training(sides, [files["chinese"]], vocab_size // 2, "Chinese", chinese, ["rustbpe"])
+        result["train_zh_vs_rustbpe"] = ratio(trained, "rustbpe", "cpu")
+        if "rustbpe" in trained:
+            same.append(trained["rustbpe"]["digest"] == trained["ours"]["digest"])
+        encoded = encoding(sides, {**task, "files": [str(files["chinese"])]}, "Chinese", ["tiktoken"])
+        result["encode_zh_vs_tiktoken"] = ratio(encoded, "tiktoken", "cold", "cpu")
+        same += [answer["digest"] == encoded["ours"]["digest"] for answer in encoded.values()]
+        run_of_han = sides.ask("ours", work="run_of_han", **task, files=[str(files["chinese"])])
+        result["han_run_vs_text"] = run_of_han["ratio"]
+        log(f"a run of {run_of_han['letters']:,} Han letters: {run_of_han['ratio']:.2f} times text's time per byte")
+    return {**{name: value for name, value in result.items() if value is not None}, "identical": all(same)}
+
+
+def main(cfg: Config) -> None:
+    """Measure and print."""
+    if cfg.threads < 1 or cfg.vocab_size < 1024:
+        raise UserError("--threads must be at least 1 and --vocab_size at least 1,024", exit_code=2)
+    folder = texts(cfg)
+    about = read_json(folder / corpus.ABOUT)["kinds"]
+    log(", ".join(f"{about[kind]['bytes'] / 1e6:.1f} MB {kind}" for kind in corpus.KINDS) + f"; {cores()} cores")
+    with tempfile.TemporaryDirectory() as work:
+        result = measure(cfg, folder, Path(work))
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
+    print(json.dumps({"benchmark": "tokenizer", "threads": cfg.threads, **rounded}), flush=True)
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

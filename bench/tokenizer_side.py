@@ -1,0 +1,236 @@
+"""One side of bench.tokenizer, in a process of its own, with the peer that PYTHONPATH names or with ours.
+
+It takes its task as JSON in its first argument and answers with one line of JSON. Used by bench.tokenizer only.
+"""
+
+import base64
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BLOCK = 1 << 20
+SEPARATOR = "\0"
+
+
+def documents(paths: Sequence[str]) -> Iterator[str]:
+    """The documents of some files of the corpus, read a block at a time."""
+    for path in paths:
+        rest = b""
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                *whole, rest = (rest + block).split(SEPARATOR.encode())
+                for document in whole:
+                    yield document.decode()
+        if rest:
+            yield rest.decode()
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What work returns, with its CPU seconds over all threads, and wall seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return result, {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """One hash of many byte strings, their borders included."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()
+
+
+# --- training: the tokens in the order learned -----------------------------------------------------------
+
+
+def train_rustbpe(task: dict[str, Any]) -> list[bytes]:
+    """Ours and karpathy's have the same names; PYTHONPATH decides."""
+    import rustbpe
+
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(documents(task["files"]), task["vocab_size"], pattern=task["pattern"])
+    return [bytes(token) for token, _ in tokenizer.get_mergeable_ranks()]
+
+
+def train_tokenizers(task: dict[str, Any]) -> list[bytes]:
+    """Hugging Face's trainer, with the same pattern."""
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(task["pattern"]), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=task["vocab_size"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(documents(task["files"]), trainer)
+    ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return [token.encode() for token, _ in ranks]  # spelled in letters for bytes: compared by number only
+
+
+def train_gigatoken(task: dict[str, Any]) -> list[bytes]:
+    """gigatoken's trainer knows one pattern, its own."""
+    gigatoken = importlib.import_module("gigatoken")
+    source = gigatoken.TextFileSource(task["files"], separator=SEPARATOR)
+    trained = gigatoken.train_bpe(source, task["vocab_size"], [])
+    return [str(len(trained)).encode()]
+
+
+TRAINERS = {
+    "ours": train_rustbpe, "rustbpe": train_rustbpe, "tokenizers": train_tokenizers, "gigatoken": train_gigatoken,
+}  # fmt: skip
+
+
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """Train once. The peak is the whole process's; `own` is what training added to it."""
+    before = peak()
+    tokens, seconds = timed(lambda: TRAINERS[task["side"]](task))
+    answer = {**seconds, "peak": peak(), "own": peak() - before, "tokens": len(tokens), "digest": digest(tokens)}
+    if task["ranks"]:
+        write_ranks(Path(task["ranks"]), tokens)
+    return answer
+
+
+# --- encoding: ids of every document ----------------------------------------------------------------------
+
+Encode = Callable[[list[str]], Any]  # gives an iterable with the ids of each text
+
+
+def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
+    """A vocabulary as tiktoken keeps it: a line of base64 and rank for each token."""
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+
+
+def read_ranks(path: str) -> list[bytes]:
+    return [base64.b64decode(line.split()[0]) for line in Path(path).read_text().splitlines()]
+
+
+class Rows:
+    """Ids one after another, as a sequence of rows."""
+
+    def __init__(self, ids: Any, ends: Any):
+        self.ids, self.ends = ids, ends
+
+    def __iter__(self) -> Iterator[Any]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.ids[start:end]
+            start = end
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+
+def encoder_ours(task: dict[str, Any]) -> Encode:
+    """This repository's, with numpy arrays."""
+    import rustbpe
+
+    tokenizer = rustbpe.Tokenizer.from_ranks(read_ranks(task["ranks"]), task["pattern"])
+
+    def encode(texts: list[str]) -> Rows:
+        ids, ends = tokenizer.batch_encode_numpy(texts, threads=task["threads"])
+        return Rows(ids, ends)
+
+    return encode
+
+
+def encoder_rustbpe(task: dict[str, Any]) -> Encode:
+    """karpathy's has no way to load a vocabulary: it trains on the same text first."""
+    import rustbpe
+
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(documents(task["trained_on"]), task["vocab_size"], pattern=task["pattern"])
+    return tokenizer.batch_encode
+
+
+def encoder_tiktoken(task: dict[str, Any]) -> Encode:
+    tiktoken = importlib.import_module("tiktoken")
+    ranks = {token: rank for rank, token in enumerate(read_ranks(task["ranks"]))}
+    encoding = tiktoken.Encoding("bench", pat_str=task["pattern"], mergeable_ranks=ranks, special_tokens={})
+    if task["threads"] == 1:
+        return lambda texts: [encoding.encode_ordinary(text) for text in texts]
+    return lambda texts: encoding.encode_ordinary_batch(texts, num_threads=task["threads"])
+
+
+def encoder_tokenizers(task: dict[str, Any]) -> Encode:
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(task["json"])
+    return lambda texts: [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encoder_gigatoken(task: dict[str, Any]) -> Encode:
+    """From the same ranks, with the pattern of GPT-4, which it calls gpt4."""
+    gigatoken = importlib.import_module("gigatoken")
+    tokenizer = gigatoken.Tokenizer.from_tiktoken(task["ranks"], pretokenizer="gpt4")
+    return lambda texts: tokenizer.encode_batch(texts, parallel=task["threads"] > 1)
+
+
+ENCODERS = {
+    "ours": encoder_ours, "rustbpe": encoder_rustbpe, "tiktoken": encoder_tiktoken, "tokenizers": encoder_tokenizers,
+    "gigatoken": encoder_gigatoken,
+}  # fmt: skip
+
+
+def encode(task: dict[str, Any]) -> dict[str, Any]:
+    """Encode all documents twice: cold with a new encoder, then warm."""
+    import numpy as np  # not in the time of whoever needs it first
+
+    texts = sample(task)
+    encoder = ENCODERS[task["side"]](task)
+    ids, cold = timed(lambda: encoder(texts))
+    found, count = hashlib.sha256(), 0
+    for row in ids:
+        numbers = np.asarray(row, dtype=np.uint32)
+        count += len(numbers)
+        found.update(len(numbers).to_bytes(8, "little") + numbers.tobytes())
+    del ids
+    _, warm = timed(lambda: encoder(texts))
+    size = sum(len(text.encode()) for text in texts)
+    return {"cold": cold, "warm": warm, "bytes": size, "tokens": count, "digest": found.hexdigest(), "peak": peak()}
+
+
+def sample(task: dict[str, Any]) -> list[str]:
+    """Documents from all over the files, with about `most_bytes` together."""
+    size = sum(Path(file).stat().st_size for file in task["files"])
+    every = max(1, round(size / task["most_bytes"]))
+    return [text for number, text in enumerate(documents(task["files"])) if number % every == 0]
+
+
+def run_of_han(task: dict[str, Any]) -> dict[str, Any]:
+    """A million Han letters in a row beside the text that they are taken from: CPU seconds per byte of each."""
+    texts = sample(task)
+    letters = (letter for text in texts for letter in text if "\u4e00" <= letter <= "\u9fff")
+    run = "".join(itertools.islice(itertools.cycle(letters), 1_000_000))
+    encoder = ENCODERS[task["side"]](task)
+    encoder(["import numpy"])
+    _, normal = timed(lambda: encoder(texts))
+    _, alone = timed(lambda: encoder([run]))
+    size = sum(len(text.encode()) for text in texts)
+    return {"letters": len(run), "ratio": alone["cpu"] / len(run.encode()) / (normal["cpu"] / size)}
+
+
+def peak() -> int:
+    """The most memory this process has held, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main() -> None:
+    """Answers go to the standard output; what a peer prints there goes to the standard error instead."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    task = json.loads(sys.argv[1])
+    work = {"train": train, "encode": encode, "run_of_han": run_of_han}[task["work"]]
+    print(json.dumps(work(task)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a short run learns beside upstream's, how soon, and in how much memory: the other half of bench.train.
+
+Every run is a process of its own; they take turns, some steps each, so that their CPU seconds can be compared. Ours
+follows the rules of base_train for the batch and the horizon. Upstream's rule for the batch would starve so small a
+batch, so it runs once at each of some scales of its learning rates, and its best run counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.train_worker import Plan, Variant, measure, workers
+from nanochat.common import log
+
+TURNS = 20  # of each run; in the second half the held-out rows are measured after each turn of ours
+
+
+@dataclass
+class Learned:
+    """A run: bits per byte of the held-out rows against the CPU seconds of the steps before."""
+
+    curve: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """At the end."""
+        return self.curve[-1][1]
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.curve[-1][0]
+
+
+def runs(ours: Variant, upstream: Variant | None, scales: Sequence[float]) -> list[Variant]:
+    """The runs to compare: ours, and upstream's at each scale of its rates."""
+    return [ours, *(replace(upstream, scale=scale) for scale in scales if upstream is not None)]
+
+
+def learn(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> dict[Variant, Learned]:
+    """Train each variant for `plan.horizon` steps, in turns."""
+    assert plan.horizon is not None and plan.warmup == 0
+    per_turn = -(-plan.horizon // TURNS)
+    learned = {variant: Learned() for variant in variants}
+    seconds = dict.fromkeys(variants, 0.0)
+    with workers(variants, plan, peer) as started:
+        for worker in started:
+            worker.answer()
+        for first in range(0, plan.horizon, per_turn):
+            steps = min(per_turn, plan.horizon - first)
+            for worker in started:
+                run = worker.variant
+                seconds[run] += sum(worker.ask(steps)["seconds"])
+                done = first + steps
+                if done == plan.horizon or (run.side == "ours" and 2 * done >= plan.horizon):  # not far from the end
+                    learned[run].curve.append((seconds[run], worker.bits_per_byte()))
+            log(f"learning: step {first + steps} of {plan.horizon}")
+    return learned
+
+
+def seconds_to(run: Learned, goal: float) -> float | None:
+    """CPU seconds after which a run is at `goal` bits per byte or below, linear between measurements; None if never."""
+    if run.curve[0][1] <= goal:
+        return run.curve[0][0]
+    for (before, high), (after, low) in pairwise(run.curve):
+        if low <= goal:
+            return before + (after - before) * (high - goal) / (high - low)
+    return None
+
+
+def figures(learned: Mapping[Variant, Learned]) -> dict[str, Any]:
+    """Bits per byte less those of upstream's best run, and our CPU seconds to them as a part of that run's."""
+    own = next(run for variant, run in learned.items() if variant.side == "ours")
+    result: dict[str, Any] = {"bpb": round(own.bits_per_byte, 4)}
+    theirs = [run for variant, run in learned.items() if variant.side == "upstream"]
+    if theirs:
+        best = min(theirs, key=lambda run: run.bits_per_byte)
+        needed = seconds_to(own, best.bits_per_byte)
+        result["bpb_minus_upstream_best"] = round(own.bits_per_byte - best.bits_per_byte, 4)
+        result["time_to_bpb_vs_upstream_best"] = None if needed is None else round(needed / best.seconds, 3)
+    return result
+
+
+def table(learned: Mapping[Variant, Learned]) -> str:
+    """A line for each run."""
+    lines = [f"{'run':<44}{'CPU s':>9}{'bits per byte':>15}"]
+    lines += [f"{v.name:<44}{run.seconds:>9.1f}{run.bits_per_byte:>15.4f}" for v, run in learned.items()]
+    return "\n".join(lines)
+
+
+def memory(ours: Variant, upstream: Variant, plan: Plan, peer: Path | None) -> dict[str, Any]:
+    """The most memory that a process of each side holds over two steps of `plan`, one after the other."""
+    peaks = [measure([v], replace(plan, rounds=1, steps=1, warmup=1), peer)[v].peak_bytes for v in (ours, upstream)]
+    rows = f"{plan.rows_per_step} rows of {plan.shape.sequence_len:,} tokens"
+    log(f"memory, {rows} a pass: ours {peaks[0] / 1e6:,.0f} MB, upstream {peaks[1] / 1e6:,.0f} MB")
+    return {"memory_rows": rows, "memory_vs_upstream": round(peaks[0] / peaks[1], 3)}

@@ -1,0 +1,160 @@
+"""The processes of bench.train: what is measured, on which rows, and one process for each variant of it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from bench.train_rows import ROWS, TOKEN_BYTES
+from nanochat.common import UserError, log
+from nanochat.gpt import GPTConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+HELD_OUT = 64  # rows
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One process to measure."""
+
+    side: str  # ours, upstream or matmuls
+    dtype: str
+    compiled: bool = False
+    scale: float = 1.0  # of upstream's learning rates
+
+    @property
+    def name(self) -> str:
+        factor = f", rates x{self.scale:g}" if self.scale != 1 else ""
+        return f"{self.side} {'compiled' if self.compiled else 'eager'} {self.dtype}{factor}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, how often, on which rows."""
+
+    shape: GPTConfig
+    rows: Path
+    rows_per_step: int
+    rounds: int
+    steps: int  # of each variant in a round
+    warmup: int = 3  # steps before the first round, untimed
+    horizon: int | None = None  # steps of a run under each side's rules; None: constant rates, only to be timed
+    held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
+
+
+@dataclass
+class Measured:
+    """A variant's figures over all rounds."""
+
+    parameters: int
+    losses: list[float]
+    seconds: list[float] = field(default_factory=list)  # CPU seconds of each step
+    peak_bytes: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """CPU seconds of a step, the median."""
+        return median(self.seconds)
+
+
+class Worker:
+    """A variant's process: started on entering, ended on leaving."""
+
+    def __init__(self, variant: Variant, plan: Plan, peer: Path | None, errors: TextIO):
+        self.variant, self._errors = variant, errors
+        task = {
+            "side": variant.side,
+            "compiled": variant.compiled,
+            "shape": asdict(plan.shape),
+            "steps": plan.horizon,
+            "scale": variant.scale,
+            "rows": str(plan.rows / ROWS),
+            "token_bytes": str(plan.rows / TOKEN_BYTES),
+            "held_out": plan.held_out,
+            "rows_per_step": plan.rows_per_step,
+            "warmup": plan.warmup,
+        }
+        home = peer if variant.side == "upstream" and peer is not None else ROOT
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": variant.dtype}
+        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        # Upstream decorates its optimizer with torch.compile, so only this variable makes it eager.
+        eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "bench" / "train_side.py"), json.dumps(task)],
+            env={**alone, **threads, **own, **eager},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The process's next line; UserError with its last words if it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        words = [words for words in self._errors.read().splitlines() if words.strip()][-5:]
+        raise UserError(f"{self.variant.name} ended with code {code}:\n  " + "\n  ".join(words))
+
+    def ask(self, steps: int) -> dict[str, Any]:
+        """Take so many steps; CPU seconds and loss of each, and the most memory held."""
+        return self._say(str(steps))
+
+    def bits_per_byte(self) -> float:
+        """Of the held-out rows, now."""
+        return self._say("bpb")["bpb"]
+
+    def _say(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() tells why it has ended
+            print(line, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+@contextlib.contextmanager
+def workers(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> Iterator[list[Worker]]:
+    """The processes of some variants, all started at once."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for variant in variants:
+            errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            started.append(Worker(variant, plan, peer, errors))
+            stack.callback(started[-1].close)
+        yield started
+
+
+def measure(variants: Sequence[Variant], plan: Plan, peer: Path | None = None) -> dict[Variant, Measured]:
+    """Let the variants take turns, `plan.steps` steps each, for `plan.rounds` rounds."""
+    with workers(variants, plan, peer) as started:
+        measured = {}
+        for worker in started:
+            ready = worker.answer()
+            measured[worker.variant] = Measured(ready["parameters"], ready["losses"])
+            log(f"ready: {worker.variant.name}")
+        for _ in range(plan.rounds):
+            for worker in started:
+                result, so_far = worker.ask(plan.steps), measured[worker.variant]
+                so_far.seconds += result["seconds"]
+                so_far.losses += result["losses"]
+                so_far.peak_bytes = result["peak_bytes"]
+    return measured

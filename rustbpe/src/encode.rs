@@ -1,0 +1,225 @@
+//! Text to tokens.
+//!
+//! Merging pairs again and again, as the definition has it, is slow. But its result is the only sequence of tokens for
+//! the text in which any two neighbours may meet ([`Vocabulary::may_meet`]). So the longest token that fits is tried at
+//! each place, then shorter ones; where none does, the step before is taken back. A place from which there was no way on
+//! is not tried again, so the time grows with the length of the piece and not faster.
+//!
+//! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
+
+use crate::cache::Cache;
+use crate::key::{hash, Key, LONGEST_KEY};
+use crate::long_cache::LongCache;
+use crate::trie::NONE;
+use crate::{Error, Splitter, Vocabulary};
+
+/// Pieces that are found before the first of them is looked up.
+const BATCH: usize = 32;
+
+/// Working memory of one thread's encoding, kept from text to text.
+pub struct Scratch {
+    cache: Cache,
+    long: LongCache,
+    met: Met,
+    /// By place of the piece: whether there is no way on from here. Only those that are in `closed` are set.
+    dead: Vec<bool>,
+    closed: Vec<usize>,
+}
+
+impl Scratch {
+    /// With caches of about so many bytes.
+    pub fn new(cache_bytes: usize) -> Self {
+        Self {
+            cache: Cache::new(cache_bytes / 2),
+            long: LongCache::new(cache_bytes / 2),
+            met: Met::new(),
+            dead: Vec::new(),
+            closed: Vec::new(),
+        }
+    }
+}
+
+/// Answers of [`Vocabulary::may_meet`] that were given before, each at the one place that its pair may stand.
+struct Met(Vec<u64>);
+
+const MET_BITS: u32 = 15;
+
+impl Met {
+    fn new() -> Self {
+        Self(vec![u64::MAX; 1 << MET_BITS])
+    }
+
+    #[inline]
+    fn may_meet(&mut self, vocabulary: &Vocabulary, left: u32, right: u32) -> bool {
+        // Tokens have 31 bits: there is one left for the answer.
+        let pair = u64::from(left) << 33 | u64::from(right) << 1;
+        let place = pair.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - MET_BITS);
+        let known = &mut self.0[place as usize];
+        if *known & !1 != pair {
+            *known = pair | u64::from(vocabulary.may_meet(left, right));
+        }
+        *known & 1 == 1
+    }
+}
+
+/// A piece on its way.
+#[derive(Clone, Copy)]
+struct Waiting {
+    start: usize,
+    end: usize,
+    /// None for a long piece.
+    key: Key,
+    hash: u64,
+}
+
+/// Append the tokens of `text` to `ids`.
+pub fn encode(
+    vocabulary: &Vocabulary,
+    splitter: &Splitter,
+    text: &str,
+    scratch: &mut Scratch,
+    ids: &mut Vec<u32>,
+) -> Result<(), Error> {
+    let bytes = text.as_bytes();
+    let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 }; BATCH];
+    let mut filled = 0;
+    let split = splitter.split(text, |start, end| {
+        let (key, hash, near) = if end - start > LONGEST_KEY {
+            (Key::NONE, hash(&bytes[start..end]), false)
+        } else {
+            let key = Key::new(bytes, start, end);
+            let hash = key.hash();
+            (key, hash, scratch.cache.expect(key, hash))
+        };
+        if !near {
+            scratch.long.expect(hash);
+        }
+        waiting[filled] = Waiting { start, end, key, hash };
+        filled += 1;
+        if filled == BATCH {
+            encode_batch(vocabulary, bytes, &waiting, scratch, ids);
+            filled = 0;
+        }
+    });
+    encode_batch(vocabulary, bytes, &waiting[..filled], scratch, ids);
+    split
+}
+
+fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    for &Waiting { start, end, key, hash } in waiting {
+        let short = key != Key::NONE;
+        if short && scratch.cache.get(key, hash, ids) {
+            continue;
+        }
+        let (piece, first) = (&text[start..end], ids.len());
+        if !scratch.long.get(hash, piece, ids) {
+            encode_piece(vocabulary, piece, scratch, ids);
+            if !(short && scratch.cache.put(key, hash, &ids[first..])) {
+                scratch.long.put(hash, piece, &ids[first..]); // long, or of many tokens
+            }
+        }
+    }
+}
+
+/// Append the tokens of one piece.
+fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    let Scratch { met, dead, closed, .. } = scratch;
+    if dead.len() <= piece.len() {
+        dead.resize((piece.len() + 1).next_power_of_two(), false);
+    }
+    let first = ids.len();
+    let mut at = 0;
+    let mut candidate = vocabulary.longest(piece, 0);
+    while at < piece.len() {
+        let end = at + vocabulary.length(candidate);
+        let fits = !dead[end] && (ids.len() == first || met.may_meet(vocabulary, ids[ids.len() - 1], candidate));
+        if fits {
+            ids.push(candidate);
+            at = end;
+            if at < piece.len() {
+                candidate = vocabulary.longest(piece, at);
+            }
+            continue;
+        }
+        candidate = vocabulary.shorter(candidate);
+        while candidate == NONE {
+            // No token fits here: take back the one before, and try a shorter one in its place. There always is a way
+            // for the whole piece, so its beginning is never reached without one.
+            dead[at] = true;
+            closed.push(at);
+            let Some(last) = ids.pop() else { return };
+            at -= vocabulary.length(last);
+            candidate = vocabulary.shorter(last);
+        }
+    }
+    closed.drain(..).for_each(|place| dead[place] = false);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{naive_encode, naive_merges, random_text, Random};
+    use crate::{train, PieceCounts, GPT4_PATTERN};
+
+    fn encoded(vocabulary: &Vocabulary, pattern: &str, text: &str, scratch: &mut Scratch) -> Vec<u32> {
+        let mut ids = Vec::new();
+        encode(vocabulary, &Splitter::new(pattern).unwrap(), text, scratch, &mut ids).unwrap();
+        ids
+    }
+
+    #[test]
+    fn the_earliest_learned_pair_is_merged_first() {
+        let vocabulary = Vocabulary::new(&[(97, 97), (256, 97)]).unwrap();
+        let scratch = &mut Scratch::new(0);
+        for (text, ids) in
+            [("aaa", vec![257]), ("aaaa", vec![256, 256]), ("aaaaa", vec![256, 257]), ("", vec![]), ("b", vec![98])]
+        {
+            assert_eq!(encoded(&vocabulary, r"(?s).+", text, scratch), ids);
+        }
+    }
+
+    #[test]
+    fn tokens_equal_a_naive_encoder_on_random_texts() {
+        for seed in 0..400 {
+            let mut random = Random::new(seed);
+            let alphabet = ["a", "ab", "abcd", "汉字说", "a汉😀"][random.below(5)];
+            let texts: Vec<(String, u64)> = (0..6).map(|_| (random_text(&mut random, alphabet, 30), 1)).collect();
+            let pieces: Vec<(&str, u64)> = texts.iter().map(|(text, count)| (text.as_str(), *count)).collect();
+            let merges = naive_merges(&pieces, 60);
+            let vocabulary = Vocabulary::new(&merges).unwrap();
+            let scratch = &mut Scratch::new(0);
+            for longest in [3, 5, 9, 40, 300] {
+                let text = random_text(&mut random, alphabet, longest);
+                let expected = naive_encode(text.as_bytes(), &merges);
+                for _ in ["new", "from the cache"] {
+                    assert_eq!(encoded(&vocabulary, r"(?s).+", &text, scratch), expected, "seed {seed}: {text:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_a_token_encode_to_that_token() {
+        for seed in 0..50 {
+            let mut random = Random::new(seed);
+            let text = random_text(&mut random, ["ab", "abcd", "汉字说"][seed as usize % 3], 400);
+            let mut counts = PieceCounts::new();
+            counts.add(text.as_bytes(), 1);
+            let vocabulary = Vocabulary::new(&train(counts, 400, |_| true).unwrap()).unwrap();
+            for id in 0..vocabulary.size() {
+                let mut ids = Vec::new();
+                encode_piece(&vocabulary, vocabulary.token(id), &mut Scratch::new(0), &mut ids);
+                assert_eq!(ids, [id], "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_piece_of_a_million_letters_is_encoded() {
+        let vocabulary = Vocabulary::new(&[(97, 97), (256, 256), (257, 257)]).unwrap();
+        let scratch = &mut Scratch::new(0);
+        let ids = encoded(&vocabulary, GPT4_PATTERN, &"a".repeat(1_000_004), scratch);
+        assert_eq!(ids, [vec![258; 125_000], vec![257]].concat());
+        assert!(scratch.closed.is_empty() && !scratch.dead.contains(&true));
+    }
+}

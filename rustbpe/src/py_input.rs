@@ -1,0 +1,141 @@
+//! From Python to the core: texts, numbers and files, with errors that name what was wrong.
+
+use std::path::Path;
+
+use pyo3::exceptions::{PyOSError, PyOverflowError, PyTypeError, PyUnicodeEncodeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyIterator, PyString};
+
+use crate::py_output::detached;
+use crate::{Batch, Pair};
+
+/// While texts are read, Ctrl-C is looked for after this many.
+const TEXTS_PER_CHECK: usize = 4096;
+
+/// Texts of a Python iterable, copied so that threads can read them without the interpreter.
+pub struct Texts<'py> {
+    iterator: Bound<'py, PyIterator>,
+    name: &'static str,
+}
+
+impl<'py> Texts<'py> {
+    pub fn new(iterable: &Bound<'py, PyAny>, name: &'static str) -> PyResult<Self> {
+        if iterable.is_instance_of::<PyString>() {
+            return Err(PyTypeError::new_err(format!("{name} must be an iterable of str, got one str: give [text]")));
+        }
+        Ok(Self { iterator: iterable.try_iter()?, name })
+    }
+
+    /// Read the next texts into an empty batch, until there are `most` or they have `bytes`; false if there are none.
+    pub fn fill(&mut self, py: Python<'py>, batch: &mut Batch, most: usize, bytes: usize) -> PyResult<bool> {
+        py.check_signals()?;
+        while batch.ends.len() < most && batch.text.len() < bytes {
+            let Some(text) = self.iterator.next() else { break };
+            let name = || format!("item {} of {}", batch.first + batch.ends.len(), self.name);
+            let text = OneText::named(&text?, name)?;
+            batch.push(text.as_str()?);
+            if batch.ends.len() % TEXTS_PER_CHECK == 0 {
+                py.check_signals()?;
+            }
+        }
+        Ok(!batch.ends.is_empty())
+    }
+}
+
+/// The UTF-8 of a Python str.
+pub enum OneText<'py> {
+    /// The interpreter has it as it is.
+    Ascii(Bound<'py, PyString>),
+    /// Not PyString::to_str: that would keep a second copy of every such text inside the str object.
+    Other(Bound<'py, PyBytes>),
+}
+
+impl<'py> OneText<'py> {
+    pub fn new(text: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Self::named(text, || "text".to_string())
+    }
+
+    /// Anything but str is a TypeError, a lone surrogate a UnicodeEncodeError, naming the text.
+    fn named(text: &Bound<'py, PyAny>, name: impl Fn() -> String) -> PyResult<Self> {
+        let Ok(text) = text.cast::<PyString>() else {
+            let message = format!("{} must be str, got {}", name(), text.get_type().name()?);
+            return Err(PyTypeError::new_err(message));
+        };
+        if text.call_method0(pyo3::intern!(text.py(), "isascii"))?.is_truthy()? {
+            return Ok(Self::Ascii(text.clone()));
+        }
+        let bytes = text.encode_utf8().map_err(|error| name_surrogate(text.py(), error, &name()))?;
+        Ok(Self::Other(bytes))
+    }
+
+    pub fn as_str(&self) -> PyResult<&str> {
+        match self {
+            Self::Ascii(text) => text.to_str(),
+            // SAFETY: the interpreter's encoder has just made these bytes; it writes nothing but UTF-8.
+            Self::Other(bytes) => Ok(unsafe { std::str::from_utf8_unchecked(bytes.as_bytes()) }),
+        }
+    }
+}
+
+/// The interpreter's own error for a lone surrogate (it has the position), with the text it is in.
+fn name_surrogate(py: Python<'_>, error: PyErr, what: &str) -> PyErr {
+    if !error.is_instance_of::<PyUnicodeEncodeError>(py) {
+        return error;
+    }
+    let renamed = || -> PyResult<PyErr> {
+        let value = error.value(py);
+        let (encoding, text) = (value.getattr("encoding")?.unbind(), value.getattr("object")?.unbind());
+        let (start, end) = (value.getattr("start")?.extract::<usize>()?, value.getattr("end")?.extract::<usize>()?);
+        let reason = format!("{} ({what})", value.getattr("reason")?);
+        Ok(PyUnicodeEncodeError::new_err((encoding, text, start, end, reason)))
+    };
+    renamed().unwrap_or(error)
+}
+
+/// The text of a file. OSError as `open` raises it, UnicodeDecodeError with the file's name if it is not UTF-8.
+pub fn file_text(py: Python<'_>, path: &Path) -> PyResult<String> {
+    let bytes = detached(py, || std::fs::read(path))?.map_err(|error| match error.raw_os_error() {
+        Some(code) => PyOSError::new_err((code, error.to_string(), path.display().to_string())),
+        None => PyErr::from(error),
+    })?;
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        PyValueError::new_err(format!("{} is not UTF-8: byte {at} begins no character", path.display()))
+    })
+}
+
+pub fn whole_number(given: &Bound<'_, PyAny>, name: &str, smallest: u64, largest: u64) -> PyResult<u64> {
+    match given.extract::<u64>() {
+        Ok(number) if (smallest..=largest).contains(&number) => Ok(number),
+        Err(error) if !error.is_instance_of::<PyOverflowError>(given.py()) => {
+            Err(PyTypeError::new_err(format!("{name} must be int, got {}", given.get_type().name()?)))
+        }
+        _ if largest == u64::MAX => {
+            Err(PyValueError::new_err(format!("{name} must be at least {smallest}, got {given}")))
+        }
+        _ => Err(PyValueError::new_err(format!("{name} must be from {smallest} to {largest}, got {given}"))),
+    }
+}
+
+pub fn token_id(given: &Bound<'_, PyAny>, index: usize, vocab_size: u32) -> PyResult<u32> {
+    given.extract::<u32>().or_else(|error| {
+        if !error.is_instance_of::<PyOverflowError>(given.py()) {
+            return Err(PyTypeError::new_err(format!(
+                "item {index} of ids must be int, got {}",
+                given.get_type().name()?
+            )));
+        }
+        let last = vocab_size - 1;
+        Err(PyValueError::new_err(format!("unknown token id {given} at index {index}: ids run from 0 to {last}")))
+    })
+}
+
+/// Merges from the bytes of a pickle.
+pub fn merges_from(bytes: &[u8]) -> PyResult<Vec<Pair>> {
+    let pairs = bytes.chunks_exact(8);
+    if !pairs.remainder().is_empty() {
+        return Err(PyValueError::new_err(format!("merges must have 8 bytes each, got {} in all", bytes.len())));
+    }
+    let number = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
+    Ok(pairs.map(|pair| (number(&pair[..4]), number(&pair[4..]))).collect())
+}

@@ -1,0 +1,148 @@
+//! The longest token at a place of a text, in one step per byte.
+//!
+//! A trie in one array: the child of a node by a byte stands at the node's base, XORed with the byte, and knows its
+//! parent. So all children of a node lie in one block of 256, where nodes share the places that others leave free.
+
+/// No token, no node.
+pub const NONE: u32 = u32::MAX;
+const ROOT: u32 = 0;
+/// The parent of the root, which is no node's child.
+const NOT_FREE: u32 = NONE - 1;
+const BLOCK: u32 = 256;
+/// The base of a node without children, beyond all nodes.
+const LEAF: u32 = TOKEN - BLOCK;
+/// Blocks in which room for a node's children is looked for; older ones are nearly full.
+const OPEN_BLOCKS: u32 = 8;
+
+/// Of a base: a token ends at this node.
+const TOKEN: u32 = 1 << 31;
+
+#[derive(Clone, Copy)]
+struct Node {
+    /// With the mark TOKEN.
+    base: u32,
+    parent: u32,
+}
+
+const FREE: Node = Node { base: 0, parent: NONE };
+
+pub struct Trie {
+    nodes: Vec<Node>,
+    /// By node: the token that ends there. Apart from the nodes, as it is read once where they are read for each byte.
+    tokens: Vec<u32>,
+}
+
+impl Trie {
+    /// `tokens[i]` are the bytes of token i, none of them empty.
+    pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
+        let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
+        sorted.sort_unstable();
+        let mut trie = Self { nodes: vec![FREE; BLOCK as usize], tokens: Vec::new() };
+        trie.nodes[ROOT as usize].parent = NOT_FREE;
+        // Nodes whose children are still to be placed: node, depth, and the range of tokens below it.
+        let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
+        while let Some((node, depth, range)) = waiting.pop() {
+            let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
+            let mut mark = 0;
+            for index in range {
+                let (token, id) = sorted[index];
+                match (token.get(depth), children.last_mut()) {
+                    (None, _) => {
+                        mark = TOKEN;
+                        trie.set_token(node, id);
+                    }
+                    (Some(&byte), Some((last, range))) if *last == byte => range.end = index + 1,
+                    (Some(&byte), _) => children.push((byte, index..index + 1)),
+                }
+            }
+            if children.is_empty() {
+                trie.nodes[node as usize].base = LEAF | mark;
+                continue;
+            }
+            let base = trie.room_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
+            trie.nodes[node as usize].base = base | mark;
+            for (byte, range) in children {
+                let child = base ^ u32::from(byte);
+                trie.nodes[child as usize].parent = node;
+                waiting.push((child, depth + 1, range));
+            }
+        }
+        trie
+    }
+
+    /// A base at which the places of all these children are free.
+    fn room_for(&mut self, bytes: &[u8]) -> u32 {
+        let end = self.nodes.len() as u32;
+        let first = end.saturating_sub(OPEN_BLOCKS * BLOCK);
+        let free = |base: &u32| bytes.iter().all(|&byte| self.nodes[(base ^ u32::from(byte)) as usize].parent == NONE);
+        if let Some(base) = (first..end).find(free) {
+            return base;
+        }
+        self.nodes.resize((end + BLOCK) as usize, FREE);
+        end
+    }
+
+    /// The longest token that begins at `start`; NONE if no token is a single byte there.
+    #[inline]
+    pub fn longest(&self, text: &[u8], start: usize) -> u32 {
+        let (mut node, mut found) = (ROOT, NONE);
+        let mut base = self.nodes[ROOT as usize].base;
+        for &byte in &text[start..] {
+            let next = base ^ u32::from(byte);
+            let Some(child) = self.nodes.get(next as usize) else { break };
+            if child.parent != node {
+                break;
+            }
+            if child.base & TOKEN != 0 {
+                found = next;
+            }
+            (node, base) = (next, child.base & !TOKEN);
+        }
+        self.tokens.get(found as usize).copied().unwrap_or(NONE)
+    }
+
+    fn set_token(&mut self, node: u32, id: u32) {
+        if self.tokens.len() < self.nodes.len() {
+            self.tokens.resize(self.nodes.len(), NONE);
+        }
+        self.tokens[node as usize] = id;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{random_text, Random};
+
+    #[test]
+    fn it_finds_the_longest_token_on_random_vocabularies() {
+        for seed in 0..100 {
+            let mut random = Random::new(seed);
+            let alphabet = ["ab", "abcdefgh", "汉字说\0", "a汉😀\u{ff}"][random.below(4)];
+            let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
+            for _ in 0..random.below(2000) {
+                let text = random_text(&mut random, alphabet, 12).into_bytes();
+                let token = text[random.below(text.len() + 1)..].to_vec();
+                if !token.is_empty() && !tokens.contains(&token) {
+                    tokens.push(token);
+                }
+            }
+            let trie = Trie::new(tokens.iter().map(Vec::as_slice));
+            let text = random_text(&mut random, alphabet, 200).into_bytes();
+            for start in 0..text.len() {
+                let fits = |id: &usize| text[start..].starts_with(&tokens[*id]);
+                let longest = (0..tokens.len()).filter(fits).max_by_key(|&id| tokens[id].len());
+                assert_eq!(trie.longest(&text, start) as usize, longest.unwrap(), "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn nodes_share_blocks() {
+        let tokens: Vec<Vec<u8>> = (0..20_000u32).map(|number| number.to_be_bytes()[1..].to_vec()).collect();
+        let trie = Trie::new(tokens.iter().map(Vec::as_slice));
+        assert!(trie.nodes.len() < 22_000, "{} nodes", trie.nodes.len());
+        assert_eq!(trie.longest(&[0, 78, 31, 9], 0), 19_999);
+        assert_eq!(trie.longest(&[0, 78, 32, 9], 0), NONE);
+    }
+}

@@ -1,0 +1,216 @@
+//! Tokens: their bytes, the merges that make them, and which of them may stand side by side.
+
+use hashbrown::HashMap;
+
+use crate::trie::{Trie, NONE};
+use crate::{key, Error, Pair, BYTES};
+
+/// Bits of the filter that answers most questions about merges: 16 for each of 65,536 merges.
+const FILTER_BITS: usize = 1 << 20;
+
+/// The 256 byte values and the tokens that merges make of them. Immutable.
+pub struct Vocabulary {
+    /// The pair that a token was made of; a byte's is the byte itself, twice.
+    parts: Vec<Pair>,
+    merges: HashMap<u64, u32>,
+    /// A bit for the hash of each pair in `merges`. Where it is not set, there is no such merge.
+    filter: Vec<u64>,
+    /// The bytes of all tokens, one after another.
+    bytes: Vec<u8>,
+    /// Where each token's bytes end.
+    ends: Vec<u32>,
+    /// The longest token that a token begins with, other than itself; NONE for a byte.
+    shorter: Vec<u32>,
+    trie: Trie,
+}
+
+impl Vocabulary {
+    /// The merge at index i makes token 256 + i of two earlier ones.
+    pub fn new(merges: &[Pair]) -> Result<Self, Error> {
+        let mut bytes: Vec<u8> = (0..=255).collect();
+        let mut ends: Vec<u32> = (1..=BYTES).collect();
+        let mut parts: Vec<Pair> = (0..BYTES).map(|byte| (byte, byte)).collect();
+        let mut made = HashMap::with_capacity(merges.len());
+        let mut filter = vec![0; FILTER_BITS / 64];
+        for (id, &(left, right)) in (BYTES..).zip(merges) {
+            let newest = left.max(right);
+            if newest >= id {
+                return Err(Error::BadMerge { token: newest });
+            }
+            for part in [left, right] {
+                bytes.extend_from_within(range(&ends, part));
+            }
+            ends.push(u32::try_from(bytes.len()).map_err(|_| Error::TooMuchText { bytes: bytes.len() as u64 })?);
+            parts.push((left, right));
+            made.insert(key((left, right)), id);
+            let (word, bit) = filter_bit(key((left, right)));
+            filter[word] |= bit;
+        }
+        let tokens = (0..ends.len() as u32).map(|id| &bytes[range(&ends, id)]);
+        let trie = Trie::new(tokens.clone());
+        let shorter = tokens.map(|token| trie.longest(&token[..token.len() - 1], 0)).collect();
+        Ok(Self { parts, merges: made, filter, bytes, ends, shorter, trie })
+    }
+
+    /// From the bytes of every token by id, as tiktoken keeps a vocabulary. The merges are found again: a token is made
+    /// of the two that its bytes would give without it.
+    pub fn from_tokens<T: AsRef<[u8]>>(tokens: &[T]) -> Result<Self, Error> {
+        let mut made: HashMap<u64, u32> = HashMap::with_capacity(tokens.len());
+        let mut merges = Vec::with_capacity(tokens.len());
+        for (id, token) in tokens.iter().enumerate() {
+            let token = token.as_ref();
+            if id < BYTES as usize {
+                if token != [id as u8] {
+                    return Err(Error::NotAByte { token: id as u32 });
+                }
+                continue;
+            }
+            let mut ids: Vec<u32> = token.iter().map(|&byte| byte.into()).collect();
+            let find = |pair: &[u32]| made.get(&key((pair[0], pair[1]))).copied();
+            while let Some((earliest, index)) =
+                ids.windows(2).enumerate().filter_map(|(index, pair)| Some((find(pair)?, index))).min()
+            {
+                ids[index] = earliest;
+                ids.remove(index + 1);
+            }
+            let &[left, right] = ids.as_slice() else {
+                return Err(Error::NotAMerge { token: id as u32, parts: ids.len() });
+            };
+            made.insert(key((left, right)), id as u32);
+            merges.push((left, right));
+        }
+        if tokens.len() < BYTES as usize {
+            return Err(Error::NotAByte { token: tokens.len() as u32 });
+        }
+        Self::new(&merges)
+    }
+
+    /// The number of tokens.
+    pub fn size(&self) -> u32 {
+        self.ends.len() as u32
+    }
+
+    /// The pair that each token beyond the bytes was made of.
+    pub fn merges(&self) -> &[Pair] {
+        &self.parts[BYTES as usize..]
+    }
+
+    /// The bytes of a token.
+    #[inline]
+    pub fn token(&self, id: u32) -> &[u8] {
+        &self.bytes[range(&self.ends, id)]
+    }
+
+    /// The longest token at a place.
+    #[inline]
+    pub fn longest(&self, text: &[u8], start: usize) -> u32 {
+        self.trie.longest(text, start)
+    }
+
+    /// The next shorter token at the place where a token fits, or NONE.
+    #[inline]
+    pub fn shorter(&self, id: u32) -> u32 {
+        self.shorter[id as usize]
+    }
+
+    #[inline]
+    pub fn length(&self, id: u32) -> usize {
+        range(&self.ends, id).len()
+    }
+
+    /// The token that two tokens make, or NONE.
+    #[inline]
+    fn made(&self, left: u32, right: u32) -> u32 {
+        let key = key((left, right));
+        let (word, bit) = filter_bit(key);
+        if self.filter[word] & bit == 0 {
+            return NONE;
+        }
+        self.merges.get(&key).copied().unwrap_or(NONE)
+    }
+
+    /// Whether merging leaves these two tokens side by side.
+    ///
+    /// Follows the border between them back in time. The younger of the two came into being last; before that, one of
+    /// its halves stood at the border. A merge across the border would have been made if it was learned before the
+    /// one that ended the moment in which its two halves stood there. Equal ages mean the same merge, made from left to
+    /// right: the left token was there first.
+    #[inline]
+    pub fn may_meet(&self, mut left: u32, mut right: u32) -> bool {
+        let mut end = NONE; // merges from this number on came too late for the two that stand at the border
+        loop {
+            if self.made(left, right) < end {
+                return false;
+            }
+            if left.max(right) < BYTES {
+                return true;
+            }
+            if left > right {
+                end = left;
+                left = self.parts[left as usize].1;
+            } else {
+                end = right + 1;
+                right = self.parts[right as usize].0;
+            }
+        }
+    }
+}
+
+fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
+    let start = if id == 0 { 0 } else { ends[id as usize - 1] };
+    start as usize..ends[id as usize] as usize
+}
+
+#[inline]
+fn filter_bit(key: u64) -> (usize, u64) {
+    let hash = (key ^ key >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 44;
+    (hash as usize / 64 % (FILTER_BITS / 64), 1 << (hash % 64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_meet_unless_a_merge_across_the_border_comes_first() {
+        let merges = [(97, 98), (98, 99), (256, 99), (97, 97)]; // 256 ab, 257 bc, 258 abc, 259 aa
+        let vocabulary = Vocabulary::new(&merges).unwrap();
+        for (left, right, may) in [
+            (97, 98, false),  // they are merged themselves
+            (98, 97, true),   // no merge knows them
+            (97, 257, false), // a b|c: ab was learned before bc
+            (256, 99, false), // ab c is abc
+            (256, 256, true),
+            (259, 97, true), // aaa is merged from the left
+            (97, 259, false),
+            (259, 259, true),
+            (259, 98, false), // a a|b: ab before aa
+        ] {
+            assert_eq!(vocabulary.may_meet(left, right), may, "{left} {right}");
+        }
+    }
+
+    #[test]
+    fn merges_are_found_again_from_tokens() {
+        let merges = [(97, 98), (98, 99), (256, 99), (97, 97), (259, 259), (260, 256)];
+        let vocabulary = Vocabulary::new(&merges).unwrap();
+        let tokens: Vec<&[u8]> = (0..vocabulary.size()).map(|id| vocabulary.token(id)).collect();
+        assert_eq!(tokens[261], b"aaaaab");
+        assert_eq!(Vocabulary::from_tokens(&tokens).unwrap().merges(), merges);
+    }
+
+    #[test]
+    fn tokens_that_no_merge_makes_are_errors() {
+        let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
+        assert_eq!(Vocabulary::from_tokens(&tokens[..255]).err(), Some(Error::NotAByte { token: 255 }));
+        tokens.push(b"abc".to_vec());
+        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 3 }));
+        tokens[256] = Vec::new();
+        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 0 }));
+        tokens[256] = b"a".to_vec();
+        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 1 }));
+        tokens.swap(7, 8);
+        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAByte { token: 7 }));
+        assert_eq!(Vocabulary::new(&[(97, 256)]).err(), Some(Error::BadMerge { token: 256 }));
+    }
+}
