@@ -131,7 +131,7 @@ def training_step(task: Task, compute: Compute) -> Any:
     optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
     T, scale = task.shape.sequence_len, loop.LossScale()
     rows = task.tokens // T // compute.world_size // task.passes
-    fast = loop.compiled(model, task.compiled, (rows, T), compute, model.blocks)
+    fast = loop.compiled(model, task.compiled, (rows, T), compute, [*model.blocks, model.lm_head])
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number * compute.world_size + compute.rank)

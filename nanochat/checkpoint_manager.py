@@ -47,7 +47,7 @@ MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scr
 # Which model a run starts from is told by its parent's identity, however it was named.
 FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
               "eval_every", "eval_tokens", "eval_examples", "data", "model_tag", "source", "source_step",
-              "base_step", "shard")  # fmt: skip
+              "base_step", "shard", "profile")  # fmt: skip
 ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag
 NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names
 KEEP = 2  # newest steps kept of a running stage

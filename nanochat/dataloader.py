@@ -1,10 +1,11 @@
 """Rows of tokens in an order that is known beforehand, cut into steps, ranks and micro-batches."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from nanochat import device
 from nanochat.common import UserError, base_dir
 from nanochat.conversation import Conversation
 from nanochat.device import Compute
+from nanochat.mixing import Data
 from nanochat.prepare import Plan, plan, prepare_conversations
 from nanochat.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
@@ -31,17 +33,20 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) in
     return np.argsort(hashes, kind="stable")
 
 
-def epoch_numbers(count: int, seed: int | None, first: int, size: int) -> np.ndarray:  # (size,) int64
+def epoch_numbers(
+    count: int, seed: int | None, first: int, size: int, order: Callable[[int, int, int], np.ndarray] = epoch_order
+) -> np.ndarray:  # (size,) int64
     """Which of `count` items the places first .. first + size - 1 of the endless seeded sequence hold.
 
-    Place n is item n % count of epoch n // count in that epoch's order, or in their own order without a seed.
+    Place n is item n % count of epoch n // count in that epoch's order, or in their own order without a seed. `order`
+    is epoch_order, or the same with a memory of its own.
     """
     if seed is None:
         return np.arange(first, first + size) % count
     parts = [np.zeros(0, np.int64)]
     while size > 0:
         epoch, offset = divmod(first, count)
-        parts.append(epoch_order(count, seed, epoch)[offset : offset + size])
+        parts.append(order(count, seed, epoch)[offset : offset + size])
         first, size = first + len(parts[-1]), size - len(parts[-1])
     return np.concatenate(parts)
 
@@ -68,13 +73,14 @@ class Rows:
         self._first = plan.packing.first
         self._targets = plan.trained if masked else plan.used - 1
         self._part_starts = token_set.part_starts
-        self.count = plan.rows
+        self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)  # of its own: in a mixture many take turns
+        self.size = self.count = plan.rows
         self.row_tokens = plan.row_tokens
         self.key = plan.key
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:
         """Which rows of the plan the numbers first .. first + count - 1 are, int64 (count,)."""
-        return epoch_numbers(self.count, self._seed, first, count)
+        return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
         """How many targets that are not ignored the rows first .. first + count - 1 hold."""
@@ -114,46 +120,90 @@ class Rows:
             targets[: at - 1] = cells[1:at]
 
 
-class Blend:
-    """Two sets of rows of one length as one sequence: every `every`-th row is of `second`, the others of `first`."""
+class Mixture:
+    """Several sets of rows of one length as one endless sequence: of every sum(shares) rows, shares[k] are of set k.
 
-    def __init__(self, first: Rows, second: Rows, every: int):
-        if every < 2:
-            raise UserError(f"one row in how many comes from the second set must be 2 or more, got {every}", 2)
-        assert first.row_tokens == second.row_tokens, "rows of one length are blended"
-        self._first, self._second, self._every = first, second, every
-        self.count = first.count * every // (every - 1)  # an epoch is one of `first`
-        self.row_tokens = first.row_tokens
-        self.key = f"{first.key} {second.key} {every}"
+    What row n is depends on nothing but n: of the numbers before n, the last set has n * share // sum, rounded
+    down, and the sets before it share what is left in the same way. So any stretch holds every set in its share,
+    give or take one row for each set, and each set's own rows come in its own order, none left out or repeated.
+    """
 
-    def _halves(self, first: int, count: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
-        """Which of these numbers are of the second set (bool), and (first, count) within each set."""
-        of_second = np.arange(first, first + count) % self._every == self._every - 1
-        before, within = first // self._every, int(of_second.sum())
-        return of_second, (first - before, count - within), (before, within)
+    def __init__(self, sources: "Sequence[Source]", shares: Sequence[int], count: int | None = None, key: str = ""):
+        """`shares` are positive whole numbers. `count` is the length of an epoch, by default that of the set that
+        is the first to have been seen whole; `key` names the sequence, by default after sets and shares."""
+        assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
+        assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
+        self.sources, self.shares = tuple(sources), tuple(shares)
+        self.row_tokens = sources[0].row_tokens
+        self.size = sum(source.size for source in sources)
+        self._offsets = np.cumsum([0, *(source.size for source in sources)]).tolist()
+        self.count = self._first_epoch() if count is None else count
+        self.key = key or " ".join([*(source.key for source in sources), ":".join(map(str, shares))])
+
+    def _before(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
+        """How many rows of each set stand before each number."""
+        left, counts = numbers.astype(np.int64), []
+        for k in range(len(self.shares) - 1, -1, -1):
+            counts.append(left * self.shares[k] // sum(self.shares[: k + 1]))
+            left = left - counts[-1]
+        return np.stack(counts[::-1])
+
+    def seen(self, number: int) -> list[int]:
+        """How many rows of each set stand before row `number`."""
+        return self._before(np.array([number]))[:, 0].tolist()
+
+    def _first_epoch(self) -> int:
+        low, high = 0, self.size + 1  # at `low` no set has been seen beyond its first epoch, at `high` one has
+        while high - low > 1:
+            middle = (low + high) // 2
+            over = any(n > source.count for n, source in zip(self.seen(middle), self.sources, strict=True))
+            low, high = (low, middle) if over else (middle, high)
+        return low
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:
-        """As Rows.plan_rows; rows of the second set come after those of the first."""
-        of_second, in_first, in_second = self._halves(first, count)
+        """As Rows.plan_rows; the rows of each set come after those of the sets before it."""
+        before = self._before(np.arange(first, first + count + 1))
         rows = np.empty(count, np.int64)
-        rows[~of_second] = self._first.plan_rows(*in_first)
-        rows[of_second] = self._second.plan_rows(*in_second) + self._first.count
+        for source, offset, counts in zip(self.sources, self._offsets, before, strict=False):
+            rows[np.diff(counts) == 1] = source.plan_rows(int(counts[0]), int(counts[-1] - counts[0])) + offset
         return rows
 
     def targets_in(self, first: int, count: int) -> int:
         """As Rows.targets_in."""
-        _, in_first, in_second = self._halves(first, count)
-        return self._first.targets_in(*in_first) + self._second.targets_in(*in_second)
+        begin, end = self.seen(first), self.seen(first + count)
+        return sum(s.targets_in(a, b - a) for s, a, b in zip(self.sources, begin, end, strict=True))
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """As Rows.batch."""
-        of_second = plan_rows >= self._first.count
         inputs = torch.empty(len(plan_rows), self.row_tokens - 1, dtype=torch.int64)
         targets = torch.empty_like(inputs)
-        for rows, which, offset in ((self._first, ~of_second, 0), (self._second, of_second, self._first.count)):
+        for source, offset in zip(self.sources, self._offsets, strict=False):
+            which = (plan_rows >= offset) & (plan_rows < offset + source.size)
             chosen = torch.from_numpy(which)
-            inputs[chosen], targets[chosen] = rows.batch(plan_rows[which] - offset)
+            inputs[chosen], targets[chosen] = source.batch(plan_rows[which] - offset)
         return inputs, targets
+
+
+Source = Rows | Mixture
+
+
+def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
+    """For the report, as "rows": each corpus of a mixture and what the first `read` rows take of it; else nothing."""
+    if not isinstance(rows, Mixture):
+        return {}
+    table = []
+    for corpus, share, source, seen in zip(data.corpora, data.shares, rows.sources, rows.seen(read), strict=True):
+        part = {"corpus": corpus.name, "share": f"{100 * share / sum(data.shares):.4g} %", "rows": source.size}
+        table.append({**part, "rows read": seen, "epochs": seen / source.count})
+    return {"rows": table}
+
+
+def blend(first: Source, second: Source, every: int) -> Mixture:
+    """Every `every`-th row is of `second`, the others of `first`, whose epochs count."""
+    if every < 2:
+        raise UserError(f"one row in how many comes from the second set must be 2 or more, got {every}", 2)
+    key = f"{first.key} {second.key} {every}"  # as checkpoints know it
+    return Mixture([first, second], [every - 1, 1], first.count * every // (every - 1), key)
 
 
 @dataclass(frozen=True)
@@ -165,9 +215,7 @@ class Step:
     micro_batches: list[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets), int64 (b, T) each
 
 
-def steps(
-    rows: Rows | Blend, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute
-) -> Iterator[Step]:
+def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
     """Endless steps of `rows_per_step` rows over all ranks, from row number `first_row` on.
 
     Rank r takes the rows whose number leaves r when divided by the number of ranks, so a step holds the same rows on
@@ -186,7 +234,7 @@ def steps(
             yield step
 
 
-def make_step(rows: Rows | Blend, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
+def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
     """One step's micro-batches of at most `device_batch_size` rows for this rank, ready for the device."""
     numbers = np.arange(first_row, first_row + rows_per_step)
     all_rows = rows.plan_rows(first_row, rows_per_step)
@@ -226,7 +274,7 @@ class _Lazy:
         return iter(self.make())
 
 
-def one_pass(rows: Rows, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
+def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
     """The first `tokens` tokens of rows, each at most once, as steps of one pass each: the same rows on any number
     of ranks. A rank that has no row in the last step gets one without targets, as sharded models need every rank."""
     wanted = max(min(tokens // (rows.row_tokens - 1), rows.count), 1)

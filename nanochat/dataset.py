@@ -237,8 +237,8 @@ def import_folder(source: Path, name: str | None = None, text_column: str = "tex
     """
     source = source.expanduser().resolve()
     name = name or source.stem
-    if not name or name.startswith(".") or "/" in name:
-        raise UserError(f"--name must be a plain folder name, got {name!r}", exit_code=2)
+    if not name or name.startswith(".") or {*"/:,"} & {*name}:
+        raise UserError(f"--name must be a plain folder name without / : and , got {name!r}", exit_code=2)
     corpus = Corpus(name, base_dir() / "base_data" / name)
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     files = [path for path in files if path.suffix in READERS]

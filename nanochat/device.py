@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from nanochat import ascend, host
+from nanochat import ascend, gpus, host
 from nanochat.common import UserError, base_dir, warn
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 MASTER = torch.float32  # the format parameters are trained and kept in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
-CUDA_PEAKS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "A6000": 155, "L40S": 362,
-    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "4090": 165, "3090": 71, "B200": 2250, "5090": 210,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,6 +179,8 @@ def compute_init(asked: str | None = None) -> Compute:
             )
         _take(module, name, local_rank)
         torch.set_float32_matmul_precision("high")
+    else:
+        host.keep_freed_memory()
     device = torch.device(name, local_rank) if module is not None else torch.device("cpu")
     dtype, dtype_reason = _dtype(name)
     if "RANK" in os.environ and not dist.is_initialized():
@@ -206,14 +202,13 @@ def cards() -> tuple[ascend.Chip | None, int]:
 
 def _take(module: types.ModuleType, name: str, index: int) -> None:
     """Make a device this process's own; UserError where it cannot be opened, a warning where it is in use."""
+    words = ascend if name == "npu" else gpus
     try:
         module.set_device(index)
-        free, total = module.mem_get_info() if name == "npu" else (1, 1)
+        free, total = module.mem_get_info()
     except RuntimeError as failure:
-        if name != "npu":
-            raise
-        raise UserError(ascend.cannot_open(index, str(failure))) from failure
-    if in_use := ascend.in_use(index, free, total):
+        raise UserError(words.cannot_open(index, str(failure))) from failure
+    if in_use := words.in_use(index, free, total):
         warn(in_use)
 
 
@@ -259,6 +254,10 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
             work(cfg, compute)
         except RuntimeError as failure:
             words = ascend.explain(str(failure)) if compute.device_type == "npu" else ""
+            if not words and isinstance(failure, torch.OutOfMemoryError):
+                words = (
+                    "out of memory. Free the device, or take a smaller --depth, --device_batch_size or --max_seq_len"
+                )
             if not words:
                 raise
             raise UserError(f"{words}. It said: {str(failure).splitlines()[0]}") from failure
@@ -367,9 +366,8 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
             raise UserError(f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2) from mistake
     if compute.device_type == "cuda":
         name = torch.cuda.get_device_name(compute.local_rank)
-        for part, tflops in CUDA_PEAKS.items():
-            if part in name:
-                return tflops * 1e12, f"{name}, data sheet, bf16 dense"
+        if tflops := gpus.peak_tflops(name):
+            return tflops * 1e12, f"{name}, data sheet, bf16 dense"
     if compute.chip is not None:
         return compute.chip.tflops * 1e12, f"{compute.chip.name}, {compute.chip.source} dense"
     return _matmul_flops(compute), "a matmul of 1024 x 1024 x 1024 measured at start"

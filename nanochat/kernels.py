@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import device, npu_kernels
+from nanochat import device, gpu_attention, npu_kernels
 from nanochat.ascend import Kernels
 from nanochat.blocked_attention import BlockedAttention, hidden_score
 from nanochat.common import UserError, log, warn
@@ -49,16 +49,18 @@ def select(name: Asked, compute: Compute) -> None:
     """Use these kernels from now on: UserError where they were asked for and cannot be. NANOCHAT_KERNELS is auto's."""
     _choice.asked, _choice.npu = None if name == "auto" else name, None
     if compute.device_type == "npu":
-        kind = _kind_on_npu()
-        operators = ", ".join(npu_kernels.NEEDS[kind]) if kind != "plain" else ""
+        operators = ", ".join(npu_kernels.NEEDS[kind]) if (kind := _kind_on_npu()) != "plain" else ""
         if kind == "plain" and compute.chip is not None and compute.chip.saturates and compute.scaler:
             warn(
                 f"torch's attention masks with inf, which a {compute.chip.name} may count as an overflow: if every "
                 "update is skipped, leave --kernels plain out"
             )
         log(f"kernels: {kind}" + (f" ({operators})" if operators else ""))
-    elif asked() == "fused":
+        return
+    if asked() == "fused":
         raise UserError(f"--kernels fused is for NPUs, and the device is {compute.device_type}; leave it out")
+    if compute.device_type == "cuda":
+        log(f"attention: {gpu_attention.prepare(asked() == 'plain', torch.cuda.get_device_capability()[0])}")
 
 
 def _kind_on_npu() -> Kernels | Literal["plain"]:
@@ -172,7 +174,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def square_sums(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
     """The sum of squares of each tensor."""
-    if _kind(gradients[0]) == "plain":
+    if _kind(gradients[0]) == "plain" and gradients[0].device.type != "cuda":
         return torch.stack([g.float().square().sum() for g in gradients])
     norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square()
@@ -201,6 +203,8 @@ def attend(
     grouped = k.size(2) != H
     if (kind := _kind(q)) != "plain":
         return _attend_on_npu(kind, q, k, v, window, scale)
+    if q.device.type == "cuda" and (out := gpu_attention.attend(q, k, v, window, scale)) is not None:
+        return out
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16 and not grouped:
         return BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
@@ -382,14 +386,14 @@ def chunked_loss(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
-    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048
+    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048, on GPUs 8,192
 ) -> Tensor:  # () fp32
     """The sum over tokens of weight times cross-entropy in nats, of softcapped logits, with its gradient.
 
     Gradients are formed in the forward pass, chunk by chunk: memory is chunk x V, not N x V.
     """
     if chunk is None:
-        chunk = 1024 if _kind(x) == "plain" else 2048
+        chunk = 8192 if x.device.type == "cuda" else 1024 if _kind(x) == "plain" else 2048
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, kernels, memory, parallel
+from nanochat import device, kernels, memory, parallel, profiling
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 from nanochat.kernels import Asked
@@ -96,11 +96,14 @@ def _update(
     batches = step.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
+        profiling.mark("forward")
         inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
         loss = model(inputs, targets, "sum", *weights)
+        profiling.mark("backward")
         (loss * factor).backward()
         loss_sum += loss.detach()
+    profiling.mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
     figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one host sync
@@ -109,6 +112,7 @@ def _update(
     )
     norm_square /= place_of(next(model.parameters())).replicas  # which hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    profiling.mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
     if finite:
         if scale.value != 1.0:
@@ -279,6 +283,9 @@ class StageFlags:
     (ZeRO-3)"""
     seed: int = 42
     """seed of parameters, order of rows and sampling"""
+    profile: bool = False
+    """time and trace ten steps: tables of where their time goes, and a trace, in the folder profile beside the
+    checkpoints; then the run goes on"""
 
 
 def begin(flags: StageFlags, compute: Compute) -> None:
@@ -307,15 +314,18 @@ class Stage:
         self.owed: dict[str, Any] | None = (state or {}).get("line") if unlogged else None
         self.progress = Progress(name, meter.steps, step, compute.main)
         self.clock = SaveClock(flags.save_seconds)
+        profiling.begin(flags.profile, name, folder, self.stop - step, compute)
         self._mark = (time.perf_counter(), time.process_time())
 
     def start(self) -> None:
         """A step begins now."""
+        profiling.begin_step()
         self._mark = (time.perf_counter(), time.process_time())
 
     def tick(self, step: int, outcome: Outcome, lrm: float) -> dict[str, Any]:
         """A step (counted from 1) ended now; returns its figures, and shows them."""
         seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
+        profiling.end_step()
         line = self.meter.tick(step, outcome, seconds, cpu, lrm)
         self.progress.show(line, self.meter.eta(step))
         return line
@@ -357,6 +367,8 @@ def compiled(
     here, so that a compiler that fails shows now, before any state is touched.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
+    if not parallel.least(int(not why_not), compute):  # the first pass takes all ranks
+        why_not = why_not or "another rank has no compiler"
     if why_not:
         if wanted:
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
@@ -384,6 +396,5 @@ def compiled(
         fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
-    memory.trim()
     log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nanochat import dataloader, parallel, prepare
 from nanochat.common import UserError
-from nanochat.dataset import Corpus
 from nanochat.device import Compute, to_device
 from nanochat.gpt import GPT
+from nanochat.mixing import Data
 from nanochat.tokenizer import Tokenizer
 
 SAMPLE_SEED = 0  # of the rows that stand for a split
@@ -78,19 +78,22 @@ def bits_per_byte(
 
 
 def split_rows(
-    corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"], length: int, seed: int = SAMPLE_SEED
-) -> dataloader.Rows:
-    """The rows of `length` tokens of a split, shuffled: the plan puts long documents first, so that a part of it in
-    its own order would stand for them only."""
-    token_set = prepare.prepare_documents(corpus, tokenizer, split)
-    plan = prepare.plan(token_set, length + 1, cut=True)
-    return dataloader.Rows(token_set, plan, tokenizer.bos, seed, masked=False)
+    data: Data, tokenizer: Tokenizer, split: Literal["train", "val"], length: int, seed: int = SAMPLE_SEED
+) -> dataloader.Source:
+    """The rows of `length` tokens of a split, of a mixture in its shares, shuffled: the plan puts long documents
+    first, so that a part of it in its own order would stand for them only."""
+    sources = []
+    for corpus in data.corpora:
+        token_set = prepare.prepare_documents(corpus, tokenizer, split)
+        plan = prepare.plan(token_set, length + 1, cut=True)
+        sources.append(dataloader.Rows(token_set, plan, tokenizer.bos, seed, masked=False))
+    return sources[0] if len(sources) == 1 else dataloader.Mixture(sources, data.shares)
 
 
 def evaluate_split(
     model: GPT,
     tokenizer: Tokenizer,
-    corpus: Corpus,
+    data: Data,
     split: Literal["train", "val"],
     tokens: int | Literal["auto"],
     device_batch_size: int | Literal["auto"],
@@ -109,6 +112,6 @@ def evaluate_split(
         raise UserError(
             f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}", exit_code=2
         )
-    rows = split_rows(corpus, tokenizer, split, length)
+    rows = split_rows(data, tokenizer, split, length)
     steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)
     return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)

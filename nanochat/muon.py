@@ -76,6 +76,8 @@ class _Stack:
     owned: list[list[int]]  # shard -> which matrices are made whole there
     row_counts: list[int]  # shard -> how many rows of each matrix it holds
     mine: list[int]  # which matrices this rank orthogonalizes: those whole here, dealt out among the replicas
+    order: Tensor  # (K,) all of `owned` one after another, on the device: lists would be copied there in every step
+    place: Tensor  # (K,) where each matrix stands in `order`
     momentum: Tensor  # (K, local rows, cols)
     variance: Tensor  # (mine, rows, 1) or (mine, 1, cols)
 
@@ -131,9 +133,9 @@ class Muon(torch.optim.Optimizer):
         device = local(members[0][1]).device
         momentum = torch.zeros(len(members), row_counts[place.shard], cols, device=device)
         variance = torch.zeros((len(mine), *variance_shape(rows, cols)), device=device)
-        return _Stack(
-            [p for _, p in members], [n for n, _ in members], rows, cols, owned, row_counts, mine, momentum, variance
-        )
+        order = torch.tensor([i for indices in owned for i in indices], device=device)
+        return _Stack([p for _, p in members], [n for n, _ in members], rows, cols, owned, row_counts, mine, order,
+                      order.argsort(), momentum, variance)  # fmt: skip
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,7 +173,7 @@ class Muon(torch.optim.Optimizer):
         """(K, local rows, cols) momenta -> (owned, rows, cols) whole matrices on their owners."""
         mine = len(stack.owned[self.place.shard])
         here = stack.row_counts[self.place.shard]
-        outgoing = torch.cat([g[indices].flatten() for indices in stack.owned])
+        outgoing = g.index_select(0, stack.order).flatten()
         sizes_out = [len(indices) * here * stack.cols for indices in stack.owned]
         sizes_in = [mine * rows * stack.cols for rows in stack.row_counts]
         incoming = outgoing.new_empty(sum(sizes_in))
@@ -197,10 +199,7 @@ class Muon(torch.optim.Optimizer):
         sizes_in = [len(indices) * here * stack.cols for indices in stack.owned]
         incoming = outgoing.new_empty(sum(sizes_in))
         dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.place.shard_group)
-        update = torch.empty(len(stack.parameters), here, stack.cols, device=whole.device)
-        for indices, part in zip(stack.owned, incoming.split(sizes_in), strict=True):
-            update[indices] = part.view(len(indices), here, stack.cols).float()
-        return update
+        return incoming.view(len(stack.parameters), here, stack.cols).index_select(0, stack.place).float()
 
     def named_state(self) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
         """State for a checkpoint: name -> (tensor held here, its whole shape, its first row in the whole)."""

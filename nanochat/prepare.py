@@ -4,90 +4,151 @@ python -m nanochat.prepare --data NAME            # ahead of training, which oth
 python -m nanochat.prepare --data NAME --verify   # read every token file again and compare its SHA-256
 """
 
+import contextlib
 import itertools
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import tyro
 
-from nanochat.common import UserError, fsync_dir, log, read_json, run, write_json
+from nanochat import tokenise
+from nanochat.common import UserError, fsync_dir, log, read_json, run, sha256_of, warn, write_json
 from nanochat.conversation import Conversation
-from nanochat.dataset import Corpus, resolve, shards
+from nanochat.dataset import Corpus, shards
+from nanochat.mixing import resolve_data
 from nanochat.packing import Packing, count_marked, cut_at, pack
 from nanochat.progress import Progress
-from nanochat.shards import batches, check_sha256, count_rows, read_about
-from nanochat.token_files import META, TokenSet, dtype_for, locked, open_tokens, part_writer
-from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.shards import count_rows, read_about
+from nanochat.token_files import (
+    META,
+    TokenSet,
+    damage,
+    damaged,
+    dtype_for,
+    locked,
+    open_tokens,
+    part_files,
+    part_writer,
+    read_meta,
+)
+from nanochat.tokenizer import Tokenizer, cores, tokenizer_dir
+from nanochat.workers import work
 
 FORMAT = 1
+MOST_PROCESSES = 32  # unless more are asked for: each holds a few hundred MB
+BYTES_THAT_PAY = 8_000_000  # of shards, for each process
 
 
 # --- documents -----------------------------------------------------------------------------------
 
 
-def prepare_documents(corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"]) -> TokenSet:
+def prepare_documents(
+    corpus: Corpus, tokenizer: Tokenizer, split: Literal["train", "val"], processes: int | None = None
+) -> TokenSet:
     """The tokens of a corpus, made on the first call and kept; safe to call from every rank at once.
 
-    One part per shard: stopped and called again it goes on with the shard it was at, and after a larger download
-    only new shards are tokenised. UserError if a shard is damaged or missing.
+    One part per shard, each by one of `processes` (by default as many as pay): stopped and called again it goes on
+    with the shards that are not done, and after a larger download only new shards are tokenised. UserError if a
+    shard or a token file is damaged or a shard is missing; a missing token file is made anew.
     """
-    folder = corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split
-    paths = shards(corpus, split)
+    folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
+    paths = [path.absolute() for path in shards(corpus, split)]
     known = read_about(corpus.folder).get("shards", {})
     sources = [{"bytes": path.stat().st_size, "sha256": known.get(path.name, {}).get("sha256")} for path in paths]
     wanted = {path.stem: source for path, source in zip(paths, sources, strict=True)}
 
     def is_done() -> bool:
-        if not (folder / META).exists():
+        meta = read_meta(folder)
+        if meta is None or {part["name"]: part["source"] for part in meta["parts"]} != wanted:
             return False
-        return {part["name"]: part["source"] for part in read_json(folder / META)["parts"]} == wanted
+        return all(_is_there(folder, part) for part in meta["parts"])
 
     if not is_done():
-        with locked(corpus.folder / f".{folder.parent.name}-{split}.lock"):
+        with locked(corpus.folder / f".{folder.parent.name}-{split}.lock") as lock:
             if not is_done():
-                _tokenise_shards(folder, paths, sources, tokenizer)
+                _tokenise_shards(folder, paths, sources, tokenizer, processes, lock)
     return open_tokens(folder)
 
 
-def _tokenise_shards(folder: Path, paths: list[Path], sources: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
-    parts = []
+def _is_there(folder: Path, part: dict[str, Any]) -> bool:
+    return all((folder / name).exists() for name in part_files(part).values())
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
+    """What a finished part left, None if it is not finished, or has to be made anew."""
+    try:
+        part = read_json(path) if path.exists() else None
+    except ValueError as failure:
+        warn(f"{path} is damaged ({failure}): this shard is tokenised anew")
+        return None
+    return part if part and _is_there(path.parent, part) else None
+
+
+def _tokenise_shards(
+    folder: Path,
+    paths: list[Path],
+    sources: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    processes: int | None,
+    lock: int,
+) -> None:
     title = f"tokenise {folder.parent.parent.name} {folder.name}"
-    start, fresh = time.monotonic(), 0
+    start, parts, missing = time.monotonic(), {}, []
     with Progress(title, sum(map(count_rows, paths)), "documents") as progress:
         for path, source in zip(paths, sources, strict=True):
             note = folder / f"{path.stem}.json"
-            part = read_json(note) if note.exists() else None
+            part = _read_note(note)
             if part is None or part["source"] != source:
                 note.unlink(missing_ok=True)  # from now on the part does not count, until it is whole
-                part = _tokenise_shard(folder, path, source, tokenizer, progress)
-                write_json(note, part)
-                fresh += part["tokens"]
+                missing.append((path, source))
             else:
                 progress.advance(part["documents"], skipped=True)
-            parts.append(part)
+                parts[path.stem] = part
+        fresh = 0
+        for part in _tokenised(folder, missing, tokenizer, processes, lock, progress):
+            write_json(folder / f"{part['name']}.json", part)
+            parts[part["name"]] = part
+            fresh += part["tokens"]
     if fresh:
         print(f"{fresh:,} tokens, {fresh / (time.monotonic() - start):,.0f} tokens/s", flush=True)
-    write_json(
-        folder / META,
-        {"format": FORMAT, "tokenizer": tokenizer.hash, "dtype": dtype_for(tokenizer.vocab_size), "parts": parts},
-    )
+    about = {"format": FORMAT, "tokenizer": tokenizer.hash, "dtype": dtype_for(tokenizer.vocab_size)}
+    write_json(folder / META, {**about, "parts": [parts[path.stem] for path in paths]})
 
 
-def _tokenise_shard(
-    folder: Path, path: Path, source: dict[str, Any], tokenizer: Tokenizer, progress: Progress
-) -> dict[str, Any]:
-    check_sha256(path)
-    token_bytes = tokenizer.token_bytes()
-    with part_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
-        for texts in batches(path):
-            writer.add(tokenizer.encode_batch(texts), token_bytes)
-            progress.advance(len(texts))
-        return writer.finish(source)
+def _tokenised(
+    folder: Path,
+    shards: list[tuple[Path, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    processes: int | None,
+    lock: int,
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    """The parts of shards, as they are finished, in any order."""
+    if processes is None:  # a process takes about as long to start as to tokenise this much
+        processes = min(cores(), MOST_PROCESSES, sum(source["bytes"] for _, source in shards) // BYTES_THAT_PAY)
+    processes = min(processes, len(shards))
+    if processes < 2:
+        for path, source in shards:
+            yield tokenise.tokenise_shard(path, folder, source, tokenizer, None, progress.advance)
+        return
+    progress.say(f"{progress.title}: {processes} processes for {len(shards)} shards")
+    with tempfile.TemporaryDirectory() as own:
+        tokenizer.save(Path(own))
+        setup = {"tokenizer": own, "threads": max(cores() // processes, 1)}
+        tasks = [{"name": str(path), "folder": str(folder), "source": source} for path, source in shards]
+        # They hold the lock too, so that after a kill nobody begins before the last of them has ended.
+        with contextlib.closing(work("nanochat.tokenise", setup, tasks, processes, keep=[lock])) as messages:
+            for _, message in messages:
+                progress.advance(message.get("documents", 0))
+                if "result" in message:
+                    yield message["result"]
 
 
 # --- conversations -------------------------------------------------------------------------------
@@ -104,10 +165,10 @@ def prepare_conversations(
     wanted = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
     def is_done() -> bool:
-        if not (folder / META).exists():
+        meta = read_meta(folder)
+        if meta is None or {name: meta.get(name) for name in wanted} != wanted:
             return False
-        meta = read_json(folder / META)
-        return {name: meta.get(name) for name in wanted} == wanted
+        return all(_is_there(folder, part) for part in meta["parts"])
 
     if not is_done():
         with locked(folder.parent / f".{folder.name}.lock"):
@@ -165,31 +226,40 @@ def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
     """
     folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}"
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
-
-    def is_done() -> bool:
-        return (folder / META).exists() and read_json(folder / META)["key"] == key
-
-    if not is_done():
+    made = _load_plan(folder, key, row_tokens)
+    if made is None:
         with locked(token_set.folder / f".{folder.name}.lock"):
-            if not is_done():
+            made = _load_plan(folder, key, row_tokens)
+            if made is None:
                 _make_plan(token_set, folder, row_tokens, cut, key)
-    meta = read_json(folder / META)
-    arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
-    if meta["cut_conversations"]:
+                made = _load_plan(folder, key, row_tokens)
+    assert made is not None
+    if made.cut_conversations:
         log(
-            f"{meta['cut_conversations']:,} of {token_set.documents:,} conversations were longer than a row of "
-            f"{row_tokens - 1:,} tokens and were cut; {meta['dropped_tokens']:,} of {token_set.tokens:,} tokens were "
+            f"{made.cut_conversations:,} of {token_set.documents:,} conversations were longer than a row of "
+            f"{row_tokens - 1:,} tokens and were cut; {made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
             "left out"
         )
-    return Plan(
-        row_tokens,
-        Packing(arrays["first"], arrays["starts"], arrays["lengths"]),
-        arrays["used"],
-        arrays["trained"],
-        key,
-        meta["cut_conversations"],
-        meta["dropped_tokens"],
-    )
+    return made
+
+
+def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
+    """A plan that was kept; None where there is none of this key, or, with a warning, none that is whole."""
+    try:
+        meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
+        if meta is None or meta["key"] != key:
+            return None
+        # Plans of older versions name no hashes; damage that changes no length shows nowhere in them.
+        for name, why in damaged(folder, meta.get("sha256", {})).items():
+            raise damage(folder / name, why)
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
+        packing = Packing(arrays["first"], arrays["starts"], arrays["lengths"])
+        cut, dropped = meta["cut_conversations"], meta["dropped_tokens"]
+        return Plan(row_tokens, packing, arrays["used"], arrays["trained"], key, cut, dropped)
+    except (ValueError, OSError, EOFError, KeyError) as failure:  # UserError is a ValueError; all else is numpy's
+        why = str(failure).partition(" Mend it")[0]
+        warn(f"the packing plan {folder} cannot be used and is made anew: {why}")
+        return None
 
 
 def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, key: str) -> None:
@@ -221,7 +291,8 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
                 f.flush()
                 os.fsync(f.fileno())
         about = {"cut_conversations": cut_conversations, "dropped_tokens": dropped}
-        write_json(temporary / META, {"key": key, "arrays": sorted(arrays), **about})
+        digests = {f"{name}.npy": sha256_of(temporary / f"{name}.npy") for name in arrays}
+        write_json(temporary / META, {"key": key, "arrays": sorted(arrays), "sha256": digests, **about})
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
         fsync_dir(folder.parent)
@@ -257,21 +328,26 @@ class Config:
     """Tokenise a corpus ahead of training, or check its tokens."""
 
     data: str | None = None
-    """The corpus; by default the only one there is."""
+    """The corpus, or a mixture such as web:0.7,books:0.3, all of whose corpora are tokenised. Unset: the only one."""
+    num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
+    """Processes, at most one for each shard. Unset: as many as there are cores, fewer where that is not worth it."""
     verify: bool = False
     """Read every token file again and compare its SHA-256."""
 
 
 def main(cfg: Config) -> None:
     """Make or check both splits of a corpus."""
-    corpus = resolve(cfg.data)
-    tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
-    for split in ("train", "val"):
-        tokens = prepare_documents(corpus, tokenizer, split)
-        if cfg.verify:
-            open_tokens(tokens.folder, verify=True)
-        checked = ", as they should be" if cfg.verify else ""
-        log(f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}")
+    if cfg.num_workers is not None and cfg.num_workers < 1:
+        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+    data = resolve_data(cfg.data)
+    tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
+    for corpus in data.corpora:
+        for split in ("train", "val"):
+            tokens = prepare_documents(corpus, tokenizer, split, cfg.num_workers)
+            if cfg.verify:
+                open_tokens(tokens.folder, verify=True)
+            checked = ", as they should be" if cfg.verify else ""
+            log(f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import tyro
 
 from nanochat.common import UserError, base_dir, log, read_json, run, write_atomic, write_json
 from nanochat.measure import read_stages, stages_file
+from nanochat.mixing import unweighted
+from nanochat.profiling import report_rows
 from nanochat.tracking import read_metrics
 
 COLUMNS = ("base", "mid", "sft", "rl")
@@ -69,7 +71,8 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
         "settings": settings,
     }
     curves = {name: points for name, points in curves.items() if points}
-    write_section(f"{stage}_train", {**figures, **curves, "loss": smooth})
+    rows = {"rows": found} if (found := report_rows(folder)) else {}  # of --profile
+    write_section(f"{stage}_train", {**figures, **curves, **rows, "loss": smooth})
 
 
 def _median(values: list[float]) -> float:
@@ -102,11 +105,12 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
         if source in gone or (inherits and settings.get("corpus") != before):
             gone.add(stage)
             kept = {name: data for name, data in kept.items() if not name.startswith(f"{stage}_")}
-    corpora = {kept[name]["settings"].get("corpus") for name in kept if name.endswith("_train") and "tag" in kept[name]}
+    trained = [kept[name]["settings"].get("corpus") for name in kept if name.endswith("_train") and "tag" in kept[name]]
+    corpora = {unweighted(corpus) for corpus in trained if corpus}  # a tokenizer serves its corpora in any mixture
     for name in ("tok_train", "tok_eval"):
         section = kept.get(name, {})
         corpus = section.get("corpus") or section.get("settings", {}).get("data")
-        if corpus and corpora - {None} and corpus not in corpora:
+        if corpus and corpora and unweighted(corpus) not in corpora:
             del kept[name]
     return kept
 

@@ -184,8 +184,15 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if COLUMN not in file.schema_arrow.names:
                 raise ValueError(f"it has no column {COLUMN!r} but {', '.join(file.schema_arrow.names)}")
+            kind = file.schema_arrow.field(COLUMN).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ValueError(f"its column {COLUMN!r} holds {kind}, not text")
+            rows = 0
             for batch in file.iter_batches(batch_size=size, columns=[COLUMN]):
+                rows += batch.num_rows
                 yield [text for text in batch.column(0).to_pylist() if text]
+            if rows != file.metadata.num_rows:  # the one kind of damage to its end that no checksum covers
+                raise ValueError(f"it has {rows:,} rows, expected {file.metadata.num_rows:,}")
     except (pa.ArrowException, OSError, ValueError) as failure:
         raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
 

@@ -5,7 +5,8 @@ import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +14,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import UserError, fsync_dir, log, read_json, sha256_of
+from nanochat.common import UserError, fsync_dir, log, read_json, sha256_of, write_json
+from nanochat.progress import Progress
 
 META = "meta.json"
 SUFFIXES = {"tokens": ".bin", "offsets": ".idx", "mask": ".mask"}
 SMALL_VOCABULARY = 65_536  # up to here a token fits into two bytes
+CHECKED = "checked.json"  # file -> [SHA-256, bytes, time of change] when it was last found right
+LONG = 1e9  # bytes; to hash so many takes long enough for a bar
+THREADS = 8  # hashing leaves Python free, and disks like a few readers
 
 
 @dataclass(frozen=True)
@@ -68,35 +73,59 @@ class TokenSet:
         return np.concatenate([np.diff(part.offsets) for part in self.parts])
 
 
+def part_files(part: dict[str, Any]) -> dict[str, str]:
+    """The names of a part's files, by kind."""
+    return {kind: f"{part['name']}{SUFFIXES[kind]}" for kind in part["sha256"]}
+
+
+PART = {"name", "tokens", "documents", "bytes", "sha256", "source"}
+
+
+def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
+    """The description of a folder of token files, None if there is none. UserError if it cannot be read."""
+    path = folder / META
+    try:
+        meta = read_json(path) if path.exists() else None
+    except ValueError as failure:
+        raise damage(path, f"it is no JSON ({failure})") from failure
+    if meta is not None and not ({*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))):
+        raise damage(path, "it lacks what it should say")
+    return meta
+
+
 def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
-    """Map the token files of a folder; sizes are always checked, hashes with `verify`.
+    """Map the token files of a folder. Sizes are always checked; hashes once for each change, or with `verify`.
 
     UserError names the damaged file and the command that mends it.
     """
-    meta = read_json(folder / META)
-    parts = []
+    meta = read_meta(folder)
+    if meta is None:
+        raise damage(folder / META, "it is missing")
+    parts, expected = [], {}
     for about in meta["parts"]:
         arrays = {}
-        for kind, expected in about["sha256"].items():
-            path = folder / f"{about['name']}{SUFFIXES[kind]}"
+        for kind, name in part_files(about).items():
+            path = folder / name
             dtype = {"tokens": meta["dtype"], "offsets": "int64", "mask": "uint8"}[kind]
             count = about["documents"] + 1 if kind == "offsets" else about["tokens"]
-            size = path.stat().st_size if path.exists() else -1
-            if size != count * np.dtype(dtype).itemsize:
-                raise _damaged(path, f"it has {size:,} bytes, expected {count * np.dtype(dtype).itemsize:,}")
-            if verify and sha256_of(path) != expected:
-                raise _damaged(path, f"its SHA-256 is not {expected}")
+            size, right = path.stat().st_size if path.exists() else None, count * np.dtype(dtype).itemsize
+            if size != right:
+                raise damage(path, "it is missing" if size is None else f"it has {size:,} bytes, expected {right:,}")
+            expected[name] = about["sha256"][kind]
             # An empty file cannot be mapped; asarray drops the memmap class, whose slices are slow to make.
             mapped = np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)
             arrays[kind] = np.asarray(mapped)
         parts.append(Part(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
+    for name, why in damaged(folder, expected, verify).items():
+        raise damage(folder / name, why)
     return TokenSet(folder, meta, tuple(parts))
 
 
-def _damaged(path: Path, why: str) -> UserError:
+def damage(path: Path, why: str) -> UserError:
+    """What is wrong with a file, and the command that mends it."""
     return UserError(
-        f"the token file {path} is damaged: {why}. Mend it with: rm -r {path.parent}\n"
-        "and type the same command again; the tokens are then made anew."
+        f"the token file {path} is damaged: {why}. Mend it with: rm -f {path}\n"
+        "and type the same command again; only what belongs to this file is then made anew."
     )
 
 
@@ -178,9 +207,74 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= SMALL_VOCABULARY else "uint32"
 
 
+# --- checks --------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, expected: Mapping[str, str], again: bool = False) -> dict[str, str]:
+    """Which of the files `expected` (name -> SHA-256) are not as they should be, and why.
+
+    A file is read once, and again when its size or time of change is another than then, or with `again`. Safe to
+    call from every rank at once: one reads, the others wait and take its word.
+    """
+    wrong = {name: "it is missing" for name in expected if not (folder / name).exists()}
+    there = {name: digest for name, digest in expected.items() if name not in wrong}
+    if not again and not _unknown(folder, there):
+        return wrong
+    if not os.access(folder, os.W_OK):
+        log(f"{folder} cannot be written to, so its files are hashed at every start")
+        return wrong | _hash(folder, there)[0]
+    with locked(folder / f".{CHECKED}.lock"):
+        unknown = there if again else _unknown(folder, there)
+        found, right = _hash(folder, unknown)
+        if right:
+            kept = {name: known for name, known in _read(folder).items() if (folder / name).exists()}
+            write_json(folder / CHECKED, kept | right)
+    return wrong | found
+
+
+def _state(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _read(folder: Path) -> dict[str, list]:
+    try:
+        return read_json(folder / CHECKED)
+    except (OSError, ValueError):  # a note that cannot be read only means that everything is hashed again
+        return {}
+
+
+def _unknown(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
+    """The files that have changed since they were found right, if ever they were."""
+    known = _read(folder)
+    return {name: digest for name, digest in expected.items() if known.get(name) != [digest, *_state(folder / name)]}
+
+
+def _hash(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
+    """What is wrong with files, and what to note of those that are right."""
+    states = {name: _state(folder / name) for name in expected}
+    size = sum(state[0] for state in states.values())
+    bar = Progress(f"check {folder.parent.name} {folder.name}", size, "B") if size > LONG else None
+    wrong: dict[str, str] = {}
+    right: dict[str, list] = {}
+    with bar or contextlib.nullcontext(), ThreadPoolExecutor(THREADS) as threads:
+        digests = threads.map(lambda name: sha256_of(folder / name), expected)
+        for name, digest in zip(expected, digests, strict=True):
+            if digest == expected[name]:
+                right[name] = [digest, *states[name]]
+            else:
+                wrong[name] = f"its SHA-256 is not {expected[name]}"
+            if bar:
+                bar.advance(states[name][0])
+    return wrong, right
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; ranks that come second wait here and then find the work done."""
+def locked(path: Path) -> Iterator[int]:
+    """One process at a time; ranks that come second wait here and then find the work done.
+
+    Yields the descriptor: a child that inherits it keeps the lock until it has ended too.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as f:
         try:
@@ -188,4 +282,4 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             log(f"waiting for another process that prepares {path.parent}")
             fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+        yield f.fileno()

@@ -9,11 +9,12 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=D
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import core_eval, dataset, device, loss_eval, report
+from nanochat import core_eval, device, loss_eval, report
 from nanochat.checkpoint_manager import Loaded, load_model
 from nanochat.common import UserError, base_dir, log, run, write_atomic
 from nanochat.core_eval import Core
 from nanochat.device import Compute
+from nanochat.mixing import resolve_data
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Config:
     device_type: str = ""
     """npu, cuda or cpu; empty = the first that is usable"""
     data: str | None = None
-    """corpus by name, or a folder of one's own; default: the one that the model was trained on"""
+    """corpus by name, a folder of one's own, or a mixture such as web:0.7,books:0.3; default: what the model was
+    trained on"""
     model_tag: str | None = None
     """folder of the checkpoints, such as d20; default: the newest"""
     step: int | None = None
@@ -70,15 +72,15 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
 def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Loss | None:
     """Bits per byte on the validation split; None if the corpus is not on this machine and none was asked for."""
     try:
-        corpus = dataset.resolve(cfg.data or loaded.meta["config"]["corpus"])
+        data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     except UserError as missing:
         if cfg.data is not None:
             raise
         log(f"bits per byte are left out: {missing}")
         return None
     tokens, rows = cfg.split_tokens, cfg.device_batch_size
-    loss = loss_eval.evaluate_split(loaded.model, loaded.tokenizer, corpus, "val", tokens, rows, compute)
-    log(f"val bpb: {loss.bits_per_byte:.4f} ({corpus.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+    loss = loss_eval.evaluate_split(loaded.model, loaded.tokenizer, data, "val", tokens, rows, compute)
+    log(f"val bpb: {loss.bits_per_byte:.4f} ({data.name}, {loss.tokens:,} tokens, {loss.bytes:,} bytes)")
     return loss
 
 

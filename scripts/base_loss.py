@@ -7,11 +7,12 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import dataset, device, loss_eval, parallel, report
+from nanochat import device, loss_eval, parallel, report
 from nanochat.checkpoint_manager import Loaded, load_model
 from nanochat.common import log, run
 from nanochat.device import Compute
 from nanochat.engine import Engine
+from nanochat.mixing import resolve_data
 from nanochat.reply import reply_parts
 from nanochat.sampling import Sampling
 
@@ -37,7 +38,8 @@ class Config:
     device_type: str = ""
     """npu, cuda or cpu; empty = the first that is usable"""
     data: str | None = None
-    """corpus by name, or a folder of one's own; default: the one that the model was trained on"""
+    """corpus by name, a folder of one's own, or a mixture such as web:0.7,books:0.3; default: what the model was
+    trained on"""
     model_tag: str | None = None
     """folder of the checkpoints, such as d20; default: the newest"""
     model_step: int | None = None
@@ -65,17 +67,17 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Measure, sample, and leave a section for the report; the section."""
     loaded = load_model("base", cfg.model_tag, cfg.model_step, compute)
-    corpus = dataset.resolve(cfg.data or loaded.meta["config"]["corpus"])
-    log(f"base model {loaded.tag}, step {loaded.step:,}, on {corpus.name}")
+    data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
+    log(f"base model {loaded.tag}, step {loaded.step:,}, on {data.name}")
     model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
-    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": corpus.name}
+    section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": data.name}
     before = report.sections().get("base_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
         log("in the report already")
         return before
     for split in SPLITS:
         loss = loss_eval.evaluate_split(
-            loaded.model, loaded.tokenizer, corpus, split, cfg.split_tokens, cfg.device_batch_size, compute
+            loaded.model, loaded.tokenizer, data, split, cfg.split_tokens, cfg.device_batch_size, compute
         )
         log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
         section[split] = asdict(loss)

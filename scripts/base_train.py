@@ -12,11 +12,11 @@ import torch
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import (
     dataloader,
-    dataset,
     device,
     fingerprint,
     loop,
     loss_eval,
+    mixing,
     parallel,
     probe,
     report,
@@ -36,6 +36,9 @@ Auto = Literal["auto"]
 class Config(loop.StageFlags, Rates):
     """Flags of pretraining; `auto` is decided by corpus, device and memory, and printed."""
 
+    data: str | None = None
+    """corpus by name, the folder it was made from, or a mixture: web:0.7,books:0.3 takes seven rows in ten of web;
+    default: the only one prepared"""
     depth: int = 20
     """layers, the one dial of size: what is not given follows from it"""
     model_dim: int | Auto = "auto"
@@ -73,8 +76,8 @@ def train(cfg: Config, compute: Compute) -> None:
     loop.begin(cfg, compute)
     tag = cfg.model_tag or f"d{cfg.depth}"
     folder = checkpoints.checkpoint_dir("base", tag)
-    corpus = dataset.resolve(cfg.data)
-    tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
+    corpus = mixing.resolve_data(cfg.data)
+    tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
     fingerprint.check_start(wanted, compute)
     if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag)):
@@ -102,9 +105,11 @@ def train(cfg: Config, compute: Compute) -> None:
     rows = loss_eval.split_rows(corpus, tokenizer, "train", T, cfg.seed)
     val_rows = loss_eval.split_rows(corpus, tokenizer, "val", T)
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
-    log(
-        f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {steps * batch.rows_per_step / rows.count:.2f} epochs"
-    )
+    read = steps * batch.rows_per_step
+    mixed = dataloader.mixture_table(corpus, rows, read)
+    log(f"data: {corpus.name}, {rows.count:,} rows of {T} tokens, {read / rows.count:.2f} epochs")
+    for part in mixed.get("rows", []):
+        log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")
 
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model.to_empty(device=compute.device)
@@ -120,7 +125,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 
@@ -148,7 +153,8 @@ def train(cfg: Config, compute: Compute) -> None:
         finish(line)
     stage.close()
     if step == steps and compute.main:
-        report.training_section("base", tag, folder, wanted, device.summary(compute, counts["total"]))
+        where = {**device.summary(compute, counts["total"]), **mixed}
+        report.training_section("base", tag, folder, wanted, where)
     loop.log_end(folder, step, steps)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, fingerprint, loop, parallel, report, rollout
+from nanochat import dataloader, device, fingerprint, loop, parallel, profiling, report, rollout
 from nanochat.chat_eval import evaluate
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
@@ -108,6 +108,7 @@ def train(cfg: Config, compute: Compute) -> None:
         stage.start()
         first = step * cfg.examples_per_step
         numbers = dataloader.epoch_numbers(len(task), cfg.seed, first, cfg.examples_per_step).tolist()
+        profiling.mark("sampling")
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + step), cfg.device_batch_size,
             sampler, tokenizer, compute, cfg.shuffle_rewards,
@@ -116,6 +117,7 @@ def train(cfg: Config, compute: Compute) -> None:
         lrm = 1 - step / steps
         optimizers.schedule(lrm, 0.95, 1.0)
         outcome = loop.update(model, optimizers, rolled, scale, compute) if rolled.num_targets else loop.NO_UPDATE
+        profiling.mark("sampler's copy")
         parallel.refresh(sampler, model)
         step += 1
         line = stage.tick(step, outcome, lrm)

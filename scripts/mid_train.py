@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, dataset, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
+from nanochat import (
+    dataloader,
+    device,
+    fingerprint,
+    loop,
+    loss_eval,
+    mixing,
+    parallel,
+    probe,
+    report,
+    schedule,
+    sizes,
+)
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -22,6 +34,8 @@ Auto = Literal["auto"]
 class Config(loop.StageFlags, Rates):
     """Flags of midtraining; the model is the base stage's."""
 
+    data: str | None = None
+    """corpus whose conversations and documents to train on; default: the model's, with the weights of a mixture"""
     base_step: int | None = None
     """step of the base checkpoint; default the newest"""
     conversations: str | None = None
@@ -66,8 +80,8 @@ def train(cfg: Config, compute: Compute) -> None:
     val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
     every = (4 if corpus == "tinyworld" else 0) if cfg.documents_every == "auto" else cfg.documents_every
     if every:
-        documents = loss_eval.split_rows(dataset.resolve(corpus), tokenizer, "train", T, cfg.seed)
-        rows = dataloader.Blend(rows, documents, every)
+        documents = loss_eval.split_rows(mixing.resolve_data(corpus), tokenizer, "train", T, cfg.seed)
+        rows = dataloader.blend(rows, documents, every)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
         f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
@@ -80,7 +94,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.blocks)
+    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("mid", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -10,13 +10,15 @@ import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import tiktoken
 from rich.console import Console
 from rich.table import Table
 
 from nanochat.common import UserError, log, run
-from nanochat.dataset import resolve, shards, texts
+from nanochat.dataset import Corpus, shards, texts
+from nanochat.mixing import resolve_data
 from nanochat.report import write_section
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
@@ -65,7 +67,7 @@ class Config:
     """Measure how far the tokenizer compresses."""
 
     data: str | None = None
-    """The corpus whose tokenizer is measured. Unset: the only one there is."""
+    """The corpus, or the mixture, whose tokenizer is measured. Unset: the only one there is."""
 
 
 def is_cached(name: str) -> bool:
@@ -76,14 +78,18 @@ def is_cached(name: str) -> bool:
     return all((folder / file).exists() for file in names)
 
 
+def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]:
+    """What stands for a corpus."""
+    return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
+
+
 def train(cfg: Config) -> list[dict[str, float | str]]:
     """Print and keep a table: one row per kind of text, one column per vocabulary."""
-    corpus = resolve(cfg.data)
-    tokenizer = Tokenizer.load(tokenizer_dir(corpus.name))
+    data = resolve_data(cfg.data)
+    tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     kinds = {name: [text] for name, text in SAMPLES.items()}
-    for split in ("train", "val"):
-        documents = texts(shards(corpus, split))
-        kinds[f"{corpus.name} {split}"] = list(islice(documents, CORPUS_DOCUMENTS))
+    for corpus in data.corpora:
+        kinds |= {f"{corpus.name} {split}": first_documents(corpus, split) for split in ("train", "val")}
     others = {name: tiktoken.get_encoding(name) for name in PUBLISHED if is_cached(name)}
 
     rows: list[dict[str, float | str]] = []
@@ -97,7 +103,7 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
             row[name] = size / sum(map(len, encoding.encode_ordinary_batch(some)))
         rows.append(row)
 
-    table = Table(title=f"{corpus.name}, {tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}: bytes per token")
+    table = Table(title=f"{data.name}, {tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}: bytes per token")
     table.add_column("text")
     for column in ("bytes", "tokens", "ours", *others):
         table.add_column(column, justify="right")
@@ -107,7 +113,7 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
     Console().print(table)
     if missing := [name for name in PUBLISHED if name not in others]:
         log(f"left out, since tiktoken has them not cached here: {', '.join(missing)}")
-    section = {"corpus": corpus.name, "tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "rows": rows}
+    section = {"corpus": data.name, "tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "rows": rows}
     write_section("tok_eval", section)
     return rows
 

@@ -2,17 +2,19 @@
 
 python -m scripts.tok_train                                    # of the only corpus there is
 python -m scripts.tok_train --data fineweb --vocab_size 65536
+python -m scripts.tok_train --data web:0.7,books:0.3           # for a mixture, whose weights may change later
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import UserError, log, read_json, run, settings, write_json
-from nanochat.dataset import resolve, shards, texts
+from nanochat.dataset import shards, texts
+from nanochat.mixing import Data, resolve_data
 from nanochat.progress import Progress, duration
 from nanochat.report import write_section
 from nanochat.shards import read_about
@@ -28,7 +30,8 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: a name, or the folder it was imported from. Unset: the only one there is."""
+    """The corpus: a name, or the folder it was imported from; or a mixture, web:0.7,books:0.3. Unset: the only one
+    there is."""
     max_chars: int = 2_000_000_000
     """Characters to read, at most."""
     doc_cap: int = 10_000
@@ -39,23 +42,62 @@ class Config:
     """How text is cut before merging, by name."""
 
 
-def sample(paths: list[Path], cfg: Config, used: dict[str, int]) -> Iterator[str]:
-    """Documents cut to `doc_cap`, until `max_chars` are read; counts characters and documents in `used`."""
-    for path in paths:
-        used["shards"] += 1
-        for text in texts([path]):
-            text = text[: cfg.doc_cap]
-            used["characters"] += len(text)
-            used["documents"] += 1
-            yield text
-            if used["characters"] >= cfg.max_chars:
-                return
+@dataclass
+class Used:
+    """What the tokenizer was trained on."""
+
+    shards: list[int]  # of each corpus
+    documents: int = 0
+    characters: int = 0
+
+
+def sample(corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used) -> Iterator[str]:
+    """Documents cut to `doc_cap`, until `max_chars` are read, counted in `used`.
+
+    Of several corpora each gives its share of the characters, up to where one of them ends.
+    """
+
+    def read(k: int) -> Iterator[str]:
+        for path in corpora[k]:
+            used.shards[k] += 1
+            yield from texts([path])
+
+    readers, characters = [read(k) for k in range(len(corpora))], [0] * len(corpora)
+    while used.characters < cfg.max_chars:
+        k = min(range(len(readers)), key=lambda k: characters[k] / shares[k])
+        text = next(readers[k], None)
+        if text is None:
+            return
+        text = text[: cfg.doc_cap]
+        characters[k] += len(text)
+        used.characters += len(text)
+        used.documents += 1
+        yield text
+
+
+def known_characters(data: Data) -> int | None:
+    """How many characters a sample of all corpora has at most, None where that is not known."""
+    known = [read_about(corpus.folder).get("characters", {}).get("train") for corpus in data.corpora]
+    if None in known:
+        return None
+    return min(count * sum(data.shares) // share for count, share in zip(known, data.shares, strict=True))
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
     """What tells shards from others of the same names: their sizes, and SHA-256s where they are known."""
-    known = read_about(paths[0].parent).get("shards", {})
+    known = read_about(paths[0].parent).get("shards", {}) if paths else {}
     return [[path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths]
+
+
+def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
+    """The first shards of each corpus, so many; of a single one without a list around it."""
+    each = [identity(paths[:count]) for paths, count in zip(corpora, counts, strict=True)]
+    return each if len(each) > 1 else each[0]
+
+
+def noted(cfg: Config, data: Data) -> dict[str, Any]:
+    """The settings that belong to a tokenizer: of a single corpus without its name, since the folder is its own."""
+    return {**settings(cfg), "data": data.name if len(data.corpora) > 1 else None}
 
 
 def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
@@ -67,22 +109,24 @@ def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
     return size
 
 
-def compression(tokenizer: Tokenizer, paths: list[Path]) -> float:
-    """Bytes per token on the first 1,000 documents, each of which must come back from its tokens."""
-    some = list(islice(texts(paths), 1_000))
+def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]) -> float:
+    """Bytes per token on the first 1,000 documents of each corpus, all of which must come back from their tokens."""
+    some = [text for corpus in data.corpora for text in islice(texts(shards(corpus, split)), 1_000)]
     tokens = tokenizer.encode_batch(some)
     if [tokenizer.decode(ids) for ids in tokens] != some:
         raise AssertionError("a text does not come back from its tokens")
     return sum(len(text.encode()) for text in some) / sum(map(len, tokens))
 
 
-def done_before(folder: Path, cfg: Config, paths: list[Path]) -> Tokenizer | None:
+def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]) -> Tokenizer | None:
     """The tokenizer that these settings gave on these shards, if it is there; shards added since do not count."""
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
         return None
     note = read_json(folder / NOTE)
-    asked = {**settings(cfg), "data": None}
-    if note["settings"] != asked or note["shards"] != identity(paths[: len(note["shards"])]):
+    if note["settings"] != noted(cfg, data):
+        return None
+    counts = [len(note["shards"])] if len(corpora) == 1 else [len(shards) for shards in note["shards"]]
+    if note["shards"] != identities(corpora, counts):
         return None
     tokenizer = Tokenizer.load(folder)
     return tokenizer if tokenizer.hash == note["tokenizer"] else None
@@ -95,21 +139,20 @@ def train(cfg: Config) -> Tokenizer:
             raise UserError(f"--{name} must be positive, got {getattr(cfg, name)}", exit_code=2)
     if cfg.pattern not in PATTERNS:
         raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
-    corpus = resolve(cfg.data)
-    paths = shards(corpus, "train")
-    folder = tokenizer_dir(corpus.name)
-    known = read_about(corpus.folder).get("characters", {}).get("train")
-    if tokenizer := done_before(folder, cfg, paths):
-        log(f"the tokenizer of {corpus.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
+    data = resolve_data(cfg.data)
+    corpora = [shards(corpus, "train") for corpus in data.corpora]
+    folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
+    if tokenizer := done_before(folder, cfg, data, corpora):
+        log(f"the tokenizer of {data.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
         return tokenizer
 
     vocab_size = choose_vocab_size(cfg.vocab_size, known)
-    used = {"shards": 0, "documents": 0, "characters": 0}
+    used = Used([0] * len(corpora))
     start = time.monotonic()
-    with Progress(f"read {corpus.name}", min(cfg.max_chars, known) if known else None, "characters") as progress:
+    with Progress(f"read {data.name}", min(cfg.max_chars, known) if known else None, "characters") as progress:
 
         def counted() -> Iterator[str]:
-            for text in sample(paths, cfg, used):
+            for text in sample(corpora, data.shares, cfg, used):
                 yield text
                 progress.advance(len(text))
             progress.say(f"merging to {vocab_size:,} tokens")
@@ -117,20 +160,22 @@ def train(cfg: Config) -> Tokenizer:
         tokenizer = Tokenizer.train(counted(), vocab_size, cfg.pattern)
     seconds = time.monotonic() - start
 
-    ratios = {split: compression(tokenizer, shards(corpus, split)) for split in ("train", "val")}
+    ratios = {split: compression(tokenizer, data, split) for split in ("train", "val")}
     tokenizer.save(folder)
     note = {
-        "settings": {**settings(cfg), "data": None},  # the folder is the corpus's own
-        "shards": identity(paths[: used["shards"]]),
+        "settings": noted(cfg, data),
+        "shards": identities(corpora, used.shards),
         "tokenizer": tokenizer.hash,
     }
     write_json(folder / NOTE, note)
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]
     section = {
-        "settings": {**settings(cfg), "data": corpus.name},
+        "settings": {**settings(cfg), "data": data.name},
         "seconds": seconds,
-        **used,
+        "shards": sum(used.shards),
+        "documents": used.documents,
+        "characters": used.characters,
         "vocab_size": tokenizer.vocab_size,
         "bytes_per_token": ratios,
         "token_bytes": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
@@ -138,8 +183,8 @@ def train(cfg: Config) -> Tokenizer:
     }
     write_section("tok_train", section)
     log(
-        f"trained {tokenizer.vocab_size:,} tokens on {used['documents']:,} documents "
-        f"({used['characters']:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
+        f"trained {tokenizer.vocab_size:,} tokens on {used.documents:,} documents "
+        f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
         f"held-out text; saved in {folder}"
     )
     return tokenizer

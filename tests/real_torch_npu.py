@@ -149,6 +149,7 @@ class Definition:
     methods: dict[str, Signature] = field(default_factory=dict)
     bases: tuple[str, ...] = ()
     module: str = ""
+    attributes: frozenset[str] = frozenset()  # of a class
 
 
 class Package:
@@ -213,6 +214,8 @@ class Package:
     def _member(self, owner: Definition, name: str) -> Definition | None:
         if name in owner.methods:
             return Definition("function", [owner.methods[name]])
+        if name in owner.attributes:
+            return Definition("value")
         return Definition("value") if owner.kind == "value" else None
 
     def _names(self, module: str) -> tuple[dict[str, ast.stmt], list[str]]:
@@ -298,5 +301,8 @@ class Package:
         methods = {
             item.name: signature_of(item.args, method=True) for item in node.body if isinstance(item, ast.FunctionDef)
         }
+        attributes = frozenset(
+            ast.unparse(target) for item in node.body if isinstance(item, ast.Assign) for target in item.targets
+        )
         return Definition("class", [methods["__init__"]] if "__init__" in methods else [], methods,
-                          tuple(ast.unparse(base) for base in node.bases))  # fmt: skip
+                          tuple(ast.unparse(base) for base in node.bases), attributes=attributes)  # fmt: skip

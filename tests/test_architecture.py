@@ -11,23 +11,27 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
-    0: "ascend blocked_attention calculator common conversation execution_child host packing policy progress terminal",
-    1: """
-        chat_api device download engine_thread measure npu_kernels placement sampling schedule shards step_files
-        textfiles tinyworld token_files tracking transcript
+    0: """
+        ascend blocked_attention calculator common conversation execution_child gpus host packing policy progress
+        terminal timeline
     """,
-    2: "dataset execution fingerprint kernels memory muon tokenizer",
-    3: "gpt lora optim parallel prepare qwen reply",
-    4: "checkpoint_manager dataloader loop sizes",
-    5: "core_eval engine export loss_eval planner probe",
-    6: "chat_eval report server web",
+    1: """
+        chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
+        step_files textfiles tinyworld token_files tokenizer tracking transcript workers
+    """,
+    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenise",
+    3: "gpt lora mixing optim parallel profiling qwen reply",
+    4: "checkpoint_manager loop prepare sizes",
+    5: "core_eval dataloader engine export planner probe",
+    6: "chat_eval loss_eval report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}
 HIGHEST_FOR_TASKS = 2
 
 VENDOR = re.compile(r"\b(torch_npu|cuda|npu|nccl|hccl)\b")
-MAY_NAME_A_VENDOR = {"nanochat/ascend.py", "nanochat/device.py", "nanochat/kernels.py", "nanochat/npu_kernels.py"}
+MAY_NAME_A_VENDOR = {"nanochat/ascend.py", "nanochat/device.py", "nanochat/kernels.py", "nanochat/npu_kernels.py",
+                     "nanochat/npu_profiler.py"}  # fmt: skip
 MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
 MAY_EXEC = {"nanochat/execution_child.py"}  # runs the model's programs, in a process of its own with limits
 

@@ -15,6 +15,7 @@ from nanochat import core_eval, loss_eval
 from nanochat.common import UserError, base_dir
 from nanochat.dataset import Corpus, shards, texts
 from nanochat.device import Compute
+from nanochat.mixing import Data
 from nanochat.optim import Optimizers, Rates
 from nanochat.shards import write_shards
 from scripts import base_eval, base_loss
@@ -32,10 +33,10 @@ def make_checkpoint() -> None:
     checkpoints.save(checkpoints.checkpoint_dir("base", "d4"), 3, model, optimizers, TOKENIZER, meta, CPU)
 
 
-def make_corpus() -> Corpus:
+def make_corpus() -> Data:
     folder = base_dir() / "base_data" / "cats"
     write_shards(folder, DOCUMENTS, rows_per_shard=200)
-    return Corpus("cats", folder)
+    return Data((Corpus("cats", folder),))
 
 
 def section(name: str) -> dict[str, Any]:
@@ -65,7 +66,9 @@ def test_a_split_is_measured_whole_and_once_when_more_is_asked_for() -> None:
     loss = loss_eval.evaluate_split(model, TOKENIZER, corpus, "val", 10**9, 2, CPU)
     rows = loss_eval.split_rows(corpus, TOKENIZER, "val", model.config.sequence_len)
     assert loss.tokens + rows.count >= rows.targets_in(0, rows.count) >= loss.tokens
-    assert loss.tokens == len([token for text in texts(shards(corpus, "val")) for token in TOKENIZER.encode(text)])
+    assert loss.tokens == len(
+        [token for text in texts(shards(corpus.corpora[0], "val")) for token in TOKENIZER.encode(text)]
+    )
     by_one = loss_eval.evaluate_split(model, TOKENIZER, corpus, "val", 10**9, 1, CPU)
     assert loss.bits_per_byte == pytest.approx(by_one.bits_per_byte, rel=1e-6)
 

@@ -1,6 +1,8 @@
 """The loader: rows as planned, an order that is known beforehand, the same on any number of ranks."""
 
 import dataclasses
+import queue
+import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -11,9 +13,10 @@ import torch
 
 from nanochat.common import UserError, base_dir
 from nanochat.conversation import chat
-from nanochat.dataloader import IGNORED, Blend, Rows, epoch_order, make_step, steps
+from nanochat.dataloader import IGNORED, Mixture, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
 from nanochat.dataset import Corpus
 from nanochat.device import Compute
+from nanochat.mixing import Data
 from nanochat.prepare import plan, prepare_conversations, prepare_documents
 from nanochat.shards import write_shards
 from nanochat.token_files import TokenSet
@@ -151,7 +154,7 @@ def test_rows_follow_the_epoch_orders_without_repeat_or_skip(documents):
     assert sequential.plan_rows(rows.count - 2, 4).tolist() == [rows.count - 2, rows.count - 1, 0, 1]
 
 
-def rows_seen(rows: Rows | Blend, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
+def rows_seen(rows: Source, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
     """For each step the rows of all ranks put back into the order of their numbers, and the targets counted."""
     per_rank = [list(islice(steps(rows, first_row, 8, 2, on_rank(r, world_size)), count)) for r in range(world_size)]
     out = []
@@ -176,23 +179,75 @@ def test_steps_hold_the_same_rows_on_one_two_and_four_ranks(documents, chats):
 
 def test_a_blend_takes_every_nth_row_from_the_second_set_and_both_in_their_own_order(documents, chats):
     first, second = rows_over(chats, 65), rows_over(documents)
-    blend = Blend(first, second, 4)
-    inputs, targets = blend.batch(blend.plan_rows(0, 40))
+    mixed = blend(first, second, 4)
+    inputs, targets = mixed.batch(mixed.plan_rows(0, 40))
     for n in range(40):
         source, number = (second, n // 4) if n % 4 == 3 else (first, n - n // 4)
         assert torch.equal(inputs[n], source.row(number)[0]) and torch.equal(targets[n], source.row(number)[1])
     for start, count in ((0, 40), (5, 11), (3, 1), (2, 1), (397, 100)):
-        counted = int((blend.batch(blend.plan_rows(start, count))[1] != IGNORED).sum())
-        assert blend.targets_in(start, count) == counted
-    assert blend.count == first.count * 4 // 3
-    assert blend.key != Blend(first, second, 3).key != first.key
-    assert rows_seen(blend, 1, 6) == rows_seen(blend, 2, 6) == rows_seen(blend, 4, 6)
-    assert rows_seen(blend, 1, 6)[4:] == rows_seen(blend, 4, 2, first_row=32)
+        counted = int((mixed.batch(mixed.plan_rows(start, count))[1] != IGNORED).sum())
+        assert mixed.targets_in(start, count) == counted
+    assert mixed.count == first.count * 4 // 3
+    assert mixed.key == f"{first.key} {second.key} 4"
+    assert rows_seen(mixed, 1, 6) == rows_seen(mixed, 2, 6) == rows_seen(mixed, 4, 6)
+    assert rows_seen(mixed, 1, 6)[4:] == rows_seen(mixed, 4, 2, first_row=32)
 
 
 def test_a_blend_needs_two_rows_of_which_one_is_the_seconds(documents, chats):
     with pytest.raises(UserError, match="2 or more, got 1"):
-        Blend(rows_over(chats, 65), rows_over(documents), 1)
+        blend(rows_over(chats, 65), rows_over(documents), 1)
+
+
+def three_sets(documents: TokenSet, chats: TokenSet) -> list[Rows]:
+    return [rows_over(documents), rows_over(chats, 65), rows_over(documents, seed=3)]
+
+
+@pytest.mark.parametrize("shares", [(7, 3), (1, 999), (999, 1), (5, 3, 2), (1, 1, 1), (333_333, 333_333, 333_334)])
+def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, chats, shares):
+    sources = three_sets(documents, chats)[: len(shares)]
+    mixed, total = Mixture(sources, shares), sum(shares)
+    inputs, _ = mixed.batch(mixed.plan_rows(0, 300))
+    taken = [0] * len(shares)
+    for n in range(300):
+        assert mixed.seen(n) == taken
+        assert all(abs(count - n * share / total) < len(shares) for count, share in zip(taken, shares, strict=True))
+        (k,) = (k for k, count in enumerate(mixed.seen(n + 1)) if count > taken[k])
+        assert torch.equal(inputs[n], sources[k].row(taken[k])[0])
+        taken[k] += 1
+    assert mixed.seen(10**12) == mixed.seen(10**12)  # no overflow
+    assert sum(mixed.seen(10**12)) == 10**12
+
+
+def test_a_mixture_is_the_same_from_anywhere_and_on_any_number_of_ranks(documents, chats):
+    mixed = Mixture(three_sets(documents, chats), (5, 3, 2))
+    whole = mixed.plan_rows(0, 400)
+    for first, count in ((0, 1), (1, 1), (7, 100), (250, 150), (399, 1), (13, 0)):
+        assert mixed.plan_rows(first, count).tolist() == whole[first : first + count].tolist()
+        counted = int((mixed.batch(whole[first : first + count])[1] != IGNORED).sum())
+        assert mixed.targets_in(first, count) == counted
+    one = rows_seen(mixed, 1, 12)
+    assert one == rows_seen(mixed, 2, 12) == rows_seen(mixed, 4, 12)
+    assert one[5:] == rows_seen(Mixture(three_sets(documents, chats), (5, 3, 2)), 4, 7, first_row=40)
+
+
+def test_an_epoch_of_a_mixture_ends_with_the_first_set_that_was_seen_whole(documents, chats):
+    sources = three_sets(documents, chats)
+    for shares in ((1, 1, 1), (5, 3, 2), (1, 50, 1)):
+        mixed = Mixture(sources, shares)
+        at_end, beyond = mixed.seen(mixed.count), mixed.seen(mixed.count + 1)
+        assert all(n <= source.count for n, source in zip(at_end, sources, strict=True))
+        assert any(n > source.count for n, source in zip(beyond, sources, strict=True))
+        assert len(set(mixed.plan_rows(0, mixed.count).tolist())) == mixed.count
+    assert Mixture(sources, (5, 3, 2)).key != Mixture(sources, (5, 2, 3)).key
+
+
+def test_the_report_gets_a_row_for_each_corpus_of_a_mixture(documents, chats):
+    a, b = Corpus("a", Path()), Corpus("b", Path())
+    sources = three_sets(documents, chats)[:2]
+    table = mixture_table(Data((a, b), (7, 3)), Mixture(sources, (7, 3)), 200)["rows"]
+    assert [(row["corpus"], row["share"], row["rows read"]) for row in table] == [("a", "70 %", 140), ("b", "30 %", 60)]
+    assert [row["epochs"] for row in table] == [140 / sources[0].count, 60 / sources[1].count]
+    assert mixture_table(Data((a,)), sources[0], 200) == {}
 
 
 def test_a_resumed_run_sees_what_an_unbroken_one_sees_even_on_other_ranks(documents):
@@ -221,6 +276,27 @@ def test_a_failure_in_the_loader_reaches_the_caller(documents, monkeypatch):
     monkeypatch.setattr(Rows, "batch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(islice(stream, 3))
+
+
+def test_one_thread_makes_the_next_step_while_this_one_is_used_and_no_more(documents, monkeypatch):
+    rows, made, batch = rows_over(documents), queue.Queue(), Rows.batch
+
+    def noted(self: Rows, plan_rows: np.ndarray):
+        made.put((threading.current_thread(), plan_rows.tolist()))
+        return batch(self, plan_rows)
+
+    monkeypatch.setattr(Rows, "batch", noted)
+    stream = steps(rows, 0, 4, 4, CPU)
+    next(stream)
+    expected = rows.plan_rows(0, 16).reshape(4, 4).tolist()
+    some = [made.get(timeout=60) for _ in range(2)]  # the second without being asked for
+    assert [numbers for _, numbers in some] == expected[:2]
+    next(stream)
+    some.append(made.get(timeout=60))
+    stream.close()
+    assert some[2][1] == expected[2] and made.empty()
+    (thread,) = {thread for thread, _ in some}
+    assert thread is not threading.current_thread() and not thread.is_alive()
 
 
 def test_padding_is_begin_marks_without_targets(documents, tmp_path: Path):

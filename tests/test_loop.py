@@ -284,6 +284,17 @@ def test_a_missing_compiler_is_refused_only_where_asked_for(
     assert "not compiled: no C++ compiler (g++) was found" in capsys.readouterr().out
 
 
+def test_ranks_compile_together_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first pass takes all ranks: one that has no compiler would leave the others waiting."""
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
+    monkeypatch.setattr(loop.parallel, "least", lambda value, compute: 0)
+    model = gpt()
+    assert compile_it(model, None) is model
+    assert "not compiled: another rank has no compiler" in capsys.readouterr().out
+
+
 def test_switched_off_means_not_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     failing_compiler(monkeypatch)
     model = gpt()

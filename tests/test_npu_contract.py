@@ -13,15 +13,20 @@ from pathlib import Path
 import pytest
 from real_torch_npu import NoNetwork, Package, Signature, signature_of, signature_of_schema, wheel
 
-from nanochat import npu_kernels
+from nanochat import npu_kernels, npu_profiler
 from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "tests" / "emulated_npu" / "stub"
 VERSIONS = ("2.7.1", "2.7.1.*", "2.13.0")  # the oldest that is supported, its last, and the newest known
+STUB_MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.profiler")
 STUB_VERSIONS = VERSIONS[1:]  # the first 2.7.1 lacks what the stub has for its successors
 # Files that call the device's module by another name, since CUDA's has the same functions.
-MODULE_NAMES = {"nanochat/device.py": {"module", "_module"}}
+MODULE_NAMES = {
+    "nanochat/device.py": {"module", "_module"},
+    "nanochat/memory.py": {"module"},
+    "nanochat/profiling.py": {"self.module"},
+}
 CONSTRUCTORS = {"torch_npu.npu.Stream", "torch_npu.npu.Event"}  # their __new__ takes what the C type takes
 
 
@@ -86,6 +91,8 @@ class Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr == "npu":
                 return "torch_npu.npu"
+            if ast.unparse(node) in self.aliases:
+                return self.aliases[ast.unparse(node)]
             base = self.name_of(node.value)
             return f"{base}.{node.attr}" if base else ""
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
@@ -157,19 +164,30 @@ def test_operators_that_are_asked_for_by_name_are_there(package: Package) -> Non
     assert [name for name in sorted(names) if package.find(f"torch_npu.{name}") is None] == []
 
 
+@pytest.mark.contract
+def test_the_profiler_leaves_the_files_and_columns_that_are_read(package: Package) -> None:
+    names = (name for name in package.files if name.startswith("torch_npu/profiler/") and name.endswith(".py"))
+    text = "\n".join(package.read(name) for name in names)
+    files = {npu_profiler.OUTPUT, npu_profiler.TRACE, npu_profiler.STEPS, npu_profiler.KERNELS}
+    wanted = {*files, *npu_profiler.STEP_COLUMNS, *npu_profiler.KERNEL_COLUMNS, "{}_{}_ascend_pt"}
+    assert not [word for word in sorted(wanted) if f'"{word}"' not in text and f"'{word}'" not in text]
+
+
 def test_the_uses_of_the_project_are_seen() -> None:
     names = {use.name for use in uses()}
     for name in ("npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_fused_infer_attention_score"):
         assert f"torch_npu.{name}" in names
     for name in ("set_device", "mem_get_info", "synchronize", "get_soc_version", "is_available"):
         assert f"torch_npu.npu.{name}" in names
+    assert {"torch_npu.npu.Event", "torch_npu.npu.max_memory_reserved", "torch_npu.profiler.profile"} <= names
+    assert "torch_npu.profiler.ProfilerLevel.Level1" in names
 
 
 # --- what the stub has -----------------------------------------------------------------------------
 
 
 def stub_names(stub: Package) -> list[str]:
-    return [f"{module}.{name}" for module in ("torch_npu", "torch_npu.npu") for name in stub.all_of(module)]
+    return [f"{module}.{name}" for module in STUB_MODULES for name in stub.all_of(module)]
 
 
 @pytest.mark.contract

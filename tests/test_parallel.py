@@ -104,7 +104,7 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
         patch.setattr(device, "compiler_missing", lambda compute: "")
         patch.setattr(loop, "warn", said.append)
         model, optimizers = make(compute)
-        fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, model.blocks)
+        fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head])
         losses = [
             loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
         ]

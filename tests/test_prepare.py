@@ -2,13 +2,14 @@
 
 import multiprocessing
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nanochat import prepare
+from nanochat import prepare, tokenise
 from nanochat.common import UserError, base_dir
 from nanochat.conversation import Conversation, assistant, chat, user
 from nanochat.dataset import Corpus, shards, texts
@@ -61,22 +62,54 @@ def test_a_second_call_changes_no_file_and_reads_no_shard(monkeypatch):
 
 def test_a_stop_keeps_the_shards_that_are_done(monkeypatch):
     corpus = make_corpus()
-    tokenise, done = prepare._tokenise_shard, []
+    make, done = tokenise.tokenise_shard, []
 
-    def stop_at_the_third(folder: Path, path: Path, *rest):
+    def stop_at_the_third(path: Path, *rest):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(path.name)
-        return tokenise(folder, path, *rest)
+        return make(path, *rest)
 
-    monkeypatch.setattr(prepare, "_tokenise_shard", stop_at_the_third)
+    monkeypatch.setattr(tokenise, "tokenise_shard", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         prepare_documents(corpus, TOKENIZER, "train")
     assert done == ["shard_00000.parquet", "shard_00001.parquet"]
-    monkeypatch.setattr(prepare, "_tokenise_shard", lambda f, path, *rest: done.append("x") or tokenise(f, path, *rest))
+    monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: done.append("x") or make(path, *rest))
     tokens = prepare_documents(corpus, TOKENIZER, "train")
     assert len(done) == 3
     assert decoded(tokens) == list(texts(shards(corpus, "train")))
+
+
+def test_processes_make_the_same_files_as_one(capsys):
+    corpus = make_corpus()
+    alone = prepare_documents(corpus, TOKENIZER, "train")
+    shutil.rmtree(alone.folder)
+    shared = prepare_documents(corpus, TOKENIZER, "train", processes=2)
+    assert shared.key == alone.key and shared.meta == alone.meta
+    said = capsys.readouterr().out
+    assert "2 processes for 3 shards" in said and said.count("(100%)") == 2 and "tokens/s" in said
+    assert decoded(shared) == list(texts(shards(corpus, "train")))
+
+
+def test_only_shards_that_are_worth_it_get_a_process(monkeypatch):
+    corpus, asked = make_corpus(), []
+    monkeypatch.setattr(prepare, "work", lambda *given, **_: (asked.append(given[3]), (yield from ()))[0])
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    tokens = prepare_documents(corpus, TOKENIZER, "train")
+    assert not asked  # the shards are small
+    size = sum(part["source"]["bytes"] for part in tokens.meta["parts"])
+    shutil.rmtree(tokens.folder)
+    for pay, expected in ((size // 3, 2), (size // 2 + 1, None), (1, 2)):
+        asked.clear()
+        monkeypatch.setattr(prepare, "BYTES_THAT_PAY", pay)
+        if expected is None:
+            prepare_documents(corpus, TOKENIZER, "train")
+            assert not asked
+            shutil.rmtree(tokens.folder)
+        else:
+            with pytest.raises(KeyError):  # nothing was made
+                prepare_documents(corpus, TOKENIZER, "train")
+            assert asked == [expected]
 
 
 def test_more_shards_are_added_and_a_changed_one_is_made_anew(monkeypatch):
@@ -89,10 +122,8 @@ def test_more_shards_are_added_and_a_changed_one_is_made_anew(monkeypatch):
     other = shard_paths(base_dir() / "base_data" / "other")
     other[0].rename(corpus.folder / "shard_00050.parquet")
     other[1].rename(corpus.folder / "shard_00000.parquet")
-    seen, tokenise = [], prepare._tokenise_shard
-    monkeypatch.setattr(
-        prepare, "_tokenise_shard", lambda f, path, *rest: seen.append(path.stem) or tokenise(f, path, *rest)
-    )
+    seen, make = [], tokenise.tokenise_shard
+    monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: seen.append(path.stem) or make(path, *rest))
     tokens = prepare_documents(corpus, TOKENIZER, "train")
     # Without corpus.json a shard is known by its size alone.
     assert "shard_00000" in seen and "shard_00050" in seen and tokens.key != first.key
@@ -116,7 +147,7 @@ def test_a_damaged_shard_or_token_file_stops_with_the_command_that_mends_it():
     folder = prepare_documents(corpus, TOKENIZER, "train").folder
     assert not list(folder.glob(".tmp*"))
     (folder / "shard_00001.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=rf"rm -r {re.escape(str(folder))}"):
+    with pytest.raises(UserError, match=rf"rm -f {re.escape(str(folder))}/shard_00001.bin"):
         prepare_documents(corpus, TOKENIZER, "train")
 
 
@@ -137,6 +168,26 @@ def test_ranks_that_prepare_at_once_agree():
     for process in processes:
         process.join()
     assert len(keys) == 1
+
+
+def prepare_with_two() -> None:
+    prepare_documents(Corpus("c", base_dir() / "base_data" / "c"), TOKENIZER, "train", processes=2)
+
+
+def test_a_killed_preparation_goes_on_with_the_shards_that_are_done(monkeypatch):
+    corpus = make_corpus(DOCUMENTS * 12)  # 29 shards
+    folder = corpus.folder / f"tokens-{TOKENIZER.hash[:8]}" / "train"
+    killed = multiprocessing.get_context("fork").Process(target=prepare_with_two)
+    killed.start()
+    while not list(folder.glob("shard_*.json")):
+        assert killed.is_alive()
+    killed.kill()
+    killed.join()
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("shard_*.json")}
+    assert done
+    tokens = prepare_documents(corpus, TOKENIZER, "train", processes=2)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
+    assert decoded(tokens) == list(texts(shards(corpus, "train"))) and not list(folder.glob(".tmp*"))
 
 
 def test_the_plan_is_kept_and_made_anew_when_the_tokens_change(monkeypatch):

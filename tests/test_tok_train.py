@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import UserError, base_dir, read_json
+from nanochat.dataset import resolve, shards
 from nanochat.shards import shard_paths, write_shards
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from scripts import tok_train
-from scripts.tok_train import Config, train
+from scripts.tok_train import Config, Used, train
 
 RANDOM = random.Random(0)
 WORDS = ["".join(RANDOM.choices("abcdefghij", k=5)) for _ in range(900)] + ["中文词语", "世界"]
@@ -75,10 +76,10 @@ def test_a_lost_or_damaged_tokenizer_is_noticed(folder):
 
 
 def test_documents_and_the_whole_are_cut_at_their_limits(folder):
-    used = {"shards": 0, "documents": 0, "characters": 0}
-    cut = list(tok_train.sample(shard_paths(folder), Config(doc_cap=10, max_chars=95), used))
+    used = Used([0])
+    cut = list(tok_train.sample([shard_paths(folder)], (1,), Config(doc_cap=10, max_chars=95), used))
     assert [len(text) for text in cut] == [10] * 10
-    assert used == {"shards": 1, "documents": 10, "characters": 100}
+    assert used == Used([1], 10, 100)
 
 
 def test_auto_takes_a_small_vocabulary_for_a_small_corpus(capsys):
@@ -100,3 +101,29 @@ def test_mistakes_are_refused_before_anything_is_read(folder):
         with pytest.raises(UserError, match=message):
             train(cfg)
     assert not tokenizer_dir("c").exists()
+
+
+def test_a_mixture_is_read_by_its_weights_until_one_corpus_ends(folder, monkeypatch, capsys):
+    write_shards(
+        base_dir() / "base_data" / "d", ["zz yy xx " * 10 for _ in range(3)] + DOCUMENTS[:300], rows_per_shard=90
+    )
+    first = train(Config(data="c:0.75,d:0.25", vocab_size=500))
+    assert Tokenizer.load(tokenizer_dir("c,d")).hash == first.hash
+    section = read_json(base_dir() / "report" / "sections" / "tok_train.json")
+    assert section["settings"]["data"] == "c:3,d:1" and section["shards"] == 4 + 3
+    monkeypatch.setattr(tok_train.Tokenizer, "train", no_training)
+    assert train(Config(data="c:3,d:1", vocab_size=500)).hash == first.hash
+    assert "the tokenizer of c:3,d:1 is there" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="done before"):
+        train(Config(data="c:0.5,d:0.5", vocab_size=500))
+
+
+def test_each_corpus_of_a_mixture_gives_its_share_of_the_characters(folder):
+    write_shards(base_dir() / "base_data" / "d", [f"{i} " + "only in d " * 9 for i in range(300)], rows_per_shard=90)
+    corpora = [shards(resolve(name), "train") for name in "cd"]
+    for shares in ((3, 1), (1, 1), (1, 9)):
+        used = Used([0, 0])
+        some = list(tok_train.sample(corpora, shares, Config(max_chars=20_000), used))
+        of_d = sum(len(text) for text in some if "only in d" in text)
+        assert abs(of_d - used.characters * shares[1] / sum(shares)) < 300
+        assert used.documents == len(some) and used.characters == sum(map(len, some)) < 20_300

@@ -25,6 +25,7 @@ if _autoload is None:
 else:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = _autoload
 
+from torch_npu import profiler  # noqa: E402
 from torch_npu._attention import (  # noqa: E402
     npu_fused_infer_attention_score,
     npu_fusion_attention,
@@ -44,5 +45,5 @@ __version__ = _load.version()
 
 __all__ = [
     "npu", "npu_clear_float_status", "npu_fused_infer_attention_score", "npu_fusion_attention", "npu_get_float_status",
-    "npu_incre_flash_attention", "npu_prompt_flash_attention", "npu_rms_norm", "npu_rotary_mul",
+    "npu_incre_flash_attention", "npu_prompt_flash_attention", "npu_rms_norm", "npu_rotary_mul", "profiler",
 ]  # fmt: skip

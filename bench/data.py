@@ -1,0 +1,295 @@
+"""What data costs: preparing it, packing it, loading it and waiting for it, in CPU seconds of one run.
+
+python -m bench.data --quick            # within 50 seconds, no peer
+python -m bench.data --upstream DIR     # DIR: a checkout of karpathy/nanochat, whose loader reads the same shards
+
+The text is Python's standard library, which is on every host, cut into documents as long as web pages are: lengths
+are drawn from a log-normal distribution (median 2,700 characters, sigma 0.95: about 900 tokens in the mean).
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.ranks import D4
+from bench.train_rows import standard_library
+from nanochat import dataloader, device, loop, prepare
+from nanochat.common import UserError, log, run
+from nanochat.dataset import Corpus
+from nanochat.device import Compute
+from nanochat.gpt import GPT
+from nanochat.optim import Optimizers, Rates
+from nanochat.prepare import Plan, TokenSet
+from nanochat.shards import write_shards
+from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTH, BATCH = 2048, 16  # of the loaders: the default context, rows of a pass
+VOCABULARY = 32_768
+MEDIAN, SIGMA, SEED = 2_700, 0.95, 0  # characters
+PASSES = 12  # over the text; --quick takes a third of them, over a quarter of the text
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What packing does to documents."""
+
+    lost: float  # share of tokens that stand in no row
+    cut_documents: float  # share of documents that do not stand whole in one row
+    longer_than_a_row: float  # share of documents that no plan could leave whole
+    headless: float  # share of tokens in pieces that are not the beginning of their document
+    padding: float  # share of cells that hold nothing
+
+
+def documents(text: str, passes: int) -> Iterator[str]:
+    """A text cut into documents, so often, each time at other places."""
+    draw = np.random.default_rng(SEED)
+    for _ in range(passes):
+        at = 0
+        while at < len(text):
+            length = max(int(draw.lognormal(np.log(MEDIAN), SIGMA)), 1)
+            yield text[at : at + length]
+            at += length
+
+
+def make_corpus(folder: Path, quick: bool) -> tuple[Corpus, Tokenizer]:
+    """The corpus in four shards, and a tokenizer trained on its text."""
+    some = standard_library().documents
+    text = "\n".join(some[:: 4 if quick else 1])
+    tokenizer = Tokenizer.train(some, VOCABULARY)
+    every = list(documents(text, max(PASSES // 3, 1) if quick else PASSES))
+    write_shards(folder, every, rows_per_shard=len(every) // 4 + 1)
+    return Corpus(folder.name, folder), tokenizer
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (0, resource.RUSAGE_CHILDREN)))
+
+
+def measure_preparation(corpus: Corpus, tokenizer: Tokenizer, processes: int) -> tuple[TokenSet, dict[str, float]]:
+    """Tokenise the corpus anew: tokens per CPU second, everything counted, and per second."""
+    for folder in corpus.folder.glob("tokens-*"):
+        shutil.rmtree(folder)
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    tokens = prepare.prepare_documents(corpus, tokenizer, "train", processes)
+    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    return tokens, {"tokens_per_cpu_second": tokens.tokens / cpu, "tokens_per_second": tokens.tokens / wall}
+
+
+def packing_loss(token_set: TokenSet, plan: Plan) -> Loss:
+    """Count what a plan makes of its documents."""
+    lengths = token_set.lengths()
+    begins = np.cumsum(lengths) - lengths
+    real = plan.packing.lengths > 0
+    starts, held = plan.packing.starts[real], plan.packing.lengths[real].astype(np.int64)
+    order = np.argsort(starts)
+    whole = np.isin(begins, starts) & np.isin(begins + lengths, (starts + held)[order])
+    own = np.searchsorted(begins, starts, side="right") - 1
+    single = np.bincount(own, minlength=len(lengths)) == 1
+    heads = np.isin(starts, begins)
+    cells = plan.rows * plan.row_tokens
+    return Loss(
+        lost=1 - int(held.sum()) / int(lengths.sum()),
+        cut_documents=1 - int((whole & single).sum()) / len(lengths),
+        longer_than_a_row=int((lengths >= plan.row_tokens).sum()) / len(lengths),
+        headless=int(held[~heads].sum()) / int(held.sum()),
+        padding=1 - int(plan.used.sum()) / cells,
+    )
+
+
+def loader_speed(rows: dataloader.Source, compute: Compute, batches: int) -> dict[str, float]:
+    """Tokens per CPU second of one rank's loader, and what its first step takes."""
+    rows_per_step = BATCH * compute.world_size
+    wall, cpu = time.perf_counter(), time.process_time()
+    stream = dataloader.steps(rows, 0, rows_per_step, BATCH, compute)
+    next(stream)
+    first, first_cpu = time.perf_counter() - wall, time.process_time() - cpu
+    cpu = time.process_time()
+    for _ in range(batches):
+        next(stream)
+    return {"first_seconds": first, "first_cpu_seconds": first_cpu,
+            "tokens_per_cpu_second": batches * BATCH * LENGTH / (time.process_time() - cpu)}  # fmt: skip
+
+
+def copy_speed(token_set: TokenSet) -> float:
+    """Tokens per CPU second of nothing but reading the mapped files into int64: the most that a loader can reach."""
+    cpu = time.process_time()
+    for _ in range(5):
+        for part in token_set.parts:
+            part.tokens.astype(np.int64)
+    return 5 * token_set.tokens / (time.process_time() - cpu)
+
+
+def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> float:
+    """The part of a training step that is spent in waiting for its rows; a small model, one thread."""
+    model = GPT(D4, compute.dtype)
+    model.init_weights()
+    optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
+    scale, stream = loop.LossScale(), dataloader.steps(rows, 0, 8, 8, compute)
+    shares = []
+    for _ in range(steps + 1):
+        begin = time.perf_counter()
+        step = next(stream)
+        came = time.perf_counter()
+        loop.update(model, optimizers, step, scale, compute)
+        shares.append((came - begin) / (time.perf_counter() - begin))
+    return median(shares[1:])  # before the first there was nothing to compute meanwhile
+
+
+def small_rows(token_set: TokenSet, tokenizer: Tokenizer) -> dataloader.Rows:
+    """Rows as waiting_share's model takes them: its vocabulary is smaller, so tokens are folded into it."""
+    plan = prepare.plan(token_set, D4.sequence_len + 1, cut=True)
+
+    class Folded(dataloader.Rows):
+        def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs, targets = super().batch(plan_rows)
+            return inputs % D4.vocab_size, torch.where(targets < 0, targets, targets % D4.vocab_size)
+
+    return Folded(token_set, plan, tokenizer.bos, SEED, masked=False)
+
+
+def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path, batches: int) -> dict[str, Any]:
+    """Upstream's loader on the same shards and vocabulary. UserError with its last words if it fails."""
+    home = folder / "upstream"
+    home.mkdir()
+    (home / "base_data_climbmix").symlink_to(corpus.folder)
+    tokenizer.save(folder)
+    task = {"tokenizer": str(folder / FILE_NAME), "length": LENGTH, "batch": BATCH, "batches": batches}
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**alone, "PYTHONPATH": str(peer), "NANOCHAT_BASE_DIR": str(home), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "data_side.py"), json.dumps(task)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        words = "\n  ".join(done.stderr.strip().splitlines()[-5:])
+        raise UserError(f"upstream's loader ended with code {done.returncode}:\n  {words}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- command line -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """What data costs: a table, and as the last line one JSON object."""
+
+    quick: bool = False
+    """less text, fewer steps, no peer: ends within 50 seconds"""
+    upstream: Path | None = None
+    """a checkout of karpathy/nanochat, whose loader reads the same shards"""
+
+
+def check(cfg: Config) -> None:
+    """Refuse what cannot be measured."""
+    if cfg.quick and cfg.upstream is not None:
+        raise UserError("--quick measures ours alone; leave out --quick or --upstream", exit_code=2)
+    if cfg.upstream is not None and not (cfg.upstream / "nanochat" / "dataloader.py").is_file():
+        raise UserError(
+            f"--upstream must name a checkout of karpathy/nanochat, got {cfg.upstream}, which has no "
+            "nanochat/dataloader.py. Clone it, and give the folder that holds its README.",
+            exit_code=2,
+        )
+
+
+def measure(cfg: Config, folder: Path) -> dict[str, Any]:
+    """All figures, in a folder for the files."""
+    corpus, tokenizer = make_corpus(folder / "web", cfg.quick)
+    compute = device.compute_init("cpu")
+    batches = 40 if cfg.quick else 200
+    _, one = measure_preparation(corpus, tokenizer, 1)
+    tokens, many = measure_preparation(corpus, tokenizer, 2 if cfg.quick else max(min(cores(), 4), 2))
+    cpu = time.process_time()
+    plan = prepare.plan(tokens, LENGTH + 1, cut=True)
+    plan_speed = tokens.tokens / (time.process_time() - cpu)
+    rows = dataloader.Rows(tokens, plan, tokenizer.bos, SEED, masked=False)
+    mixed = dataloader.Mixture([rows, dataloader.Rows(tokens, plan, tokenizer.bos, 1, masked=False)], (7, 3))
+    rank = Compute(compute.device, "cpu", "gloo", 3, 3, 4, compute.dtype, "rank 3 of 4")
+    found: dict[str, Any] = {
+        "tokens": tokens.tokens,
+        "documents": tokens.documents,
+        "prepare": one,
+        "prepare_processes": many,
+        "plan_tokens_per_cpu_second": plan_speed,
+        "packing": asdict(packing_loss(tokens, plan)),
+        "loader": loader_speed(rows, compute, batches),
+        "loader_rank_of_4": loader_speed(rows, rank, batches),
+        "loader_mixture": loader_speed(mixed, compute, batches),
+        "copy_tokens_per_cpu_second": copy_speed(tokens),
+        "waiting_share": waiting_share(small_rows(tokens, tokenizer), compute, 8 if cfg.quick else 30),
+    }
+    if cfg.upstream is not None:
+        once = plan.rows // BATCH // 2  # it loses part of what it reads, and must read nothing twice
+        found["upstream"] = upstream_side(folder, corpus, tokenizer, cfg.upstream.resolve(), once)
+    return found
+
+
+def table(found: dict[str, Any]) -> Iterator[str]:
+    """The lines to read."""
+    peer = found.get("upstream")
+
+    def line(name: str, ours: str, goal: str = "", theirs: str = "") -> str:
+        return f"{name:<44}{ours:>14}{goal:>16}" + (f"{theirs:>16}" if peer else "")
+
+    def speed(value: float) -> str:
+        return f"{value / 1e6:,.2f} M"
+
+    yield line("", "ours", "goal", "upstream")
+    yield line("prepare, tokens per CPU second", speed(found["prepare"]["tokens_per_cpu_second"]), ">= 1 M")
+    many = found["prepare_processes"]
+    yield line("  in processes", speed(many["tokens_per_cpu_second"]), ">= 1 M")
+    yield line("  in processes, tokens per second", speed(many["tokens_per_second"]))
+    yield line("packing plan, tokens per CPU second", speed(found["plan_tokens_per_cpu_second"]))
+    lost = found["packing"]
+    yield line("tokens that stand in no row", f"{lost['lost']:.2%}", "less", f"{peer['lost']:.2%}" if peer else "")
+    cut = f"{peer['cut_documents']:.2%}" if peer else ""
+    yield line("documents not whole in one row", f"{lost['cut_documents']:.2%}", "less", cut)
+    yield line("  longer than a row", f"{lost['longer_than_a_row']:.2%}")
+    yield line("tokens in pieces without a beginning", f"{lost['headless']:.2%}", "", "0.00%")
+    yield line("padding", f"{lost['padding']:.2%}", "", "0.00%")
+    theirs = speed(peer["tokens_per_cpu_second"]) if peer else ""
+    yield line(
+        "loader, tokens per CPU second and rank", speed(found["loader"]["tokens_per_cpu_second"]), ">= 5 M", theirs
+    )
+    yield line("  rank 3 of 4", speed(found["loader_rank_of_4"]["tokens_per_cpu_second"]), ">= 5 M")
+    yield line("  a mixture", speed(found["loader_mixture"]["tokens_per_cpu_second"]), ">= 5 M")
+    yield line("  a bare copy of the mapped tokens", speed(found["copy_tokens_per_cpu_second"]))
+    first = f"{peer['first_cpu_seconds']:.3f}" if peer else ""
+    yield line("first step, CPU seconds", f"{found['loader']['first_cpu_seconds']:.3f}", "", first)
+    yield line("waiting for data, share of a step", f"{found['waiting_share']:.3%}", "< 0.5 %")
+
+
+def main(cfg: Config) -> None:
+    """Measure and print."""
+    check(cfg)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(cfg, Path(folder))
+    log(f"{found['documents']:,} documents, {found['tokens']:,} tokens; rows of {LENGTH:,}, {BATCH} to a step")
+    for line in table(found):
+        log(line)
+    print(json.dumps({"benchmark": "data", **_rounded(found)}), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)
