@@ -37,7 +37,7 @@ class Work:
 
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, as base_train takes it."""
-    from nanochat import device, gpu_attention, kernels, loop
+    from nanochat import compiling, device, gpu_attention, kernels, loop
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.optim import Optimizers, Rates
 
@@ -50,7 +50,9 @@ def ours(task: dict[str, Any]) -> Side:
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     wanted = None if task["compile"] else False  # where it works
-    fast = loop.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(
+        model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head]
+    )
     scale = loop.LossScale.start(compute, {})
 
     def step(batches: Batches) -> float:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.wire import Wire
-from nanochat import dataloader, device, host, loop, parallel
+from nanochat import compiling, dataloader, device, host, loop, parallel
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
@@ -131,7 +131,7 @@ def training_step(task: Task, compute: Compute) -> Any:
     optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
     T, scale = task.shape.sequence_len, loop.LossScale()
     rows = task.tokens // T // compute.world_size // task.passes
-    fast = loop.compiled(model, task.compiled, (rows, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, task.compiled, (rows, T), compute, [*model.blocks, model.lm_head])
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number * compute.world_size + compute.rank)

@@ -62,7 +62,7 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
 
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, as its scripts take it; with a horizon by the rules of base_train."""
-    from nanochat import dataloader, device, loop, schedule
+    from nanochat import compiling, dataloader, device, loop, schedule
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.optim import Optimizers, Rates, for_run
     from scripts.base_train import Config
@@ -78,7 +78,7 @@ def ours(task: dict[str, Any]) -> Side:
         rates, factor = for_run(cfg, tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
         first_beta = schedule.table_momentum(steps)
     optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
-    fast = loop.compiled(model, task["compiled"], shape, compute, model.blocks)
+    fast = compiling.compiled(model, task["compiled"], shape, compute, model.blocks)
     scale = loop.LossScale()
 
     def step(number: int, batch: Batch) -> float:

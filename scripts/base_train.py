@@ -11,6 +11,7 @@ import torch
 
 from nanochat import checkpoint_manager as checkpoints
 from nanochat import (
+    compiling,
     dataloader,
     device,
     fingerprint,
@@ -125,7 +126,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, fingerprint, loop, loss_eval, parallel, probe, report, schedule, sizes
+from nanochat import (
+    compiling,
+    dataloader,
+    device,
+    fingerprint,
+    loop,
+    loss_eval,
+    parallel,
+    probe,
+    report,
+    schedule,
+    sizes,
+)
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
 from nanochat.optim import Optimizers, Rates
@@ -76,7 +88,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale = loop.LossScale.start(compute, resumed.state)
     batch = probe.fit(batch, cfg.device_batch_size, model, optimizers, T, compute)
-    fast = loop.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

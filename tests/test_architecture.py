@@ -21,7 +21,7 @@ LAYERS = {
     """,
     2: "dataset execution fingerprint kernels memory muon npu_profiler tokenise",
     3: "gpt lora mixing optim parallel profiling qwen reply",
-    4: "checkpoint_manager loop prepare sizes",
+    4: "checkpoint_manager compiling loop prepare sizes",
     5: "core_eval dataloader engine export planner probe",
     6: "chat_eval loss_eval report server web",
     7: "rollout",

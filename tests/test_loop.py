@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat import device, loop
+from nanochat import compiling, device, loop
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
@@ -243,7 +243,7 @@ def test_other_formats_have_no_scale() -> None:
 
 
 def compile_it(model: GPT, wanted: bool | None) -> Any:
-    return loop.compiled(model, wanted, (2, 16), CPU, model.blocks)
+    return compiling.compiled(model, wanted, (2, 16), CPU, model.blocks)
 
 
 def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_ranks_compile_together_or_not_at_all(
 ) -> None:
     """The first pass takes all ranks: one that has no compiler would leave the others waiting."""
     monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
-    monkeypatch.setattr(loop.parallel, "least", lambda value, compute: 0)
+    monkeypatch.setattr(compiling.parallel, "least", lambda value, compute: 0)
     model = gpt()
     assert compile_it(model, None) is model
     assert "not compiled: another rank has no compiler" in capsys.readouterr().out

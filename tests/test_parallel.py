@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nanochat import device, loop, parallel
+from nanochat import compiling, device, loop, parallel
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -90,7 +90,7 @@ def small_things(compute: Compute) -> dict[str, Any]:
 
 
 def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
-    """Three steps through loop.compiled, with dynamo and autograd but no generated code, which takes the time."""
+    """Three steps through compiling.compiled, with dynamo and autograd but no generated code, which takes the time."""
     real, said = torch.compile, []
 
     def quick(function: Any, **rest: Any) -> Any:
@@ -102,9 +102,11 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", quick)
         patch.setattr(device, "compiler_missing", lambda compute: "")
-        patch.setattr(loop, "warn", said.append)
+        patch.setattr(compiling, "warn", said.append)
         model, optimizers = make(compute)
-        fast = loop.compiled(model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head])
+        fast = compiling.compiled(
+            model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head]
+        )
         losses = [
             loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
         ]
