@@ -100,12 +100,19 @@ if [ "$device" = cpu ]; then
 fi
 echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
 
+interrupted=
+trap 'interrupted=1' INT # a stage saves and ends by itself, with code 0
+
 run_stage() { # NAME COMMAND...: each stage knows itself whether it is done, and goes on where it was
     local name=$1 code=0
     shift
     echo
     echo "== $name"
     python -m nanochat.measure "$name" -- "$@" || code=$?
+    if [ -n "$interrupted" ]; then
+        echo "speedrun: stopped in the stage $name; type the same command again to go on from there" >&2
+        exit 130
+    fi
     if [ $code -ne 0 ]; then
         echo "error: the stage $name ended with code $code; type the same command again to go on from there" >&2
         exit $code

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from nanochat import parallel
+from nanochat import parallel, signals
 from nanochat.common import UserError
 from nanochat.conversation import Part, Task
 from nanochat.device import Compute
@@ -87,11 +87,13 @@ def evaluate(
     prompts = {i: tokenizer.render_prompt(task[i]) for i in mine}
     room = model.config.sequence_len - (0 if task.kind == "choice" else 1)  # a written reply needs a place
     fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= room}
-    with _progress(task.name, len(fitting) * samples, compute) as advance:
+    grades: dict[int, list[float]] = {}
+    with contextlib.suppress(signals.Stopped), _progress(task.name, len(fitting) * samples, compute) as advance:
         if task.kind == "choice":
             grades = _choose(task, fitting, model, tokenizer, batch_size, advance)
         else:
             grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, advance, heard)
+    signals.check(compute)  # ranks measure at their own pace, and stop together
     table = [0.0] * (total * samples)
     for i, values in grades.items():
         table[i * samples : (i + 1) * samples] = values
@@ -104,12 +106,15 @@ def evaluate(
 
 @contextlib.contextmanager
 def _progress(title: str, total: int, compute: Compute) -> Iterator[Advance]:
-    """How far this rank is, shown on rank 0 only."""
-    if compute.main:
-        with Progress(title, total, "replies") as progress:
-            yield progress.advance
-    else:
-        yield lambda by: None
+    """How far this rank is, shown on rank 0 only; a signal to a training run ends the work."""
+    with Progress(title, total, "replies") if compute.main else contextlib.nullcontext() as progress:
+
+        def advance(by: float) -> None:
+            signals.check_alone()
+            if progress is not None:
+                progress.advance(by)
+
+        yield advance
 
 
 # --- letters -------------------------------------------------------------------------------------

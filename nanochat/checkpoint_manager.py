@@ -7,120 +7,40 @@ All randomness of a stage is a function of its seed and step, so that no generat
 """
 
 import json
-import shutil
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tyro.conf import Positional
 
-from nanochat import fingerprint, parallel
-from nanochat.common import UserError, base_dir, log, warn, write_json
+from nanochat import fingerprint, parallel, same_run, upstream
+from nanochat.common import UserError, log, run, warn
 from nanochat.device import Compute, barrier
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers
+from nanochat.saving import save as save  # what the scripts ask this module for
+from nanochat.stages import MADE_BY, find
+from nanochat.stages import Parent as Parent
+from nanochat.stages import checkpoint_dir as checkpoint_dir
+from nanochat.stages import find_parent as find_parent
+from nanochat.stages import make_meta as make_meta
 from nanochat.step_files import (
-    FORMAT,
-    delete,
-    latest_step,
-    publish,
     read_meta,
-    seal,
+    set_aside,
     step_dir,
     steps,
     sweep,
     verify,
-    write_tensors,
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.tracking import read_metrics
 
-STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
-MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
-# Flags that do not change what is learned: a run may go on with other values of these.
-# Which model a run starts from is told by its parent's identity, however it was named.
-FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
-              "gradient_accumulation_steps", "eval_every", "eval_tokens", "eval_examples", "data", "model_tag",
-              "source", "source_step", "base_step", "shard", "profile")  # fmt: skip
-ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag
-NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names
-KEEP = 2  # newest steps kept of a running stage
-
-
-def checkpoint_dir(stage: str, tag: str) -> Path:
-    """The folder of a stage's checkpoints under a tag such as d4."""
-    return base_dir() / f"{STAGES[stage]}_checkpoints" / tag
-
-
-# --- writing -------------------------------------------------------------------------------------
-
-
-def save(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizers: Optimizers,
-    tokenizer: Tokenizer,
-    meta: dict[str, Any],
-    compute: Compute,
-) -> float:
-    """Write step `step` (the count of updates done) and return the seconds it took; every rank must call it.
-
-    Everything goes to a temporary folder, is synced, and only then takes its name. Older steps beyond KEEP go.
-    """
-    start = time.monotonic()
-    temporary = folder / f".tmp-step_{step:06d}"
-    if compute.main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    barrier(compute)
-    try:
-        hashes = _write_files(temporary, model, optimizers, tokenizer, compute)
-        if compute.main:
-            record = {"format": FORMAT, "step": step, "saved_at": time.time(), "world_size": compute.world_size,
-                      "tokenizer_hash": tokenizer.hash, "files": hashes, **meta}  # fmt: skip
-            write_json(temporary / "meta.json", record)
-            publish(temporary, step_dir(folder, step))
-    except BaseException:  # a full disk must not be left fuller
-        if compute.main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if compute.main:
-        for old in steps(folder)[:-KEEP]:
-            delete(step_dir(folder, old))
-    barrier(compute)
-    return time.monotonic() - start
-
-
-def _write_files(
-    folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, compute: Compute
-) -> dict[str, dict[str, Any]]:
-    """Write and sync this rank's files; return the hashes and sizes of all ranks'."""
-    name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    state = optimizers.saved()
-    layout = {key: [list(shape), first] for key, (_, shape, first) in state.items()}
-    tensors = {key: value.detach() for key, (value, _, _) in state.items()}
-    write_tensors(tensors, folder / name, {"layout": json.dumps(layout)})
-    files, whole = [name], {}
-    for key, value in parallel.whole_parameters(model):
-        if compute.main:  # the other ranks only help to gather
-            whole[key] = value.cpu()
-    if compute.main:
-        write_tensors(whole, folder / "model.safetensors")
-        tokenizer.save(folder)
-        files += ["model.safetensors", "tokenizer.json"]
-    hashes = {name: seal(folder / name) for name in files}
-    if compute.world_size == 1:
-        return hashes
-    parts: list[dict[str, Any]] = [{} for _ in range(compute.world_size)]
-    dist.all_gather_object(parts, hashes)
-    return {name: value for part in parts for name, value in part.items()}
+Start = int | Literal["auto", "none"]  # a step, the newest, or anew
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -140,16 +60,21 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
     return None if found < 0 else found
 
 
-def finished(folder: Path, settings: dict[str, Any], compute: Compute, reported: bool = True) -> bool:
+def finished(
+    folder: Path, settings: dict[str, Any], compute: Compute, reported: bool = True, start: Start = "auto"
+) -> bool:
     """Whether this stage was trained and measured to its end with these settings, and `reported`; says so.
 
-    Rank 0 decides for all. UserError if the settings differ.
+    Rank 0 decides for all. A run that is to `start` elsewhere than where it ended is not finished. UserError if the
+    settings differ.
     """
+    if start != "auto":
+        return False
     step = newest_whole(folder, compute, training=False)
     if step is None:
         return False
     meta = read_meta(folder, step)
-    _same(folder, meta, settings)
+    same_run.check_settings(folder, meta, settings)
     if step < meta["steps"]:
         return False
     lines = [line["step"] for line in read_metrics(folder)] if "line" in meta["state"] else [step]
@@ -158,35 +83,6 @@ def finished(folder: Path, settings: dict[str, Any], compute: Compute, reported:
     if compute.main:
         log(f"already done: {folder} has all {step:,} steps")
     return True
-
-
-def _same(folder: Path, meta: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse to go on with other settings than a run was begun with."""
-    known = {key: value for key, value in {**ADDED_FLAGS, **meta["config"]}.items() if key not in FREE_FLAGS}
-    asked = {key: value for key, value in {**ADDED_FLAGS, **settings}.items() if key not in FREE_FLAGS}
-    changed = [f"{key if key in NOT_FLAGS else '--' + key}: {known.get(key)} before, {asked.get(key)} now"
-               for key in sorted({*known, *asked}) if known.get(key) != asked.get(key)]  # fmt: skip
-    if changed:
-        raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, {_anew(meta)}"
-        )
-
-
-def _same_data(folder: Path, meta: dict[str, Any], data: str) -> None:
-    """Refuse to go on with other rows than a run was begun with, which a corpus made anew under its name would give."""
-    known = meta["state"].get("data", data)
-    if known != data and meta["step"] < meta["steps"]:
-        corpus = meta["config"].get("corpus")
-        raise UserError(
-            f"{folder} was begun on other data: the rows of corpus {corpus} were {known}, they are {data} now, and "
-            f"step {meta['step']:,} of {meta['steps']:,} would mix them. Put the corpus back to go on, {_anew(meta)}"
-        )
-
-
-def _anew(meta: dict[str, Any]) -> str:
-    """How to begin without the checkpoints that are there; a later stage has the tag of its parent."""
-    beside = "another --model_tag to begin beside it, " if meta["stage"] == "base" else ""
-    return f"{beside}or delete the folder to begin anew."
 
 
 @dataclass(frozen=True)
@@ -198,27 +94,50 @@ class Resumed:
 
 
 def resume(
-    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute, data: str = ""
-) -> Resumed:
-    """Load the newest whole step into model and optimizers; step 0 and no state where there is none.
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute, data: str = "",
+    start: Start = "auto", other_code: bool = False,
+) -> Resumed:  # fmt: skip
+    """Load a whole step into model and optimizers: the newest ("auto"), or the one that `start` names; step 0 and no
+    state where there is none, or for "none". Later steps are then set aside.
 
-    `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they or the
-    settings differ from those that the run was begun with, or are not the same on all ranks.
+    `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they, the settings or
+    (unless `other_code` is accepted) the code differ from those that the run was begun with, or are not the same on
+    all ranks, or if the step that was named is missing or damaged.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
         sweep(folder)
     barrier(compute)
-    step = newest_whole(folder, compute)
-    if step is None:
+    step = newest_whole(folder, compute) if start == "auto" else _named(folder, start, compute)
+    meta = read_meta(folder, step) if step else {"state": {}}
+    if step:
+        same_run.check_settings(folder, meta, settings)
+        same_run.check_data(folder, meta, data)
+        same_run.check_code(folder, meta, other_code, compute)
+    if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
+        log(f"the steps after {step or 0:,} lie in {place} now; delete it when they are not needed")
+    barrier(compute)
+    if not step:
         return Resumed(0, {})
-    meta = read_meta(folder, step)
-    _same(folder, meta, settings)
-    _same_data(folder, meta, data)
     meta = restore(folder, step, model, optimizers)
     if compute.main:
         log(f"going on from step {step:,} of {folder}")
     return Resumed(step, meta["state"])
+
+
+def _named(folder: Path, start: int | str, compute: Compute) -> int:
+    """The step that was asked for, 0 for "none". UserError if it cannot be gone on from."""
+    if start == "none":
+        return 0
+    there = steps(folder)
+    if start not in there:
+        raise UserError(f"--resume={start}: {folder} has steps {', '.join(map(str, there)) or 'none'}", exit_code=2)
+    problem = [verify(step_dir(folder, int(start))) if compute.main else ""]
+    if compute.world_size > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(f"--resume={start}: {step_dir(folder, int(start))} is damaged: {problem[0]}. Name another step")
+    return int(start)
 
 
 def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
@@ -268,65 +187,6 @@ class Loaded:
         return self.meta.get("config", {}).get("corpus")
 
 
-def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
-    """(stage, folder) in order of preference: later stages first, then newer checkpoints."""
-    for name in ("rl", "sft", "mid", "base") if stage is None else (stage,):
-        parent = base_dir() / f"{STAGES[name]}_checkpoints"
-        folders = [parent / tag] if tag else sorted(parent.glob("*"), key=_age)
-        yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
-
-
-def _age(folder: Path) -> float:
-    newest = latest_step(folder)
-    return 0.0 if newest is None else -(step_dir(folder, newest) / "meta.json").stat().st_mtime
-
-
-def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """The stage and folder that were asked for: None means the latest of rl > sft > mid > base, the newest tag."""
-    if stage is not None and stage not in STAGES:
-        raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
-    for name, folder in _candidates(stage, tag):
-        return name, folder
-    what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
-    under = f" with tag {tag}" if tag else ""
-    maker = MADE_BY[stage or "base"]
-    raise UserError(
-        f"{what}{under} in {base_dir()}. Make one with `python -m {maker}`, or run the whole pipeline with "
-        "`bash speedrun.sh`.",
-        exit_code=2,
-    )
-
-
-@dataclass(frozen=True)
-class Parent:
-    """The checkpoint that a stage starts from; `identity` differs where its parameters do."""
-
-    tag: str
-    step: int
-    identity: str
-    corpus: str
-
-
-def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """The newest checkpoint of an earlier stage, or the one named; UserError (code 2) if missing or unfinished."""
-    _, folder = find(stage, tag)
-    newest = latest_step(folder)
-    if step is None and newest is not None:
-        step = newest
-        meta = read_meta(folder, step)
-        if step < meta["steps"]:
-            raise UserError(
-                f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with `python -m {MADE_BY[stage]}`, or "
-                f"name a step of it",
-                exit_code=2,
-            )
-    if step is None or step not in steps(folder):
-        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
-    meta = read_meta(folder, step)
-    digest = meta["files"]["model.safetensors"]["sha256"]
-    return Parent(folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"])
-
-
 def load_model(
     stage: str | None, tag: str | None, step: int | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
@@ -366,19 +226,31 @@ def held_in(model: GPT, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def make_meta(
-    stage: str,
-    model: GPTConfig,
-    settings: dict[str, Any],
-    steps: int,
-    state: dict[str, Any],
-) -> dict[str, Any]:
-    """What a training script says of a step: stage, shape, settings (parent and corpus among them), steps of the
-    whole run, and its own state (loop figures, row of the data)."""
-    return {
-        "stage": stage,
-        "model": asdict(model),
-        "config": settings,
-        "steps": steps,
-        "state": state,
-    }
+# --- checkpoints of others ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Take over a checkpoint of karpathy/nanochat's HEAD: `convert` and its folder, such as base_checkpoints/d20."""
+
+    verb: Positional[Literal["convert"]]
+    """what to do"""
+    folder: Positional[Path]
+    """a tag's folder; the one above it tells the stage"""
+    step: int | None = None
+    """which step; default the newest"""
+    tokenizer: Path | None = None
+    """folder of tokenizer.pkl; default `tokenizer` of the same base folder"""
+    corpus: str = "fineweb"
+    """name of the corpus it was trained on, for later stages"""
+
+
+def main(cfg: Config) -> None:
+    """Convert, and say what to type next."""
+    theirs = upstream.read(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
+    where = upstream.convert(theirs, cfg.corpus)
+    log(f"converted: {where}. Next: python -m scripts.chat_cli -i {theirs.stage} -g {theirs.tag}")
+
+
+if __name__ == "__main__":
+    run(main, Config, "python -m nanochat.checkpoint_manager convert DIR")

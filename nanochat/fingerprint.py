@@ -1,7 +1,9 @@
 """Ranks that were not started alike are refused before the first step: they would hang, or train different models."""
 
+import functools
 import hashlib
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,18 +16,35 @@ from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("nanochat", "scripts", "tasks")
 NAMED = 4  # differences that the refusal names
 
 
 def code() -> dict[str, str]:
     """A hash of every file of this project's packages, by its name."""
-    files = (path for package in ("nanochat", "scripts", "tasks") for path in sorted((ROOT / package).rglob("*.py")))
-    return {path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in files}
+    files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {path.relative_to(ROOT).as_posix(): _digest(path) for path in files}
+
+
+@functools.lru_cache(maxsize=1)
+def loaded() -> dict[str, str]:
+    """A hash of every file of those packages that this process runs, by its name, as it was at the first call."""
+    names = {
+        Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
+    }
+    folders = [ROOT / package for package in PACKAGES]
+    ours = [path for path in sorted(names) if any(folder in path.parents for folder in folders)]
+    return {path.relative_to(ROOT).as_posix(): _digest(path) for path in ours if path.suffix == ".py"}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
     """Refuse ranks with other flags (the seed is one), tokenizer, code, torch or number format, or another base
-    folder; every rank must call it."""
+    folder; every rank must call it. What it runs is looked at now, for checkpoints: it may be edited meanwhile."""
+    loaded()
     if compute.world_size == 1:
         return
     started = {"torch": torch.__version__, "device": compute.device_type, "number format": str(compute.dtype),

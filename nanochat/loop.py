@@ -2,18 +2,19 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat import device, kernels, memory, parallel, profiling
+from nanochat import device, kernels, memory, parallel, profiling, signals
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
+from nanochat.guards import LossScale, Spikes
 from nanochat.kernels import Asked
 from nanochat.optim import Optimizers
 from nanochat.parallel import Sharding
@@ -38,57 +39,38 @@ class MicroBatches(Protocol):
     def micro_batches(self) -> Sequence[tuple[Tensor, ...]]: ...
 
 
-@dataclass
-class LossScale:
-    """The factor that lifts fp16 gradients out of underflow; 1 and constant for other formats."""
-
-    value: float = 1.0
-    good_steps: int = 0
-    growing: bool = False
-
-    @staticmethod
-    def start(compute: Compute, state: Mapping[str, Any]) -> "LossScale":
-        """Begin, or go on from what state() kept."""
-        fresh = LossScale(65536.0, 0, True) if compute.scaler else LossScale()
-        return replace(fresh, **state["scale"]) if "scale" in state and compute.scaler else fresh
-
-    def update(self, finite: bool) -> None:
-        """Halve after an overflow, double after 2,000 good steps, as torch's GradScaler does."""
-        if not self.growing:
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value /= 2
-        elif self.good_steps == 2000:
-            self.value, self.good_steps = self.value * 2, 0
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What one step did."""
 
     loss: float  # mean nats per target over all ranks
     grad_norm: float
-    skipped: bool  # the loss or a gradient was not finite, and nothing was changed
+    skipped: bool  # nothing was changed
+    reason: str = "not finite"  # of a skipped one
 
 
 NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # of a step that had nothing to learn from
 
 
-def update(model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute) -> Outcome:
-    """Forward, backward and one optimizer step over a step's micro-batches; skipped whole if not finite.
+def update(
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
+    spikes: Spikes | None = None,
+) -> Outcome:  # fmt: skip
+    """Forward, backward and one optimizer step over a step's micro-batches; skipped whole, on all ranks, if not finite
+    or if `spikes` finds one.
 
     The loss is divided by the targets of the whole step over all ranks, so that neither the split into micro-batches
     nor the number of ranks changes the gradient. UserError with the next value to try where memory runs out.
     """
     rows = [len(batch[0]) for batch in step.micro_batches]
     with memory.advising(max(rows, default=1), sum(rows)):
-        return _update(model, optimizers, step, scale, compute)
+        return _update(model, optimizers, step, scale, compute, spikes)
 
 
 def _update(
-    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute
-) -> Outcome:
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
+    spikes: Spikes | None,
+) -> Outcome:  # fmt: skip
     optimizers.zero_grad()
     device.clear_overflow(compute)
     # FSDP averages gradients over ranks; every rank's part is of the same whole, so the average is undone here.
@@ -114,13 +96,14 @@ def _update(
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
     profiling.mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
-    if finite:
+    spike = finite and spikes is not None and spikes.found(norm)
+    if finite and not spike:
         if scale.value != 1.0:
             torch._foreach_mul_(gradients, 1 / scale.value)  # pyright: ignore[reportPrivateImportUsage]
         optimizers.step()
     scale.update(finite)
     optimizers.zero_grad()
-    return Outcome(mean, norm, not finite)
+    return Outcome(mean, norm, spike or not finite, "more than six sigma above the last 128" if spike else "not finite")
 
 
 @dataclass
@@ -156,11 +139,14 @@ class Meter:
         if outcome.skipped:
             self.skipped += 1
             self.bad_in_a_row += 1
-            warn(f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not finite, update skipped")
+            warn(
+                f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: {outcome.reason}, update skipped"
+            )
             if self.bad_in_a_row >= BAD_STEPS:
                 raise UserError(
-                    f"{BAD_STEPS} updates in a row were not finite, last at step {step}; the last checkpoint is from "
-                    "before them. Lower the learning rates, or look at the data near this step, and start again."
+                    f"{BAD_STEPS} updates in a row were skipped, the last at step {step} ({outcome.reason}); the last "
+                    "checkpoint is from before them or among them, with the parameters of before. Lower the learning "
+                    "rates, or look at the data near this step, and start again."
                 )
         else:
             self.bad_in_a_row = 0
@@ -194,10 +180,11 @@ class Meter:
 METER_STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")
 
 
-def state(meter: Meter, scale: LossScale, line: Mapping[str, Any]) -> dict[str, Any]:
+def state(meter: Meter, scale: LossScale, line: Mapping[str, Any], spikes: Spikes | None = None) -> dict[str, Any]:
     """What a resume needs of the loop's own figures; `line` is the step's."""
     return {"meter": {name: getattr(meter, name) for name in METER_STATE}, "line": dict(line),
-            "scale": {"value": scale.value, "good_steps": scale.good_steps}}  # fmt: skip
+            "scale": {"value": scale.value, "good_steps": scale.good_steps},
+            "norms": [] if spikes is None else spikes.norms}  # fmt: skip
 
 
 def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
@@ -272,6 +259,14 @@ class StageFlags:
     """steps between saves; 0 = by time and at the end only"""
     save_seconds: float = 60.0
     """seconds between saves, longer where saving takes longer; 0 = never by time"""
+    keep: int = 3
+    """newest steps kept; 0 = all"""
+    resume: int | Literal["auto", "none"] = "auto"
+    """go on from: auto = the newest whole step, none = begin anew, or a step; what is newer is set aside"""
+    other_code: bool = False
+    """go on although the code was changed since the last save"""
+    hang_seconds: float = 600.0
+    """end all ranks when one of them has not moved for so long; 0 = wait for ever"""
     stop_at: int | None = None
     """save and stop after this step; the same command without it goes on"""
     compile: bool | None = None
@@ -316,6 +311,7 @@ class Stage:
         self.clock = SaveClock(flags.save_seconds)
         profiling.begin(flags.profile, name, folder, self.stop - step, compute)
         self._mark = (time.perf_counter(), time.process_time())
+        self._cut = False  # a signal cut a measurement short
 
     def start(self) -> None:
         """A step begins now."""
@@ -325,6 +321,7 @@ class Stage:
     def tick(self, step: int, outcome: Outcome, lrm: float) -> dict[str, Any]:
         """A step (counted from 1) ended now; returns its figures, and shows them."""
         seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
+        signals.alive(step)
         profiling.end_step()
         line = self.meter.tick(step, outcome, seconds, cpu, lrm)
         self.progress.show(line, self.meter.eta(step))
@@ -335,6 +332,43 @@ class Stage:
         last = step == self.stop
         return last or due(step, self.flags.save_every, last) or self.clock.due(self.compute)
 
+    def ready(self, step: int, finish: Callable[[dict[str, Any]], None], first: dict[str, Any] | None = None) -> None:
+        """After `step` updates: measure what is owed, or before any the line `first`. The stage ends here if a signal
+        came while data and kernels were made ready."""
+        try:
+            signals.check(self.compute)
+            line = self.owed or (first if step == 0 else None)
+            if line:
+                finish(line)
+        except signals.Stopped:
+            self.stop, self._cut = step, True
+
+    def conclude(
+        self, line: dict[str, Any], save: Callable[[dict[str, Any]], float], finish: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """The end of a step: save where that is due, before measuring, which may fail; then measure and log.
+
+        Where a signal asks for the end, also in the middle of measuring, the step is saved and the stage ends: what
+        was not measured is owed.
+        """
+        asked = signals.agreed(self.compute)
+        saved = self.save_due(line["step"]) or asked
+        if saved:
+            self.clock.saved(save(line))
+        try:
+            finish(line)
+        except signals.Stopped:
+            asked = self._cut = True
+            if not saved:
+                save(line)
+        if asked:
+            self.stop = line["step"]
+            log(f"{signals.asked()}: saved step {self.stop:,} and stopping")
+
+    def complete(self, step: int) -> bool:
+        """Whether after `step` updates all are done and measured."""
+        return step == self.meter.steps and not self._cut
+
     def close(self) -> None:
         """End the bar and the files."""
         self.progress.close()
@@ -343,6 +377,5 @@ class Stage:
 
 def log_end(folder: Path, step: int, steps: int) -> None:
     """Say where the checkpoints are, and how to go on from a stop."""
-    log(
-        f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; leave --stop_at out to go on)")
-    )
+    how = "the same command goes on" if signals.asked() else "leave --stop_at out to go on"
+    log(f"checkpoints: {folder}" + ("" if step == steps else f" (stopped at step {step}; {how})"))

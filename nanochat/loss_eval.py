@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import dataloader, parallel, prepare
+from nanochat import dataloader, parallel, prepare, signals
 from nanochat.common import UserError
 from nanochat.device import Compute, to_device
 from nanochat.gpt import GPT
@@ -45,14 +45,15 @@ def evaluate_loss(
 ) -> Loss:
     """The loss over all targets of `steps` that stand for text, divided by the bytes of that text.
 
-    Every rank calls it with rows of its own, and equally often where the model is sharded; all get the same result.
+    Every rank calls it with equally many steps of rows of its own; all get the same result.
     Sums are exact in float64 on the host: a step's nats are summed per row in fp32 on the device and fetched once at
-    the end. UserError if there is nothing to measure.
+    the end. UserError if there is nothing to measure; signals.Stopped where a training run is to end.
     """
     lengths = torch.from_numpy(token_bytes.astype(np.int64))
     row_nats: list[Tensor] = []
     tokens = size = 0
     for step in steps:
+        signals.check(compute)
         for inputs, targets in step.micro_batches:
             of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
             text = torch.where(of_target > 0, targets, -1)  # the model gives 0 nats where a target is -1

@@ -154,20 +154,42 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, value.full_tensor() if is_sharded(value) else value
 
 
+def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and some of its rows, one rank's after another's, until it is whole; every rank must walk
+    through all. No more is held than the share of one rank of one parameter."""
+    _reshard(model)
+    for name, parameter in model.named_parameters():
+        here, place = local(parameter.detach()), place_of(parameter)
+        if place.shards == 1:
+            yield name, here
+            continue
+        for owner, rows in enumerate(place.row_counts(parameter.shape[0])):
+            if rows:
+                part = here if owner == place.shard else here.new_empty(rows, *parameter.shape[1:])
+                dist.broadcast(part, group=place.shard_group, group_src=owner)
+                yield name, part
+                del part
+
+
 @torch.no_grad()
 def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Copy whole tensors into a model, sharded or not; names and shapes must agree."""
     _reshard(model)
+    check_shapes(model, values)
+    for name, parameter in model.named_parameters():
+        here = local(parameter)
+        first = place_of(parameter).first_row(parameter.shape[0])
+        here.copy_(values[name][first : first + here.shape[0]])
+
+
+def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """UserError if tensors are not the parameters of a model by name and whole shape."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
              for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip
     if wrong:
         raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
-    for name, parameter in model.named_parameters():
-        here = local(parameter)
-        first = place_of(parameter).first_row(parameter.shape[0])
-        here.copy_(values[name][first : first + here.shape[0]])
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Samples from the current model, graded, as rows to train on."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanochat import device, parallel, policy
+from nanochat import device, parallel, policy, signals
 from nanochat.chat_eval import grader
 from nanochat.conversation import Task
 from nanochat.device import Compute
@@ -40,6 +41,14 @@ class Rollouts:
     truncated: float  # share of samples that were cut off
 
 
+def task_key(task: Task) -> str:
+    """A name for the problems of a task that differs where they do."""
+    digest = hashlib.sha256()
+    for number in range(len(task)):
+        digest.update(repr(task[number]).encode())
+    return f"{task.name} {len(task)} {digest.hexdigest()[:16]}"
+
+
 def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: GPT,
     tokenizer: Tokenizer, compute: Compute, shuffle: bool = False,
@@ -54,7 +63,7 @@ def roll_out(
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
     room = min(max(map(len, prompts), default=1) + sampling.max_tokens, model.config.sequence_len)
     engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
-    completions = engine.generate(prompts, sampling, samples)
+    completions = engine.generate(prompts, sampling, samples, done=lambda index: signals.alive())
     grade = grader(task, tokenizer)
     # Replies come problem by problem, `samples` of each.
     rewards = [grade(mine[at // samples], reply.tokens) for at, reply in enumerate(completions)]

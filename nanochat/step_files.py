@@ -1,18 +1,18 @@
 """The folders of a checkpoint on disk: one a step, under its name only when whole, checked by size and SHA-256."""
 
+import hashlib
+import json
 import os
-import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from nanochat.common import UserError, fsync_dir, read_json, sha256_of
+from nanochat.common import UserError, fsync_dir, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
+HASHERS = 4  # threads that read files back: Python lets go of its lock while it hashes
 
 
 def steps(folder: Path) -> list[int]:
@@ -35,18 +35,6 @@ def step_dir(folder: Path, step: int) -> Path:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that others may read as far as they may read the folder; OSError where the disk refuses."""
-    try:
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path, metadata)
-    except SafetensorError as failure:
-        code = re.search(r"os error (\d+)", str(failure))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from failure
-    path.chmod(path.parent.stat().st_mode & 0o666)  # it was made readable to its owner only
-
-
 def seal(path: Path) -> dict[str, Any]:
     """Make a file's content durable; return its size and hash, for meta.json."""
     fd = os.open(path, os.O_RDONLY)
@@ -55,6 +43,16 @@ def seal(path: Path) -> dict[str, Any]:
     finally:
         os.close(fd)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+
+
+def write_meta(folder: Path, record: dict[str, Any]) -> None:
+    """Write meta.json, with the hash of what it says: a flipped bit may leave it readable."""
+    content = json.loads(to_json(record))
+    write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -74,6 +72,43 @@ def delete(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def prune(folder: Path, keep: int, newest: int) -> None:
+    """Remove the steps before the `keep` last ones up to step `newest`; 0 keeps all.
+
+    Later ones are not counted: they are damaged ones that a run fell back from. What cannot be removed is named: that
+    is no reason to end a run.
+    """
+    for old in [step for step in steps(folder) if step <= newest][:-keep] if keep > 0 else []:
+        try:
+            delete(step_dir(folder, old))
+        except OSError as failure:
+            warn(f"{step_dir(folder, old)} could not be removed ({failure}); training goes on")
+
+
+def set_aside(folder: Path, after: int) -> Path | None:
+    """Move the steps after step `after` out of the way, with the figures so far; returns where to, None without any.
+
+    They are newer by number than what a run that begins again at `after` will save.
+    """
+    later = [step for step in steps(folder) if step > after]
+    if not later:
+        return None
+    base = folder / f"set-aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    target, number = base, 1
+    while target.exists():
+        number += 1
+        target = base.with_name(f"{base.name}-{number}")
+    target.mkdir()
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        shutil.copy2(metrics, target)
+    for step in reversed(later):  # a kill in between leaves the older ones, which is where a run would go on
+        os.rename(step_dir(folder, step), step_dir(target, step))
+    fsync_dir(target)
+    fsync_dir(folder)
+    return target
+
+
 def sweep(folder: Path) -> None:
     """Remove what a killed save or deletion left behind; called at the start of a stage, by one rank."""
     for pattern in (".tmp-*", ".deleted-*"):
@@ -91,20 +126,27 @@ def verify(folder: Path, training: bool = True) -> str:
     """
     try:
         meta = read_json(folder / "meta.json")
+        digest = meta.pop("sha256", None)  # not in those of before it was kept
         files = {name: (known["bytes"], known["sha256"]) for name, known in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:  # not JSON, or not ours any more
         return f"meta.json cannot be read ({failure!r})"
-    for name, (size, digest) in files.items():
+    if digest is not None and digest != _digest(meta):
+        return "meta.json has a wrong SHA-256"
+    if not training:
+        files = {name: known for name, known in files.items() if not name.startswith("optim-")}
+    for name, (size, _) in files.items():
         path = folder / name
-        if name.startswith("optim-") and not training:
-            continue
         if not path.exists():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes, not {size:,}"
-        if sha256_of(path) != digest:
-            return f"{name} has a wrong SHA-256"
-    return ""
+    try:
+        with ThreadPoolExecutor(HASHERS) as pool:
+            digests = pool.map(sha256_of, (folder / name for name in files))
+            wrong = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
+    except OSError as failure:
+        return f"{failure.filename or 'a file'} cannot be read ({failure.strerror})"
+    return f"{wrong[0]} has a wrong SHA-256" if wrong else ""
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nanochat import (
     report,
     schedule,
     sizes,
+    watch,
 )
 from nanochat.common import log, run, settings
 from nanochat.device import Compute
@@ -83,7 +84,7 @@ def train(cfg: Config, compute: Compute) -> None:
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag)):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag), cfg.resume):
         return
 
     # The model's shape, how a step is split, and how long the run is
@@ -124,9 +125,9 @@ def train(cfg: Config, compute: Compute) -> None:
                             schedule.table_momentum(steps))  # fmt: skip
 
     # Go on where a run was stopped
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
-    scale = loop.LossScale.start(compute, resumed.state)
+    scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
     fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
@@ -140,26 +141,27 @@ def train(cfg: Config, compute: Compute) -> None:
             log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte")
         stage.tracker.log(**line)
 
-    if stage.owed:  # stopped between a save and the end of its validation
-        finish(stage.owed)
+    def save(line: dict[str, Any]) -> float:
+        """Save the step of a line; returns what that took."""
+        state = {**loop.state(meter, scale, line, spikes), "row": line["step"] * batch.rows_per_step, "data": rows.key}
+        meta = checkpoints.make_meta("base", shape, wanted, steps, state)
+        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+
+    stage.ready(step, finish)
     while step < stage.stop:
         stage.start()
         lrm = schedule.trapezoid(step, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
         optimizers.schedule(lrm, schedule.momentum(step, steps, cfg.warmdown_ratio), schedule.decay_factor(step, steps))
-        outcome = loop.update(fast, optimizers, next(batches), scale, compute)
+        outcome = loop.update(fast, optimizers, next(batches), scale, compute, spikes)
         step += 1
         line = stage.tick(step, outcome, lrm)
-        if stage.save_due(step):  # before the validation, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step, "data": rows.key}
-            meta = checkpoints.make_meta("base", shape, wanted, steps, state)
-            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        finish(line)
+        stage.conclude(line, save, finish)
     stage.close()
-    if step == steps and compute.main:
+    if stage.complete(step) and compute.main:
         where = {**device.summary(compute, counts["total"]), **mixed}
         report.training_section("base", tag, folder, wanted, where)
     loop.log_end(folder, step, steps)
 
 
 if __name__ == "__main__":
-    run(device.with_compute(train), Config, __doc__)
+    run(watch.guarded(train), Config, __doc__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, fingerprint, loop, parallel, profiling, report, rollout
+from nanochat import dataloader, device, fingerprint, loop, parallel, profiling, report, rollout, watch
 from nanochat.chat_eval import evaluate
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
@@ -62,7 +62,7 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag)):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag), cfg.resume):
         return
     if cfg.examples_per_step % compute.world_size:
         raise UserError(
@@ -72,6 +72,7 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops = model.parameter_counts(), model.flops_per_token()
     task, held_out = rl_tasks(corpus)
+    task_key = rollout.task_key(task)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * len(task)) // cfg.examples_per_step, 1)
     log(
         f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {cfg.examples_per_step} x {cfg.num_samples} "
@@ -83,10 +84,10 @@ def train(cfg: Config, compute: Compute) -> None:
     checkpoints.held_in(sampler, compute.dtype)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, task_key, cfg.resume, cfg.other_code)
     replies = cfg.examples_per_step * cfg.num_samples
     step, meter = resumed.step, loop.Meter.start(steps, replies, flops, compute, resumed.state)
-    scale = loop.LossScale.start(compute, resumed.state)
+    scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     stage = loop.Stage("rl", folder, cfg, meter, step, compute, resumed.state)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
@@ -100,10 +101,17 @@ def train(cfg: Config, compute: Compute) -> None:
             log(f"step {line['step']:05d} | {score}")
         stage.tracker.log(**line)
 
-    if step == 0:
-        finish({"step": 0})
-    elif stage.owed:  # stopped between a save and the end of its measurement
-        finish(stage.owed)
+    def save(line: dict[str, Any]) -> float:
+        """Save the step of a line; returns what that took."""
+        state = {
+            **loop.state(meter, scale, line, spikes),
+            "row": line["step"] * cfg.examples_per_step,
+            "data": task_key,
+        }
+        meta = checkpoints.make_meta("rl", shape, wanted, steps, state)
+        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+
+    stage.ready(step, finish, first={"step": 0})
     while step < stage.stop:
         stage.start()
         first = step * cfg.examples_per_step
@@ -116,7 +124,9 @@ def train(cfg: Config, compute: Compute) -> None:
         gap = rollout.sampler_gap(samples, model, compute)
         lrm = 1 - step / steps
         optimizers.schedule(lrm, 0.95, 1.0)
-        outcome = loop.update(model, optimizers, rolled, scale, compute) if rolled.num_targets else loop.NO_UPDATE
+        outcome = (
+            loop.update(model, optimizers, rolled, scale, compute, spikes) if rolled.num_targets else loop.NO_UPDATE
+        )
         profiling.mark("sampler's copy")
         parallel.refresh(sampler, model)
         step += 1
@@ -126,16 +136,12 @@ def train(cfg: Config, compute: Compute) -> None:
         log(f"step {step:05d} | reward: {rolled.reward:.3f} | length: {rolled.length:.1f} | "
             f"entropy: {rolled.entropy:.3f} | equal groups: {rolled.flat:.0%} | cut off: {rolled.truncated:.0%} | "
             f"sampler gap: {gap:.1e}")  # fmt: skip
-        if stage.save_due(step):  # before the measurement, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * cfg.examples_per_step}
-            meta = checkpoints.make_meta("rl", shape, wanted, steps, state)
-            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        finish(line)
+        stage.conclude(line, save, finish)
     stage.close()
-    if step == steps and compute.main:
+    if stage.complete(step) and compute.main:
         report.training_section("rl", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
     loop.log_end(folder, step, steps)
 
 
 if __name__ == "__main__":
-    run(device.with_compute(train), Config, __doc__)
+    run(watch.guarded(train), Config, __doc__)

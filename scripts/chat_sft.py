@@ -21,6 +21,7 @@ from nanochat import (
     report,
     schedule,
     sizes,
+    watch,
 )
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
@@ -62,7 +63,7 @@ def train(cfg: Config, compute: Compute) -> None:
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag)):
+    if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag), cfg.resume):
         return
     if cfg.target_examples_per_step % compute.world_size:
         raise UserError(
@@ -84,9 +85,9 @@ def train(cfg: Config, compute: Compute) -> None:
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key)
+    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
-    scale = loop.LossScale.start(compute, resumed.state)
+    scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
     fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
@@ -100,25 +101,26 @@ def train(cfg: Config, compute: Compute) -> None:
             log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte of the answers")
         stage.tracker.log(**line)
 
-    if stage.owed:  # stopped between a save and the end of its validation
-        finish(stage.owed)
+    def save(line: dict[str, Any]) -> float:
+        """Save the step of a line; returns what that took."""
+        state = {**loop.state(meter, scale, line, spikes), "row": line["step"] * batch.rows_per_step, "data": rows.key}
+        meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
+        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+
+    stage.ready(step, finish)
     while step < stage.stop:
         stage.start()
         lrm = 1 - step / steps
         optimizers.schedule(lrm, 0.95, 1.0)
-        outcome = loop.update(fast, optimizers, next(batches), scale, compute)
+        outcome = loop.update(fast, optimizers, next(batches), scale, compute, spikes)
         step += 1
         line = stage.tick(step, outcome, lrm)
-        if stage.save_due(step):  # before the validation, which may fail
-            state = {**loop.state(meter, scale, line), "row": step * batch.rows_per_step, "data": rows.key}
-            meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
-            stage.clock.saved(checkpoints.save(folder, step, model, optimizers, tokenizer, meta, compute))
-        finish(line)
+        stage.conclude(line, save, finish)
     stage.close()
-    if step == steps and compute.main:
+    if stage.complete(step) and compute.main:
         report.training_section("sft", parent.tag, folder, wanted, device.summary(compute, counts["total"]))
     loop.log_end(folder, step, steps)
 
 
 if __name__ == "__main__":
-    run(device.with_compute(train), Config, __doc__)
+    run(watch.guarded(train), Config, __doc__)

@@ -2,8 +2,9 @@
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,42 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     if in_ci() and report.skipped:
         fail_skipped(report)
     return report
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Ranks that are started once for all tests of a process."""
+    from rank_pool import Pool
+
+    ranks = Pool()
+    yield ranks
+    ranks.close()
+
+
+class Reliability:
+    """Counts the fault tests of a run, over all processes, and writes docs/reliability.md from them at its end."""
+
+    def __init__(self) -> None:
+        from reliability import Tally, faults
+
+        self.known, self.make = faults(), Tally
+        self.results: dict[str, Any] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        from reliability import key_of
+
+        key = key_of(report.nodeid)
+        if key in self.known and (report.when == "call" or not report.passed):
+            tally = self.results.setdefault(key, self.make())
+            tally.ran += 1
+            tally.failed += not report.passed
+
+    def pytest_sessionfinish(self) -> None:
+        from reliability import write
+
+        write(self.results)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # reports of all processes come together in the one that started them
+        config.pluginmanager.register(Reliability())

@@ -12,18 +12,18 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module of nanochat imports only modules with a lower number. A folder counts as one module.
 LAYERS = {
     0: """
-        ascend blocked_attention calculator common conversation execution_child gpus host packing plain_attention policy
-        progress terminal timeline
+        ascend blocked_attention calculator common conversation execution_child gpus host modeling_nanochat packing
+        plain_attention policy progress tensor_files terminal timeline
     """,
     1: """
         bpe chat_api device download engine_thread gpu_attention measure npu_kernels placement sampling schedule shards
         step_files textfiles tinyworld token_files tracking transcript workers
     """,
-    2: "dataset execution fingerprint kernels memory muon npu_profiler tokenizer",
-    3: "gpt lora mixing optim parallel profiling qwen reply tokenise",
-    4: "checkpoint_manager compiling loop prepare sizes",
-    5: "core_eval dataloader engine export planner probe",
-    6: "chat_eval loss_eval report server web",
+    2: "dataset execution fingerprint guards kernels memory muon npu_profiler signals stages tokenizer",
+    3: "gpt lora mixing optim parallel profiling qwen reply same_run tokenise watch",
+    4: "compiling loop prepare saving sizes upstream",
+    5: "checkpoint_manager core_eval dataloader engine planner probe",
+    6: "chat_eval export loss_eval report server web",
     7: "rollout",
 }
 LAYER = {module: number for number, modules in LAYERS.items() for module in modules.split()}

@@ -78,7 +78,11 @@ def seen(kind: str, world_size: int, first_step: int, count: int, device_batch_s
 def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind):
     """T4. Injects: runs of 1, 2 and 4 ranks, stopped after 3, 7 and 12 steps and gone on with by another number of
     ranks and another device_batch_size, over documents, mixtures of corpora, mid's blend and SFT. Must follow: every
-    step holds the same rows in the same order as one unbroken run of one rank."""
+    step holds the same rows in the same order as one unbroken run of one rank.
+
+    注入：1、2、4 个 rank 的训练在 3、7、12 步之后停止，换一个 rank 数和 device_batch_size 继续，涵盖文档、混合语料、
+    mid 的掺混和 SFT。必须：每一步的数据行及其顺序，都与单个 rank 从不中断的训练相同。
+    """
     whole = seen(kind, 1, 0, 20, 8)
     assert seen(kind, 2, 0, 20, 4) == seen(kind, 4, 0, 20, 1) == whole
     for stop, before, after in ((3, 1, 4), (7, 4, 2), (12, 2, 1)):
@@ -88,7 +92,11 @@ def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind
 
 def test_an_epoch_repeats_no_token_and_skips_none():
     """T4. Injects: a stop in the middle of an epoch on two ranks, and a resume on four. Must follow: when the epoch
-    ends, every token of the corpus has been read once, none twice and none not at all."""
+    ends, every token of the corpus has been read once, none twice and none not at all.
+
+    注入：两个 rank 在一轮中途停止，改用四个 rank 继续。必须：这一轮结束时，语料的每个词元都恰好读过一次，没有重复，
+    也没有遗漏。
+    """
     count, half = make_rows("web").count, make_rows("web").count // 16
     read = seen("web", 2, 0, half, 4) + seen("web", 4, half, count // 8 + 1 - half, 1)
     rows = np.array([np.frombuffer(row, np.int64) for step in read for row in step][:count])
@@ -103,7 +111,11 @@ def test_an_epoch_repeats_no_token_and_skips_none():
 def test_a_missing_shard_is_named_before_anything_is_trained():
     """T8. Injects: a shard that corpus.json names is deleted, before and after its tokens were made. Must follow:
     refusal with exit code 2 that names the shard and the command that brings it back; when it is back, the same
-    tokens."""
+    tokens.
+
+    注入：在生成词元之前和之后，删除 corpus.json 列出的一个分片。必须：以退出码 2 拒绝，说出是哪个分片以及取回它的命
+    令；取回之后，词元与原来相同。
+    """
     path = shards(web(), "train")[1]
     aside = path.rename(path.with_name("aside"))
     for _ in range(2):
@@ -122,7 +134,10 @@ def test_a_missing_shard_is_named_before_anything_is_trained():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processes):
     """T8. Injects: a shard is deleted after preparation has begun, in one process and in two. Must follow: refusal
-    that names the shard and its command; the shards that were done are kept."""
+    that names the shard and its command; the shards that were done are kept.
+
+    注入：预处理开始之后删除一个分片，单进程和双进程各一次。必须：拒绝并说出是哪个分片和相应的命令；已完成的分片保留。
+    """
     path = shards(web(), "train")[2]
     good, corpus = path.read_bytes(), web()
 
@@ -151,7 +166,10 @@ def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processe
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_missing_token_file_is_made_anew_and_no_other(monkeypatch, suffix):
     """T8. Injects: a token file is deleted after it was made. Must follow: the next start makes this one again from
-    its shard and leaves the others alone; the rows are the same."""
+    its shard and leaves the others alone; the rows are the same.
+
+    注入：删除一个已生成的词元文件。必须：下次启动由它的分片重新生成这一个，其余不动；数据行相同。
+    """
     before = prepare_web()
     (before.folder / f"shard_00001{suffix}").unlink()
     made, make = [], tokenise.tokenise_shard
@@ -179,7 +197,11 @@ def flipped(content: bytes, at: int) -> bytes:
 def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     """T17. Injects: a parquet shard with one bit flipped, its end cut off, or other bytes of the same length, prepared
     by one process or two. Must follow: refusal that names the shard and the command that mends it, no token of it
-    kept; with the shard back the same command goes on, and the tokens are right."""
+    kept; with the shard back the same command goes on, and the tokens are right.
+
+    注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并说出是
+    哪个分片以及修复的命令，不留下它的任何词元；放回分片后，同一条命令继续，词元正确。
+    """
     path = shards(web(), "train")[1]
     good = path.read_bytes()
     bad = {"one bit": flipped(good, len(good) // 2), "cut short": good[:-100], "another file": bytes(len(good))}[fault]
@@ -193,7 +215,11 @@ def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
 
 def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     """T17. Injects: 400 single flipped bits, one at a time, half of them in the last 1,500 bytes, in a parquet shard
-    whose SHA-256 nobody knows. Must follow: each is refused with the shard's name, or changes no document."""
+    whose SHA-256 nobody knows. Must follow: each is refused with the shard's name, or changes no document.
+
+    注入：在一个没有记录 SHA-256 的 parquet 分片中逐一翻转 400 个比特，其中一半在最后 1500 个字节。必须：每一次要么
+    拒绝并说出分片的名字，要么不改变任何文档。
+    """
     path = shards(web(), "train")[0]
     (path.parent / "corpus.json").unlink()
     good, draw = path.read_bytes(), random.Random(0)
@@ -214,7 +240,11 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
 def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffix, fault):
     """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty.
     Must follow: refusal at the next start, before a step, that names the file; the command in the message, and the
-    same command again, make that part anew, and the rows are the same."""
+    same command again, make that part anew, and the rows are the same.
+
+    注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并说出是哪
+    个文件；照消息中的命令做，再输入同一条命令，就会重新生成这一部分，数据行相同。
+    """
     before = prepare_web()
     path = before.folder / f"shard_00001{suffix}"
     good = path.read_bytes()
@@ -231,7 +261,10 @@ def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffi
 
 
 def test_a_corrupt_mask_is_refused():
-    """T17. Injects: one flipped byte in the mask of conversations. Must follow: refusal that names the file."""
+    """T17. Injects: one flipped byte in the mask of conversations. Must follow: refusal that names the file.
+
+    注入：对话的掩码中改变一个字节。必须：拒绝并说出是哪个文件。
+    """
     make_rows("sft")
     path = base_dir() / "chats" / "conversations.mask"
     path.write_bytes(flipped(path.read_bytes(), 20))
@@ -243,7 +276,10 @@ def test_a_corrupt_mask_is_refused():
 @pytest.mark.parametrize("name", ["starts.npy", "first.npy", "used.npy", "meta.json"])
 def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
     """T17. Injects: a file of the packing plan with one bit flipped, cut short, overwritten or deleted. Must follow:
-    the plan, which follows from the tokens, is made anew, with a warning; the rows are the same."""
+    the plan, which follows from the tokens, is made anew, with a warning; the rows are the same.
+
+    注入：打包方案的一个文件翻转一个比特、变短、被覆盖或被删除。必须：由词元重新生成方案并给出警告；数据行相同。
+    """
     whole = seen("web", 1, 0, 4, 8)
     path = prepare_web().folder / "plan-65-cut" / name
     good = path.read_bytes()
@@ -261,7 +297,11 @@ def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
 def test_a_corrupt_note_costs_at_most_its_part(name):
     """T17. Injects: garbage in a description beside the token files. Must follow: a shard's own is made anew with
     the shard, one that only says what was checked is forgotten, and for the whole set's the message names the file
-    to remove; the tokens stay right."""
+    to remove; the tokens stay right.
+
+    注入：词元文件旁的说明被写成乱码。必须：单个分片的说明随分片重新生成；只记录检查结果的说明被忽略；整个集合的说明
+    损坏时，消息说出要删除的文件；词元始终正确。
+    """
     key = prepare_web().key
     path = prepare_web().folder / name
     path.write_text("{", encoding="utf-8")
@@ -279,7 +319,10 @@ def test_a_corrupt_note_costs_at_most_its_part(name):
 
 def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
     """T17. Injects: a copy of the corpus to another folder, as to another host. Must follow: every token file is
-    hashed once there, and not at the next start."""
+    hashed once there, and not at the next start.
+
+    注入：把语料复制到另一个目录，如同换到另一台主机。必须：每个词元文件在那里只算一次哈希，下次启动不再计算。
+    """
     key, hashed, sha256_of = prepare_web().key, [], token_files.sha256_of
     monkeypatch.setattr(token_files, "sha256_of", lambda path: hashed.append(path.name) or sha256_of(path))
     assert prepare_web().key == key and not hashed
@@ -293,7 +336,10 @@ def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
 
 def test_token_files_of_earlier_versions_are_still_read():
     """T17. Injects: token files and a plan without the notes and hashes that later versions leave. Must follow: they
-    are read as they are, and give the same rows under the same key, so that checkpoints go on."""
+    are read as they are, and give the same rows under the same key, so that checkpoints go on.
+
+    注入：词元文件和打包方案没有后来版本留下的说明和哈希。必须：照原样读取，数据行和标识不变，因此检查点可以继续。
+    """
     rows = make_rows("web")
     folder = prepare_web().folder
     (folder / "checked.json").unlink()

@@ -70,6 +70,15 @@ class Clone:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def press_ctrl_c_at(self, words: str) -> int:
+        """Start, and send what a terminal sends to all of a job when the log has these words; the exit code."""
+        process = self.start()
+        while words not in self.log:
+            assert process.poll() is None, f"ended before {words!r}:\n{self.log}"
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        return process.wait(timeout=120)
+
     def files(self) -> dict[str, tuple[int, str]]:
         """Every file's time of change and content."""
         found = (path for path in sorted(self.base.rglob("*")) if path.is_file())
@@ -107,7 +116,7 @@ def costs_cover_every_stage_and_count_its_runs(clone: Clone) -> None:
     stages = json.loads((clone.base / "report" / "stages.json").read_text(encoding="utf-8"))
     training = ["base_train", "mid_train", "chat_sft", "chat_rl"]
     assert [name for name in stages if name in training] == training
-    assert stages["dataset"]["runs"] == len(KILLS) + 1
+    assert stages["dataset"]["runs"] == 1 + len(KILLS) + 1  # Ctrl-C, kills, and the last
 
 
 def kills_left_every_step_once(clone: Clone) -> None:
@@ -146,6 +155,9 @@ def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
 def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) -> None:
     """One test, since tests of a module may be spread over processes, and each would need a run of its own."""
     clone = make_clone(tmp_path)
+    assert clone.press_ctrl_c_at("step 00003/00020") == 130
+    assert "SIGINT: saved step" in clone.log and "speedrun: stopped in the stage base_train" in clone.log
+    assert "== base_loss" not in clone.log
     for words, shell_only in KILLS:
         clone.kill_at(words, shell_only)
     assert clone.run() == 0, clone.log

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ from safetensors.torch import load_file
 
 from nanochat import step_files
 from nanochat.common import UserError
+from nanochat.tensor_files import write_tensors
 
 
 def make_step(folder: Path, step: int) -> Path:
     """A step of two small files, sealed and published."""
     temporary = folder / ".tmp-x"
     temporary.mkdir(parents=True)
-    step_files.write_tensors({"a": torch.arange(6.0)}, temporary / "model.safetensors")
-    step_files.write_tensors({"m": torch.ones(6)}, temporary / "optim-00-of-01.safetensors", {"layout": "{}"})
+    write_tensors({"a": torch.arange(6.0)}, temporary / "model.safetensors")
+    write_tensors({"m": torch.ones(6)}, temporary / "optim-00-of-01.safetensors", {"layout": "{}"})
     files = {path.name: step_files.seal(path) for path in temporary.iterdir()}
     (temporary / "meta.json").write_text(json.dumps({"format": step_files.FORMAT, "step": step, "files": files}))
     step_files.publish(temporary, step_files.step_dir(folder, step))
@@ -123,41 +123,34 @@ def test_a_deletion_cut_short_leaves_no_half_step(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_tensors_come_back_as_they_were_with_views_and_empty_ones(tmp_path: Path) -> None:
-    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    tensors = {
-        "row0": whole[0],
-        "row1": whole[1],
-        "turned": whole.T,
-        "none": torch.zeros(0, 4),
-        "half": whole.bfloat16(),
-    }
-    step_files.write_tensors(tensors, tmp_path / "x.safetensors")
-    back = load_file(tmp_path / "x.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+def test_what_is_set_aside_is_no_step_any_more_and_keeps_the_figures(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        make_step(tmp_path, step)
+    (tmp_path / "metrics.jsonl").write_text("the figures")
+    assert step_files.set_aside(tmp_path, 15) is None
+    place = step_files.set_aside(tmp_path, 5)
+    assert place is not None and place.parent == tmp_path
+    assert step_files.steps(tmp_path) == [5] and step_files.steps(place) == [10, 15]
+    assert (place / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text() == "the figures"
+    make_step(tmp_path, 6)
+    again = step_files.set_aside(tmp_path, 5)
+    assert again is not None and again != place and step_files.steps(again) == [6]
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o700, 0o775])
-def test_files_may_be_read_by_those_who_may_read_their_folder(tmp_path: Path, mode: int) -> None:
-    folder = tmp_path / "step"
-    folder.mkdir()
-    folder.chmod(mode)
-    step_files.write_tensors({"a": torch.ones(2)}, folder / "x.safetensors")
-    assert (folder / "x.safetensors").stat().st_mode & 0o777 == mode & 0o666
+def test_pruning_keeps_the_newest_and_counts_no_damaged_later_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 9):
+        make_step(tmp_path, step)
+    step_files.prune(tmp_path, 0, 4)
+    assert step_files.steps(tmp_path) == [1, 2, 3, 4, 9]
+    step_files.prune(tmp_path, 2, 4)  # a run that fell back from 9 has just saved 4
+    assert step_files.steps(tmp_path) == [3, 4, 9]
 
 
-def test_a_disk_that_refuses_is_an_os_error_with_its_number(tmp_path: Path) -> None:
-    """safetensors raises an error of its own; the edge of the scripts knows a full disk by its number.
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make_step(tmp_path, 3)
 
-    The limit on a file's size makes the same call fail as a full disk does, with EFBIG in place of ENOSPC.
-    """
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as refused:
-            step_files.write_tensors({"a": torch.ones(10_000)}, tmp_path / "x.safetensors")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert refused.value.errno == errno.EFBIG
-    assert refused.value.filename == str(tmp_path / "x.safetensors")
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(step_files, "sha256_of", broken)
+    assert "safetensors cannot be read (Input/output error)" in step_files.verify(where)

@@ -1,0 +1,122 @@
+"""safetensors files written a tensor at a time and hashed while they are written."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The formats that we write, by their names in a header (huggingface.co/docs/safetensors).
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+BLOCK = 1 << 24  # bytes handed over at once: enough for a disk, little beside a tensor
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class TensorFile:
+    """One file; the header comes first, so all formats and shapes are told before the first tensor.
+
+    While a tensor is written by this thread, a second one hashes it and a third makes the disk take what is written:
+    beside the tensor at hand nothing is held. OSError where the disk refuses.
+    """
+
+    def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
+        # Wide formats first, so that every tensor begins at a multiple of its item size.
+        self.names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
+        self._shapes, self._path, self._next, self._missing = shapes, path, 0, 0
+        self._digest, self._helpers = hashlib.sha256(), ThreadPoolExecutor(2)
+        self._flushed: Future[None] | None = None
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
+        try:
+            path.chmod(path.parent.stat().st_mode & 0o666)  # read by those who may read the folder
+            self._write(memoryview(self._header(metadata or {})))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _header(self, metadata: Mapping[str, str]) -> bytes:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        end = 0
+        for name in self.names:
+            dtype, shape = self._shapes[name]
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor of `names`, or its next rows."""
+        if not self._missing:
+            self._missing = math.prod(self._shapes[self.names[self._next]][1])
+            self._next += 1
+        expected = self.names[self._next - 1]
+        dtype, shape = self._shapes[expected]
+        fits = tensor.dtype == dtype and tuple(tensor.shape[1:]) == shape[1:] and tensor.numel() <= self._missing
+        assert name == expected and (fits or not shape), (name, expected, tensor.shape)
+        self._missing -= tensor.numel()
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            self._write(flat.view(torch.uint8).numpy().data)
+
+    def _write(self, data: memoryview) -> None:
+        hashed = self._helpers.submit(self._digest.update, data)
+        try:
+            for start in range(0, len(data), BLOCK):
+                block = data[start : start + BLOCK]
+                done = 0
+                while done < len(block):
+                    done += self._file.write(block[done:])
+                if self._flushed is None or self._flushed.done():  # so that little is left to wait for at the end
+                    self._check_flushed()
+                    self._flushed = self._helpers.submit(os.fsync, self._file.fileno())
+        except OSError as failure:
+            raise OSError(failure.errno, failure.strerror, str(self._path)) from failure
+        finally:
+            hashed.result()
+
+    def _check_flushed(self) -> None:
+        """Raise what the disk said: it says so once, and not again at the end."""
+        if self._flushed is not None:
+            self._flushed.result()
+
+    def close(self) -> dict[str, Any]:
+        """Make the content durable; return its hash and size, for meta.json."""
+        assert self._next == len(self.names) and not self._missing, self.names[self._next - 1 :]
+        try:
+            self._check_flushed()
+            os.fsync(self._file.fileno())
+            size = self._file.tell()
+        finally:
+            self.abandon()
+        return {"sha256": self._digest.hexdigest(), "bytes": size}
+
+    def abandon(self) -> None:
+        """Let go of the file without finishing it."""
+        self._helpers.shutdown()
+        self._file.close()
+
+
+def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What a TensorFile is to be told of tensors, sharded ones with their whole shapes."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Write a whole file; return its hash and size. OSError where the disk refuses."""
+    file = TensorFile(path, shapes_of(tensors.items()), metadata)
+    try:
+        for name in file.names:
+            file.add(name, tensors[name])
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
