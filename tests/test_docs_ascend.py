@@ -73,7 +73,8 @@ def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
 # What the project says to a bad input, as the code has it and as a reader will look for it.
 REFUSALS = """
     but the launcher started local rank|NPROC_PER_NODE must be from 1 to|--kernels fused was asked for, but
-    NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16|not finite, update skipped
+    NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16|, update skipped
+    more than six sigma above the last 128
     is for inference only, it cannot train|--compile was asked for, but cannot be used
     total_batch_size must be a multiple of|npu-smi: not found|no CANN was found|Python 3.10 or later is needed
 """

@@ -88,9 +88,12 @@ def pressed_in(patch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> N
     patch.setattr(place, name, pressed)
 
 
-PLACES = [("update", loop, "update", 7, 7), ("evaluation", loss_eval, "bits_per_byte", 1, 10),
-          ("last evaluation", loss_eval, "bits_per_byte", 2, 20),
-          ("compilation", compiling, "compiled", 1, 0)]  # fmt: skip
+PLACES = [
+    ("update", loop, "update", 7, 7),
+    ("evaluation", loss_eval, "bits_per_byte", 1, 10),
+    ("last evaluation", loss_eval, "bits_per_byte", 2, 20),
+    ("compilation", compiling, "compiled", 1, 0),
+]
 
 
 @pytest.mark.parametrize(("place", "name", "call", "step"), [case[1:] for case in PLACES], ids=[c[0] for c in PLACES])
