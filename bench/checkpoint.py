@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat import device, parallel, saving, step_files
-from nanochat.common import UserError, base_dir, log, run
+from nanochat.common import UserError, base_dir, fsync_path, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import Optimizers, Rates
@@ -40,15 +40,6 @@ BLOCK = 1 << 24  # bytes of a raw write
 QUICK = GPTConfig(sequence_len=128, vocab_size=8192, n_layer=8, n_head=4, n_kv_head=4, n_embd=512)
 LARGE = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024)
 SHARDED = GPTConfig(sequence_len=128, vocab_size=32768, n_layer=2, n_head=4, n_kv_head=4, n_embd=512)
-
-
-def synced(path: Path) -> None:
-    """Wait until the disk has a file."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def raw(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -65,14 +56,14 @@ def raw(tensors: dict[str, Tensor], folder: Path) -> None:
 def safetensors_save(tensors: dict[str, Tensor], folder: Path) -> None:
     """safetensors' writer, synced, without a hash."""
     save_file(tensors, folder / "new")
-    synced(folder / "new")
+    fsync_path(folder / "new")
     os.replace(folder / "new", folder / "theirs.safetensors")
 
 
 def torch_save(tensors: dict[str, Tensor], folder: Path) -> None:
     """torch.save, synced, without a hash."""
     torch.save(tensors, folder / "new")
-    synced(folder / "new")
+    fsync_path(folder / "new")
     os.replace(folder / "new", folder / "theirs.pt")
 
 

@@ -63,9 +63,9 @@ def warn(message: str) -> None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make renames inside a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make a file's content durable, or of a folder the renames inside it."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -82,7 +82,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        fsync_dir(path.parent)
+        fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

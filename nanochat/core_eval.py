@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 
 from nanochat import download, parallel
-from nanochat.common import UserError, base_dir, fsync_dir, log
+from nanochat.common import UserError, base_dir, fsync_path, log
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
         if found is None:
             raise UserError(f"{archive} holds no core.yaml; delete it and try again. {hint}")
         os.rename(found.parent, target)
-    fsync_dir(base)
+    fsync_path(base)
     archive.unlink()
     return target
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import requests
 
-from nanochat.common import UserError, fsync_dir, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_json
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one
 SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
@@ -225,7 +225,7 @@ def _attempt(remote: Remote, job: _Job) -> Fetched:
         size = f.tell()
         os.replace(part, remote.path)
     _etag_file(remote.path).unlink(missing_ok=True)
-    fsync_dir(remote.path.parent)
+    fsync_path(remote.path.parent)
     return Fetched(remote.path, size, promised)
 
 

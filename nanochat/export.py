@@ -16,7 +16,7 @@ from tyro.conf import Positional
 from nanochat import bpe, device
 from nanochat import checkpoint_manager as checkpoints
 from nanochat.checkpoint_manager import Loaded
-from nanochat.common import UserError, fsync_dir, log, run, write_atomic, write_json
+from nanochat.common import UserError, fsync_path, log, run, write_atomic, write_json
 from nanochat.tensor_files import write_tensors
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -99,7 +99,7 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
         tensors = {name: value.detach().to(wanted) for name, value in loaded.model.named_parameters()}
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         os.rename(temporary, folder)
-        fsync_dir(folder.parent)
+        fsync_path(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

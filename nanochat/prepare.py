@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from nanochat import tokenise
-from nanochat.common import UserError, fsync_dir, log, read_json, run, sha256_of, warn, write_json
+from nanochat.common import UserError, fsync_path, log, read_json, run, sha256_of, warn, write_json
 from nanochat.conversation import Conversation
 from nanochat.dataset import Corpus, shards
 from nanochat.mixing import resolve_data
@@ -295,7 +295,7 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
         write_json(temporary / META, {"key": key, "arrays": sorted(arrays), "sha256": digests, **about})
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
-        fsync_dir(folder.parent)
+        fsync_path(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, fsync_dir, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_json
 
 COLUMN = "text"
 ABOUT = "corpus.json"
@@ -132,7 +132,7 @@ def write_shards(
             shutil.rmtree(old)
         else:
             temporary.rename(folder)
-        fsync_dir(folder.parent)
+        fsync_path(folder.parent)
         return content
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UserError, fsync_dir, read_json, sha256_of, to_json, warn, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
 HASHERS = 4  # threads that read files back: Python lets go of its lock while it hashes
@@ -37,11 +37,7 @@ def step_dir(folder: Path, step: int) -> Path:
 
 def seal(path: Path) -> dict[str, Any]:
     """Make a file's content durable; return its size and hash, for meta.json."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
@@ -57,11 +53,11 @@ def _digest(content: dict[str, Any]) -> str:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a complete folder its name; the name never shows a part."""
-    fsync_dir(temporary)
+    fsync_path(temporary)
     if final.exists():
         delete(final)
     os.rename(temporary, final)
-    fsync_dir(final.parent)
+    fsync_path(final.parent)
 
 
 def delete(folder: Path) -> None:
@@ -104,8 +100,8 @@ def set_aside(folder: Path, after: int) -> Path | None:
         shutil.copy2(metrics, target)
     for step in reversed(later):  # a kill in between leaves the older ones, which is where a run would go on
         os.rename(step_dir(folder, step), step_dir(target, step))
-    fsync_dir(target)
-    fsync_dir(folder)
+    fsync_path(target)
+    fsync_path(folder)
     return target
 
 

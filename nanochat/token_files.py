@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import UserError, fsync_dir, log, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, log, read_json, sha256_of, write_json
 from nanochat.progress import Progress
 
 META = "meta.json"
@@ -175,7 +175,7 @@ class PartWriter:
             file.flush()
             os.fsync(file.fileno())
             os.replace(self._path(kind, temporary=True), self._path(kind))
-        fsync_dir(self.folder)
+        fsync_path(self.folder)
         return {
             "name": self.name,
             "tokens": self.tokens,

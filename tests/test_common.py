@@ -316,7 +316,7 @@ if phase == "writing":
         temporary.write_text("half of the n")
         die()
 setattr(os, {"sync": "fsync", "rename": "replace"}.get(phase, "none"), die)
-if phase == "after": common.fsync_dir = die
+if phase == "after": common.fsync_path = die
 common.write_atomic(path, "new")
 """
 
