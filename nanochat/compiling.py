@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from nanochat import device, memory, parallel
+from nanochat import device, host, memory, parallel
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 
@@ -60,6 +60,6 @@ def compiled(
         fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
-    memory.trim()
+    host.give_freed_memory_back()
     log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast

@@ -1,7 +1,6 @@
 """Memory of an accelerator: what this process may still take, what a pass took, and what to try when it ran out."""
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 
 from nanochat import device
@@ -58,12 +57,6 @@ def saving(tokens: int, compute: Compute) -> Iterator[None]:
     reasons = ("materialized_backward", "used_far_apart", "long_fusible_chains", "reductions")  # to keep what is cheap
     with config.patch({f"ban_recompute_{reason}": False for reason in reasons}):
         yield
-
-
-def trim() -> None:
-    """Give back to the host what the C library holds of freed memory, where it can (glibc): after compiling, 0.5 GB."""
-    if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        give_back(0)
 
 
 def ran_out(failure: BaseException) -> bool:

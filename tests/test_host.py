@@ -1,10 +1,15 @@
 """The host's processor, compiler and allocator."""
 
 import ctypes
+import platform
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from nanochat import host
 
 STEP = """
 import ctypes, sys
@@ -29,3 +34,15 @@ print((ask().mapped - before) >> 20)
 def test_large_tensors_come_from_memory_that_stays_when_they_are_freed(how: str, mapped: int) -> None:
     done = subprocess.run([sys.executable, "-c", STEP, how], capture_output=True, text=True, check=True)
     assert int(done.stdout) == mapped, "MB mapped from fresh pages"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
+def test_it_gives_freed_memory_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+    blocks = [b"x" * 2**14 for _ in range(4096)]  # 64 MB in blocks too small to be mapped by themselves
+    del blocks[:-1]  # the last one keeps the heap from shrinking by itself
+    before = resident()
+    host.give_freed_memory_back()
+    assert before - resident() > 2**25
