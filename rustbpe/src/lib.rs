@@ -2,7 +2,7 @@
 //!
 //! A text is cut into pieces (`split`, by hand in `scan` with `classes`, else by a regular expression). Training counts
 //! the pieces (`count`, by threads in `feed`), lays them out (`words`) and merges pairs (`train`, `neighbours`).
-//! Encoding looks pieces up (`cache`, `long_cache`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`); `model` is the whole.
+//! Encoding looks pieces up (`cache`, `store`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`); `model` is the whole.
 //!
 //! All of that knows no Python and reports every mistake as an [`Error`]. The binding (`py` and its parts; feature
 //! `python`) only converts arguments, results and errors.
@@ -14,12 +14,12 @@ mod encode;
 mod error;
 mod feed;
 mod key;
-mod long_cache;
 mod model;
 mod neighbours;
 mod prefetch;
 mod scan;
 mod split;
+mod store;
 mod threads;
 mod train;
 mod trie;
@@ -48,8 +48,8 @@ pub use vocabulary::Vocabulary;
 
 /// The first 256 ids are the byte values; merged tokens follow in the order they were learned.
 pub const BYTES: u32 = 256;
-/// The largest vocabulary: the trainer keeps one bit of a symbol for itself.
-pub const MAX_VOCAB_SIZE: u32 = (1 << 31) - 1;
+/// The largest vocabulary: trainer and trie keep two bits of a number for themselves.
+pub const MAX_VOCAB_SIZE: u32 = 1 << 30;
 
 /// Two neighbouring tokens.
 pub type Pair = (u32, u32);
