@@ -48,8 +48,8 @@ pub use vocabulary::Vocabulary;
 
 /// The first 256 ids are the byte values; merged tokens follow in the order they were learned.
 pub const BYTES: u32 = 256;
-/// The largest vocabulary: trainer and trie keep two bits of a number for themselves.
-pub const MAX_VOCAB_SIZE: u32 = 1 << 30;
+/// The largest vocabulary: the trainer keeps one bit of a symbol for itself.
+pub const MAX_VOCAB_SIZE: u32 = (1 << 31) - 1;
 
 /// Two neighbouring tokens.
 pub type Pair = (u32, u32);

@@ -7,6 +7,8 @@ use crate::{key, Error, Pair, BYTES};
 
 /// Bits of the filter that answers most questions about merges: 16 for each of 65,536 merges.
 const FILTER_BITS: usize = 1 << 20;
+/// Of all tokens together: so many nodes and tokens the trie can number.
+const MOST_BYTES: usize = 1 << 29;
 
 /// The 256 byte values and the tokens that merges make of them. Immutable.
 pub struct Vocabulary {
@@ -45,10 +47,13 @@ impl Vocabulary {
             if newest >= id {
                 return Err(Error::BadMerge { token: newest });
             }
-            for part in [left, right] {
-                bytes.extend_from_within(range(&ends, part));
+            let parts_bytes = [range(&ends, left), range(&ends, right)];
+            let all = bytes.len() + parts_bytes.iter().map(|range| range.len()).sum::<usize>();
+            if all > MOST_BYTES {
+                return Err(Error::TooLongTokens { bytes: all, most: MOST_BYTES });
             }
-            ends.push(u32::try_from(bytes.len()).map_err(|_| Error::TooMuchText { bytes: bytes.len() as u64 })?);
+            parts_bytes.into_iter().for_each(|range| bytes.extend_from_within(range));
+            ends.push(bytes.len() as u32);
             parts.push((left, right));
             let (word, bit) = filter_bit(hash(left, right));
             filter[word] |= bit;
