@@ -1,7 +1,7 @@
 //! Text to tokens.
 //!
 //! Merging pairs again and again, as the definition has it, is slow. But its result is the only sequence of tokens for
-//! the text in which any two neighbours may meet ([`Vocabulary::may_meet`]). So the longest token that fits is tried at
+//! the text in which any two neighbours may meet ([`Vocabulary::may_meet_at`]). So the longest token that fits is tried at
 //! each place, then shorter ones; where none does, the step before is taken back. A place from which there was no way on
 //! is not tried again, so the time grows with the length of the piece and not faster.
 //!
@@ -86,7 +86,8 @@ fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, id
     let mut at = 0;
     let (mut candidate, mut end) = vocabulary.longest(piece, 0);
     while at < piece.len() {
-        let fits = !dead[end] && (ids.len() == first || vocabulary.may_meet(ids[ids.len() - 1], candidate));
+        let fits =
+            !dead[end] && (ids.len() == first || vocabulary.may_meet_at(piece, at, ids[ids.len() - 1], candidate));
         if fits {
             ids.push(candidate);
             at = end;

@@ -2,6 +2,7 @@
 
 use hashbrown::HashMap;
 
+use crate::borders::{Borders, Filter};
 use crate::trie::{Trie, NONE};
 use crate::{key, Error, Pair, BYTES};
 
@@ -16,8 +17,9 @@ pub struct Vocabulary {
     parts: Vec<Pair>,
     /// The number of a merged token, at the place that the hash of its pair says or at the next one that was free.
     merges: Vec<u32>,
-    /// A bit for the hash of each pair in `merges`. Where it is not set, there is no such merge.
-    filter: Vec<u64>,
+    /// The hashes of all pairs in `merges`.
+    filter: Filter,
+    borders: Borders,
     /// The bytes of all tokens, one after another.
     bytes: Vec<u8>,
     /// Where each token's bytes end.
@@ -41,7 +43,7 @@ impl Vocabulary {
         let mut bytes: Vec<u8> = (0..=255).collect();
         let mut ends: Vec<u32> = (1..=BYTES).collect();
         let mut parts: Vec<Pair> = (0..BYTES).map(|byte| (byte, byte)).collect();
-        let mut filter = vec![0; FILTER_BITS / 64];
+        let mut filter = Filter::new(FILTER_BITS);
         for (id, &(left, right)) in (BYTES..).zip(merges) {
             let newest = left.max(right);
             if newest >= id {
@@ -55,8 +57,7 @@ impl Vocabulary {
             parts_bytes.into_iter().for_each(|range| bytes.extend_from_within(range));
             ends.push(bytes.len() as u32);
             parts.push((left, right));
-            let (word, bit) = filter_bit(hash(left, right));
-            filter[word] |= bit;
+            filter.add(hash(left, right));
         }
         let tokens = (0..ends.len() as u32).map(|id| &bytes[range(&ends, id)]);
         let trie = Trie::new(tokens.clone());
@@ -65,8 +66,10 @@ impl Vocabulary {
             Head { shorter, length: token.len() as u32 }
         };
         let heads = tokens.map(head).collect();
+        let token = |id: u32| &bytes[range(&ends, id)];
+        let borders = Borders::new(merges.iter().map(|&(left, right)| (token(left), token(right))));
         let merges = table(&parts);
-        Ok(Self { parts, merges, filter, bytes, ends, heads, trie })
+        Ok(Self { parts, merges, filter, borders, bytes, ends, heads, trie })
     }
 
     /// From the bytes of every token by id, as tiktoken keeps a vocabulary. The merges are found again: a token is made
@@ -133,8 +136,7 @@ impl Vocabulary {
     #[inline]
     fn made(&self, left: u32, right: u32) -> u32 {
         let hash = hash(left, right);
-        let (word, bit) = filter_bit(hash);
-        if self.filter[word] & bit == 0 {
+        if !self.filter.may_have(hash) {
             return NONE;
         }
         let mut place = hash as usize & (self.merges.len() - 1);
@@ -147,7 +149,13 @@ impl Vocabulary {
         }
     }
 
-    /// Whether merging leaves these two tokens side by side.
+    /// Whether merging leaves these two tokens side by side at a place of a text.
+    #[inline]
+    pub fn may_meet_at(&self, text: &[u8], place: usize, left: u32, right: u32) -> bool {
+        !self.borders.may_be_crossed(text, place) || self.may_meet(left, right)
+    }
+
+    /// The same wherever they stand.
     ///
     /// Follows the border between them back in time. The younger of the two came into being last; before that, one of
     /// its halves stood at the border. A merge across the border would have been made if it was learned before the
@@ -184,12 +192,6 @@ fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
 fn hash(left: u32, right: u32) -> u64 {
     let product = u128::from(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
     (product >> 64) as u64 ^ product as u64
-}
-
-#[inline]
-fn filter_bit(hash: u64) -> (usize, u64) {
-    let bit = (hash >> 32) as usize % FILTER_BITS;
-    (bit / 64, 1 << (bit % 64))
 }
 
 /// The numbers of merged tokens by the hashes of their pairs; at least half of the places are free.
