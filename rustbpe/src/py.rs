@@ -12,11 +12,13 @@ use crate::{threads, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, G
 
 /// Texts are handed to the counting threads when they fill this much, however many they are.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Texts are handed to the encoding threads when they fill this much for each: little, so that it is still in the
-/// processor's caches when they read it.
-const ENCODE_BYTES: usize = 1 << 20;
-/// And this much for all, however many they are.
-const MOST_ENCODE_BYTES: usize = 64 << 20;
+/// Texts are encoded when they fill this much: little, so that they are still in the processor's caches, and the same
+/// memory serves again and again.
+const ENCODE_BYTES: usize = 1 << 18;
+/// For each of many threads, as starting them takes its time.
+const THREAD_BYTES: usize = 1 << 20;
+/// For all threads, however many they are.
+const MOST_BYTES: usize = 64 << 20;
 
 /// What a pickle holds: pattern and merges.
 type State<'py> = (Option<String>, Bound<'py, PyBytes>);
@@ -240,7 +242,7 @@ impl Tokenizer {
         };
         let model = self.model();
         let mut texts = Texts::new(texts, "texts")?;
-        let bytes = threads.saturating_mul(ENCODE_BYTES).min(MOST_ENCODE_BYTES);
+        let bytes = if threads == 1 { ENCODE_BYTES } else { threads.saturating_mul(THREAD_BYTES).min(MOST_BYTES) };
         let mut first = 0;
         loop {
             let held = texts.hold(py, bytes)?;
