@@ -1,9 +1,9 @@
 //! The tokens of pieces that were met before.
 //!
-//! One table of bounded size. A piece may stand at one of eight neighbouring places; it takes the first that is free, so
-//! that frequent pieces, which come early, mostly stand where they are looked for first.
-//! A place holds up to three tokens. If there are more, or if the piece is too long for its key to hold its bytes, what
-//! does not fit lies in a [`Store`].
+//! One table of bounded size. A piece may stand at one of eight neighbouring places. It takes the first that is free, and
+//! when it is asked for it changes places with the one that stands at its first, where the next look finds it. A place
+//! holds up to three tokens. If there are more, or if the piece is too long for its key to hold its bytes, what does not
+//! fit lies in a [`Store`].
 
 use crate::key::Key;
 use crate::prefetch::prefetch;
@@ -56,7 +56,8 @@ impl Cache {
         if self.places[home].key != key {
             let known = |&place: &usize| self.places[place].key == key || self.places[place].key == Key::NONE;
             match (1..WAYS).map(|way| home ^ way).find(known) {
-                // What is asked for now will be asked for again: let it be found at once.
+                // What is asked for now will be asked for again: let it be found at once. The other one may thereby come
+                // behind a free place, where it is not found: then it is encoded once more.
                 Some(found) if self.places[found].key == key => self.places.swap(home, found),
                 _ => return false,
             }
