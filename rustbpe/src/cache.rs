@@ -7,10 +7,10 @@
 
 use crate::key::Key;
 use crate::prefetch::prefetch;
-use crate::store::Store;
+use crate::store::{Record, Store};
 
 /// Tokens that fit in a place.
-const TOKENS: usize = 3;
+pub const TOKENS: usize = 3;
 /// Of a length: the ids are those of a record of the store.
 const STORED: u32 = u32::MAX;
 /// Places where a piece may stand.
@@ -26,6 +26,16 @@ struct Place {
 }
 
 const EMPTY: Place = Place { key: Key::NONE, length: 0, ids: [0; TOKENS] };
+
+/// What a cache knows of a piece.
+#[derive(Clone, Copy)]
+pub enum Known {
+    Nothing,
+    /// The first so many of these tokens.
+    Few([u32; TOKENS], usize),
+    /// What lies in the store.
+    Stored(Record),
+}
 
 /// One thread's cache. It begins small and doubles up to its bound.
 pub struct Cache {
@@ -49,28 +59,44 @@ impl Cache {
         prefetch(&self.places, self.home(hash));
     }
 
-    /// Append the tokens of a piece to `ids`, if they are known.
-    #[inline]
-    pub fn get(&mut self, key: Key, hash: u64, piece: &[u8], ids: &mut Vec<u32>) -> bool {
+    /// What is known of a piece.
+    #[inline(always)]
+    pub fn get(&mut self, key: Key, hash: u64) -> Known {
         let home = self.home(hash);
-        if self.places[home].key != key {
-            let known = |&place: &usize| self.places[place].key == key || self.places[place].key == Key::NONE;
-            match (1..WAYS).map(|way| home ^ way).find(known) {
-                // What is asked for now will be asked for again: let it be found at once. The other one may thereby come
-                // behind a free place, where it is not found: then it is encoded once more.
-                Some(found) if self.places[found].key == key => self.places.swap(home, found),
-                _ => return false,
+        if self.places[home].key != key && !self.bring(key, home) {
+            return Known::Nothing;
+        }
+        let Place { length, ids, .. } = self.places[home];
+        if length == STORED {
+            Known::Stored(ids)
+        } else {
+            Known::Few(ids, length as usize)
+        }
+    }
+
+    /// Whether a piece stands at another place than its first. What is asked for now will be asked for again, so it
+    /// changes places with the one that stands there. That one may thereby come behind a free place, where it is not
+    /// found: then it is encoded once more.
+    fn bring(&mut self, key: Key, home: usize) -> bool {
+        for place in (1..WAYS).map(|way| home ^ way) {
+            let other = self.places[place].key;
+            if other == key {
+                self.places.swap(home, place);
+                return true;
+            }
+            if other == Key::NONE {
+                return false;
             }
         }
-        let place = &self.places[home];
-        if place.length == STORED {
-            return self.store.get(place.ids, if key.is_long() { piece } else { &[] }, ids);
+        false
+    }
+
+    /// Append the tokens that lie in the store, if there are any and they are this piece's.
+    pub fn stored(&self, known: Known, key: Key, piece: &[u8], ids: &mut Vec<u32>) -> bool {
+        match known {
+            Known::Stored(record) => self.store.get(record, if key.is_long() { piece } else { &[] }, ids),
+            Known::Few(..) | Known::Nothing => false,
         }
-        // All three, whatever their number: that needs no guess of it.
-        let end = ids.len() + place.length as usize;
-        ids.extend_from_slice(&place.ids);
-        ids.truncate(end);
-        true
     }
 
     /// Keep the tokens of a piece.
@@ -141,10 +167,18 @@ mod tests {
         cache.put(key(&piece), key(&piece).hash(), &piece, &tokens(number));
     }
 
+    fn get(cache: &mut Cache, key: Key, piece: &[u8], ids: &mut Vec<u32>) -> bool {
+        match cache.get(key, key.hash()) {
+            Known::Few(tokens, number) => ids.extend_from_slice(&tokens[..number]),
+            known => return cache.stored(known, key, piece, ids),
+        }
+        true
+    }
+
     fn found(cache: &mut Cache, piece: &[u8]) -> Option<Vec<u32>> {
         let (key, mut ids) = (key(piece), vec![7]);
         cache.expect(key.hash());
-        let known = cache.get(key, key.hash(), piece, &mut ids);
+        let known = get(cache, key, piece, &mut ids);
         assert!(ids[0] == 7 && known == (ids.len() > 1));
         known.then(|| ids[1..].to_vec())
     }
@@ -180,8 +214,8 @@ mod tests {
         let key = Key::long(b"a long piece of text");
         cache.put(key, key.hash(), b"a long piece of text", &[1, 2]);
         let mut ids = Vec::new();
-        assert!(!cache.get(key, key.hash(), b"a long piece of toxt", &mut ids));
-        assert!(cache.get(key, key.hash(), b"a long piece of text", &mut ids));
+        assert!(!get(&mut cache, key, b"a long piece of toxt", &mut ids));
+        assert!(get(&mut cache, key, b"a long piece of text", &mut ids));
         assert_eq!(ids, [1, 2]);
     }
 

@@ -7,7 +7,7 @@
 //!
 //! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Known, TOKENS};
 use crate::key::{Key, LONGEST_KEY};
 use crate::trie::NONE;
 use crate::{Error, Splitter, Vocabulary};
@@ -67,13 +67,28 @@ pub fn encode(
 }
 
 fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    // Most pieces are known and have few tokens. These wait here, to be appended together.
+    let (mut few, mut number) = ([0; TOKENS * BATCH], 0);
     for &Waiting { start, end, key, hash } in waiting {
-        let (piece, first) = (&text[start..end], ids.len());
-        if !scratch.cache.get(key, hash, piece, ids) {
-            encode_piece(vocabulary, piece, scratch, ids);
-            scratch.cache.put(key, hash, piece, &ids[first..]);
+        match scratch.cache.get(key, hash) {
+            Known::Few(tokens, length) => {
+                // All of them, whatever their number: that needs no guess of it.
+                few[number..number + TOKENS].copy_from_slice(&tokens);
+                number += length;
+                continue;
+            }
+            known => {
+                ids.extend_from_slice(&few[..number]);
+                number = 0;
+                let (piece, first) = (&text[start..end], ids.len());
+                if !scratch.cache.stored(known, key, piece, ids) {
+                    encode_piece(vocabulary, piece, scratch, ids);
+                    scratch.cache.put(key, hash, piece, &ids[first..]);
+                }
+            }
         }
     }
+    ids.extend_from_slice(&few[..number]);
 }
 
 /// Append the tokens of one piece.

@@ -1,12 +1,13 @@
 //! Byte pair encoding: learn merges from texts, then encode and decode with them.
 //!
-//! A text is cut into pieces (`split`, by hand in `scan` with `classes`, else by a regular expression). Training counts
+//! A text is cut into pieces (`split`, by hand in `scan` with `block` and `classes`, else by a regular expression). Training counts
 //! the pieces (`count`, by threads in `feed`), lays them out (`words`) and merges pairs (`train`, `neighbours`).
 //! Encoding looks pieces up (`cache`, `store`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`, `borders`); `model` is the whole.
 //!
 //! All of that knows no Python and reports every mistake as an [`Error`]. The binding (`py` and its parts; feature
 //! `python`) only converts arguments, results and errors.
 
+mod block;
 mod borders;
 mod cache;
 mod classes;

@@ -13,6 +13,7 @@
 //!
 //! Where Han letters stand apart, `\p{Han}+` or `\p{Han}{1,N}` comes second, and a word's letters are the others.
 
+use crate::block::{starts, BLOCK};
 use crate::classes::{Classes, HAN, LETTER, NEWLINE, NUMBER, SPACE};
 
 /// One pattern of the family.
@@ -55,9 +56,16 @@ impl Scanner {
         let scan = Scan { text: text.as_bytes(), classes: Classes::get(), scanner: *self };
         let mut start = 0;
         while start < text.len() {
-            let end = scan.piece(start);
-            take(start, end);
-            start = end;
+            let (first, mut ends) = match scan.block(start) {
+                0 => (scan.piece(start), 1),
+                ends => (start, ends),
+            };
+            while ends != 0 {
+                let end = first + ends.trailing_zeros() as usize;
+                take(start, end);
+                start = end;
+                ends &= ends - 1;
+            }
         }
     }
 }
@@ -70,6 +78,18 @@ struct Scan<'t> {
 }
 
 impl Scan<'_> {
+    /// Where pieces end, the first of which begins at `start`, as bits; none if another way is better.
+    #[inline]
+    fn block(&self, start: usize) -> u64 {
+        match self.text.get(start..start + BLOCK).and_then(|bytes| bytes.try_into().ok()) {
+            // What is beyond ASCII is often followed by more of that.
+            Some(bytes) if load(self.text, start).is_some_and(|word| word & 0x8080_8080_8080_8080 == 0) => {
+                starts(bytes, self.scanner.digits)
+            }
+            _ => 0,
+        }
+    }
+
     /// Where the piece that begins at `start` ends.
     #[inline]
     fn piece(&self, start: usize) -> usize {
