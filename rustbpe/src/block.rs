@@ -143,7 +143,7 @@ impl Kinds {
             let word = eight.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
             let bits = |high: u64| ((high >> 7 & LOW).wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * part);
             let blank = within(word, b' ', b' ');
-            kinds.letter |= bits(within(word | 0x20 * LOW, b'a', b'z'));
+            kinds.letter |= bits(within(word | (0x20 * LOW), b'a', b'z'));
             kinds.digit |= bits(within(word, b'0', b'9'));
             kinds.space |= bits(blank | within(word, b'\t', b'\r'));
             kinds.newline |= bits(within(word, b'\n', b'\n') | within(word, b'\r', b'\r'));
