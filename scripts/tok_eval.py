@@ -93,20 +93,25 @@ class Published:
     files: tuple[str, ...] = ()  # tiktoken names them by the SHA-1 of their addresses; none if it does not know it
 
 
-def counted(*tokens: int) -> dict[str, int]:
-    """Tokens of the samples, in their order."""
-    return dict(zip(SAMPLES, tokens, strict=True))
-
-
 # Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's from the file in Alibaba's package dashscope
 # 2.0.2, SHA-256 b2b1b8df.... Count again where a sample changes.
 PUBLISHED = {
     "gpt2": Published(
-        50_256, counted(236, 772, 315, 77), ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json")
+        50_256,
+        {"English": 236, "Chinese": 772, "code": 315, "digits": 77},
+        ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"),
     ),
-    "cl100k_base": Published(100_256, counted(229, 477, 206, 93), ("encodings/cl100k_base.tiktoken",)),
-    "o200k_base": Published(199_998, counted(224, 302, 209, 93), ("encodings/o200k_base.tiktoken",)),
-    "qwen": Published(151_643, counted(229, 227, 206, 157)),
+    "cl100k_base": Published(
+        100_256,
+        {"English": 229, "Chinese": 477, "code": 206, "digits": 93},
+        ("encodings/cl100k_base.tiktoken",),
+    ),
+    "o200k_base": Published(
+        199_998,
+        {"English": 224, "Chinese": 302, "code": 209, "digits": 93},
+        ("encodings/o200k_base.tiktoken",),
+    ),
+    "qwen": Published(151_643, {"English": 229, "Chinese": 227, "code": 206, "digits": 157}),
 }
 PUBLISHED_AT = "https://openaipublic.blob.core.windows.net/"
 
