@@ -264,8 +264,8 @@ check_imports() {
     fi
     # Without the variable that some hosts set: what is compiled to bytecode here saves a second per process later.
     if ! step "a first import" env -u PYTHONDONTWRITEBYTECODE "$SETUP_VENV/bin/python" -c "import $modules"; then
-        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later, or macOS 14." \
-            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 以上的 64 位 Linux，或 macOS 14。"
+        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later." \
+            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 以上的 64 位 Linux。"
     fi
 }
 

@@ -4,6 +4,7 @@
 #   bash speedrun.sh --data tinyworld   the embedded corpus on any device (also where there is no network)
 #   bash speedrun.sh --preset smoke     every stage in two minutes, to see that it works
 #   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; speedrun_npu.sh chooses it
+#   bash speedrun.sh --other_code       go on with a stage that was begun before the code was changed
 # NPROC_PER_NODE takes fewer devices than there are.
 # Stopped at any moment and typed again, it goes on where it was; typed again when done, it says so.
 # Data, checkpoints and the report lie in NANOCHAT_BASE_DIR, by default ~/.cache/nanochat.
@@ -13,6 +14,7 @@ source setup_env.sh
 
 preset=auto
 data=auto
+accepted=() # flags of all training stages
 while [ $# -gt 0 ]; do
     case $1 in
     --preset=* | --data=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
@@ -24,12 +26,13 @@ while [ $# -gt 0 ]; do
         printf -v "${1#--}" %s "$2"
         shift 2
         ;;
+    --other_code | --other-code) accepted+=(--other_code) && shift ;;
     -h | --help)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20 and --data NAME, got $1" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20 and --data NAME, and --other_code, got $1" >&2
         exit 2
         ;;
     esac
@@ -132,13 +135,13 @@ tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and
     run_stage dataset python -m nanochat.dataset --data tinyworld
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
-    stage base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}"
+    stage base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}" "${accepted[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --once
-    stage mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
+    stage mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}" "${accepted[@]}"
     stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
-    stage chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
+    stage chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}" "${accepted[@]}"
     stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
-    stage chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
+    stage chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}" "${accepted[@]}"
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
@@ -146,14 +149,14 @@ fineweb() { # SHARDS, then flags by stage in the arrays base, mid, sft and rl, a
     if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
-    stage base_train scripts.base_train --data "$data" "${base_flags[@]}"
+    stage base_train scripts.base_train --data "$data" "${base_flags[@]}" "${accepted[@]}"
     stage base_loss scripts.base_loss --once "${every[@]}"
     stage base_eval scripts.base_eval "${every[@]}"
-    stage mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}"
+    stage mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}" "${accepted[@]}"
     stage mid_eval scripts.chat_eval -i mid --once "${every[@]}"
-    stage chat_sft scripts.chat_sft "${every[@]}" "${sft_flags[@]}"
+    stage chat_sft scripts.chat_sft "${every[@]}" "${sft_flags[@]}" "${accepted[@]}"
     stage sft_eval scripts.chat_eval -i sft --once "${every[@]}"
-    stage chat_rl scripts.chat_rl "${every[@]}" "${rl_flags[@]}"
+    stage chat_rl scripts.chat_rl "${every[@]}" "${rl_flags[@]}" "${accepted[@]}"
     stage rl_eval scripts.chat_eval -i rl -a GSM8K --once "${every[@]}"
 }
 

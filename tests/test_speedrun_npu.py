@@ -124,6 +124,15 @@ def test_flags_are_handed_on_and_a_preset_of_the_user_wins(clone: Clone) -> None
     assert "preset tinyworld, corpus tinyworld" in clone.run("--data=tinyworld")[1]
 
 
+def test_changed_code_is_accepted_for_all_training_stages_and_for_them_alone(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run("--data", "tinyworld", "--other_code", FAKE_CARDS="2")
+    assert code == 0, out
+    calls = clone.calls.read_text().splitlines()
+    stages = {line.split(" -m ")[-1].split()[0] for line in calls if "--other_code" in line}
+    assert stages == {"scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"}
+
+
 def test_without_an_npu_it_says_so_and_goes_on_as_speedrun(clone: Clone) -> None:
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
     assert code == 0, out
