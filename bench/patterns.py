@@ -1,7 +1,7 @@
 """Split patterns by what a small model makes of them: bits per byte of held-out English and Chinese text.
 
 python -m bench.corpus DIR
-python -m bench.patterns --corpus DIR                                # an hour and a half of one CPU core
+python -m bench.patterns --corpus DIR                                # about an hour of one CPU core
 python -m bench.patterns --corpus DIR --patterns nanochat han --seeds 1 2 3
 python -m bench.patterns --corpus DIR --equal flops                  # as much training for all instead of as much text
 
