@@ -23,7 +23,7 @@ LEAST_GAIN = 5.0  # points
 LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
 MOST_OF_CONTROLS = 2.0  # points that the mean of the controls may be away from zero
 FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
-         "--init_lr_frac=0.01")  # fmt: skip
+         "--init_lr_frac=0.013", "--embedding_lr=0.03", "--scalar_lr=0.05")  # fmt: skip
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 
@@ -37,7 +37,7 @@ class Config:
     """true runs, and as many with shuffled rewards"""
     num_iterations: int = 300
     """steps of each run"""
-    eval_examples: int = 400
+    eval_examples: int = 1600
     """problems of a measurement"""
     jobs: int = max((os.cpu_count() or 1) // 2, 1)
     """runs at a time, of one thread each; on one accelerator take 1"""

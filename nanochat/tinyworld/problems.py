@@ -179,7 +179,7 @@ def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
-def rl_evaluation(seed: int = 0, size: int = 400, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
+def rl_evaluation(seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
     """What RL is measured on: the same sums in held-out wordings; or sums that are in no training, unseen."""
     part: MentalPart = "unseen" if unseen else "practised"
     return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True)
