@@ -22,6 +22,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 MUST_RUN_IN_CI = ("browser", "contract", "npu")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Minutes long each: begun last, one of them would keep the other processes waiting at the end.
+    items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
+
+
 def in_ci() -> bool:
     return os.environ.get("CI") == "true"
 

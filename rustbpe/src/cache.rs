@@ -1,167 +1,195 @@
-//! The tokens of short pieces that were met before.
+//! The tokens of pieces that were met before.
 //!
-//! Two tables of bounded size. The near one is small enough for the processor's own cache and has what was asked for
-//! last: nine of ten pieces of a text. The far one has many more; there a piece may stand at one of two places side by
-//! side, which are one line of memory, and a new one takes the place of the one that came first.
+//! One table of bounded size. A piece may stand at one of eight neighbouring places. It takes the first that is free, and
+//! when it is asked for it changes places with the one that stands at its first, where the next look finds it. A place
+//! holds up to three tokens. If there are more, or if the piece is too long for its key to hold its bytes, what does not
+//! fit lies in a [`Store`].
 
 use crate::key::Key;
 use crate::prefetch::prefetch;
+use crate::store::Store;
 
-/// Pieces of more tokens are not kept.
-pub const MOST_TOKENS: usize = 3;
-const NEAR_PLACES: usize = 1 << 13;
-const FIRST_LINES: usize = 1 << 9;
+/// Tokens that fit in a place.
+const TOKENS: usize = 3;
+/// Of a length: the ids are those of a record of the store.
+const STORED: u32 = u32::MAX;
+/// Places where a piece may stand.
+const WAYS: usize = 8;
+const FIRST_PLACES: usize = 1 << 10;
 
 #[derive(Clone, Copy)]
+#[repr(align(32))]
 struct Place {
     key: Key,
     length: u32,
-    ids: [u32; MOST_TOKENS],
+    ids: [u32; TOKENS],
 }
 
-const EMPTY: Place = Place { key: Key::NONE, length: 0, ids: [0; MOST_TOKENS] };
-
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Line([Place; 2]);
+const EMPTY: Place = Place { key: Key::NONE, length: 0, ids: [0; TOKENS] };
 
 /// One thread's cache. It begins small and doubles up to its bound.
 pub struct Cache {
-    near: Vec<Place>,
-    far: Vec<Line>,
-    most_lines: usize,
-    /// How often a piece has been put in since the table last grew.
+    places: Vec<Place>,
+    most_places: usize,
+    /// How often a place has been filled.
     news: usize,
+    store: Store,
 }
 
 impl Cache {
-    /// A cache of up to `bytes`, beside the near table.
+    /// A cache of up to `bytes`.
     pub fn new(bytes: usize) -> Self {
-        let most_lines = (bytes / size_of::<Line>()).max(FIRST_LINES);
-        Self { near: vec![EMPTY; NEAR_PLACES], far: vec![Line([EMPTY; 2]); FIRST_LINES], most_lines, news: 0 }
+        let most_places = (bytes / 2 / size_of::<Place>()).max(FIRST_PLACES);
+        Self { places: vec![EMPTY; FIRST_PLACES], most_places, news: 0, store: Store::new(bytes / 2) }
     }
 
-    /// Whether a piece is in the near table. If not, the memory where it may stand is asked for, to be there when it is
-    /// looked at.
+    /// Ask for the memory where a piece may stand, to be there when it is looked at.
     #[inline]
-    pub fn expect(&self, key: Key, hash: u64) -> bool {
-        let near = self.near[near_place(hash)].key == key;
-        if !near {
-            prefetch(&self.far, self.line(hash));
-        }
-        near
+    pub fn expect(&self, hash: u64) {
+        prefetch(&self.places, self.home(hash));
     }
 
     /// Append the tokens of a piece to `ids`, if they are known.
     #[inline]
-    pub fn get(&mut self, key: Key, hash: u64, ids: &mut Vec<u32>) -> bool {
-        let near = &self.near[near_place(hash)];
-        if near.key == key {
-            near.append_to(ids);
-            return true;
+    pub fn get(&mut self, key: Key, hash: u64, piece: &[u8], ids: &mut Vec<u32>) -> bool {
+        let home = self.home(hash);
+        if self.places[home].key != key {
+            let known = |&place: &usize| self.places[place].key == key || self.places[place].key == Key::NONE;
+            match (1..WAYS).map(|way| home ^ way).find(known) {
+                // What is asked for now will be asked for again: let it be found at once. The other one may thereby come
+                // behind a free place, where it is not found: then it is encoded once more.
+                Some(found) if self.places[found].key == key => self.places.swap(home, found),
+                _ => return false,
+            }
         }
-        let line = self.line(hash);
-        let Some(known) = self.far[line].0.iter().find(|place| place.key == key) else { return false };
-        known.append_to(ids);
-        self.near[near_place(hash)] = *known;
+        let place = &self.places[home];
+        if place.length == STORED {
+            return self.store.get(place.ids, if key.is_long() { piece } else { &[] }, ids);
+        }
+        // All three, whatever their number: that needs no guess of it.
+        let end = ids.len() + place.length as usize;
+        ids.extend_from_slice(&place.ids);
+        ids.truncate(end);
         true
     }
 
-    /// Keep the tokens of a piece; false if they are too many.
-    pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) -> bool {
-        if ids.len() > MOST_TOKENS {
-            return false;
+    /// Keep the tokens of a piece.
+    pub fn put(&mut self, key: Key, hash: u64, piece: &[u8], ids: &[u32]) {
+        let mut new = Place { key, length: ids.len() as u32, ids: [0; TOKENS] };
+        if !key.is_long() && ids.len() <= TOKENS {
+            new.ids[..ids.len()].copy_from_slice(ids);
+        } else {
+            let Some(record) = self.store.put(if key.is_long() { piece } else { &[] }, ids) else { return };
+            (new.length, new.ids) = (STORED, record);
         }
         self.news += 1;
-        if self.news > self.far.len() && 2 * self.far.len() <= self.most_lines {
+        if 2 * self.news > self.places.len() && 2 * self.places.len() <= self.most_places {
             self.grow();
         }
-        let mut new = Place { key, length: ids.len() as u32, ids: [0; MOST_TOKENS] };
-        new.ids[..ids.len()].copy_from_slice(ids);
-        self.near[near_place(hash)] = new;
         self.place(new, hash);
-        true
     }
 
     #[inline]
-    fn line(&self, hash: u64) -> usize {
-        hash as usize & (self.far.len() - 1)
+    fn home(&self, hash: u64) -> usize {
+        hash as usize & (self.places.len() - 1)
     }
 
+    /// Where it is free, else in the place of any of those that stand there.
     fn place(&mut self, new: Place, hash: u64) {
-        let line = self.line(hash);
-        self.far[line].0 = [new, self.far[line].0[0]];
+        let home = self.home(hash);
+        let free = (0..WAYS).map(|way| home ^ way).find(|&place| {
+            let known = self.places[place].key;
+            known == Key::NONE || known == new.key
+        });
+        self.places[free.unwrap_or(home ^ (self.news % WAYS))] = new;
     }
 
     fn grow(&mut self) {
-        let doubled = vec![Line([EMPTY; 2]); 2 * self.far.len()];
-        for Line([newer, older]) in std::mem::replace(&mut self.far, doubled) {
-            for place in [older, newer] {
-                if place.key != Key::NONE {
-                    self.place(place, place.key.hash());
-                }
+        let doubled = vec![EMPTY; 2 * self.places.len()];
+        for place in std::mem::replace(&mut self.places, doubled) {
+            if place.key != Key::NONE {
+                self.place(place, place.key.hash());
             }
         }
-        self.news = 0;
     }
-}
-
-impl Place {
-    #[inline]
-    fn append_to(&self, ids: &mut Vec<u32>) {
-        if self.length == 1 {
-            ids.push(self.ids[0]);
-        } else {
-            ids.extend_from_slice(&self.ids[..self.length as usize]);
-        }
-    }
-}
-
-/// By bits of the hash that the far table does not use.
-#[inline]
-fn near_place(hash: u64) -> usize {
-    (hash >> 32) as usize % NEAR_PLACES
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key::LONGEST_KEY;
 
-    fn key(number: usize) -> Key {
-        let piece = number.to_string();
-        Key::new(piece.as_bytes(), 0, piece.len())
+    /// Every third is too long for its key.
+    fn piece(number: usize) -> Vec<u8> {
+        number.to_string().repeat(if number % 3 == 0 { 10 } else { 1 }).into_bytes()
     }
 
-    fn found(cache: &mut Cache, key: Key) -> Option<Vec<u32>> {
-        let (hash, mut ids) = (key.hash(), vec![7]);
-        cache.expect(key, hash);
-        let known = cache.get(key, hash, &mut ids);
+    fn tokens(number: usize) -> Vec<u32> {
+        vec![number as u32; 1 + number % 7]
+    }
+
+    fn key(piece: &[u8]) -> Key {
+        if piece.len() > LONGEST_KEY {
+            Key::long(piece)
+        } else {
+            Key::new(piece, 0, piece.len())
+        }
+    }
+
+    fn put(cache: &mut Cache, number: usize) {
+        let piece = piece(number);
+        cache.put(key(&piece), key(&piece).hash(), &piece, &tokens(number));
+    }
+
+    fn found(cache: &mut Cache, piece: &[u8]) -> Option<Vec<u32>> {
+        let (key, mut ids) = (key(piece), vec![7]);
+        cache.expect(key.hash());
+        let known = cache.get(key, key.hash(), piece, &mut ids);
         assert!(ids[0] == 7 && known == (ids.len() > 1));
         known.then(|| ids[1..].to_vec())
     }
 
     #[test]
     fn it_gives_what_was_put_in_or_nothing_and_stays_in_its_bound() {
-        let mut cache = Cache::new(4 * FIRST_LINES * size_of::<Line>());
-        let tokens = |number: usize| vec![number as u32; 1 + number % MOST_TOKENS];
+        let mut cache = Cache::new(2 * 4 * FIRST_PLACES * size_of::<Place>());
         let mut hits = 0;
         for number in 0..20_000 {
-            assert!(cache.put(key(number), key(number).hash(), &tokens(number)));
-            assert_eq!(found(&mut cache, key(number)), Some(tokens(number)));
+            put(&mut cache, number);
+            assert_eq!(found(&mut cache, &piece(number)), Some(tokens(number)));
             let earlier = number - number.min(700);
-            if let Some(ids) = found(&mut cache, key(earlier)) {
+            if let Some(ids) = found(&mut cache, &piece(earlier)) {
                 assert_eq!(ids, tokens(earlier));
                 hits += 1;
             }
         }
-        assert_eq!(cache.far.len(), 4 * FIRST_LINES);
+        assert_eq!(cache.places.len(), 4 * FIRST_PLACES);
         assert!(hits > 15_000, "{hits}");
     }
 
     #[test]
-    fn long_results_are_not_kept() {
+    fn while_there_is_room_nearly_all_are_kept() {
+        let mut cache = Cache::new(1 << 24);
+        (0..20_000).for_each(|number| put(&mut cache, number));
+        let kept = (0..20_000).filter(|&number| found(&mut cache, &piece(number)) == Some(tokens(number))).count();
+        assert!(kept > 19_500, "{kept}");
+    }
+
+    #[test]
+    fn long_pieces_of_one_key_are_told_apart() {
         let mut cache = Cache::new(0);
-        assert!(!cache.put(key(7), key(7).hash(), &[1; MOST_TOKENS + 1]));
-        assert_eq!(found(&mut cache, key(7)), None);
+        let key = Key::long(b"a long piece of text");
+        cache.put(key, key.hash(), b"a long piece of text", &[1, 2]);
+        let mut ids = Vec::new();
+        assert!(!cache.get(key, key.hash(), b"a long piece of toxt", &mut ids));
+        assert!(cache.get(key, key.hash(), b"a long piece of text", &mut ids));
+        assert_eq!(ids, [1, 2]);
+    }
+
+    #[test]
+    fn very_long_pieces_are_not_kept() {
+        let mut cache = Cache::new(1 << 20);
+        let piece = [b'a'; 2000];
+        cache.put(key(&piece), key(&piece).hash(), &piece, &[1]);
+        assert_eq!(found(&mut cache, &piece), None);
     }
 }

@@ -1,15 +1,14 @@
 //! Text to tokens.
 //!
 //! Merging pairs again and again, as the definition has it, is slow. But its result is the only sequence of tokens for
-//! the text in which any two neighbours may meet ([`Vocabulary::may_meet`]). So the longest token that fits is tried at
+//! the text in which any two neighbours may meet ([`Vocabulary::may_meet_at`]). So the longest token that fits is tried at
 //! each place, then shorter ones; where none does, the step before is taken back. A place from which there was no way on
 //! is not tried again, so the time grows with the length of the piece and not faster.
 //!
 //! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
 
 use crate::cache::Cache;
-use crate::key::{hash, Key, LONGEST_KEY};
-use crate::long_cache::LongCache;
+use crate::key::{Key, LONGEST_KEY};
 use crate::trie::NONE;
 use crate::{Error, Splitter, Vocabulary};
 
@@ -19,46 +18,15 @@ const BATCH: usize = 32;
 /// Working memory of one thread's encoding, kept from text to text.
 pub struct Scratch {
     cache: Cache,
-    long: LongCache,
-    met: Met,
     /// By place of the piece: whether there is no way on from here. Only those that are in `closed` are set.
     dead: Vec<bool>,
     closed: Vec<usize>,
 }
 
 impl Scratch {
-    /// With caches of about so many bytes.
+    /// With a cache of about so many bytes.
     pub fn new(cache_bytes: usize) -> Self {
-        Self {
-            cache: Cache::new(cache_bytes / 2),
-            long: LongCache::new(cache_bytes / 2),
-            met: Met::new(),
-            dead: Vec::new(),
-            closed: Vec::new(),
-        }
-    }
-}
-
-/// Answers of [`Vocabulary::may_meet`] that were given before, each at the one place that its pair may stand.
-struct Met(Vec<u64>);
-
-const MET_BITS: u32 = 15;
-
-impl Met {
-    fn new() -> Self {
-        Self(vec![u64::MAX; 1 << MET_BITS])
-    }
-
-    #[inline]
-    fn may_meet(&mut self, vocabulary: &Vocabulary, left: u32, right: u32) -> bool {
-        // Tokens have 31 bits: there is one left for the answer.
-        let pair = u64::from(left) << 33 | u64::from(right) << 1;
-        let place = pair.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - MET_BITS);
-        let known = &mut self.0[place as usize];
-        if *known & !1 != pair {
-            *known = pair | u64::from(vocabulary.may_meet(left, right));
-        }
-        *known & 1 == 1
+        Self { cache: Cache::new(cache_bytes), dead: Vec::new(), closed: Vec::new() }
     }
 }
 
@@ -67,7 +35,6 @@ impl Met {
 struct Waiting {
     start: usize,
     end: usize,
-    /// None for a long piece.
     key: Key,
     hash: u64,
 }
@@ -84,16 +51,10 @@ pub fn encode(
     let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 }; BATCH];
     let mut filled = 0;
     let split = splitter.split(text, |start, end| {
-        let (key, hash, near) = if end - start > LONGEST_KEY {
-            (Key::NONE, hash(&bytes[start..end]), false)
-        } else {
-            let key = Key::new(bytes, start, end);
-            let hash = key.hash();
-            (key, hash, scratch.cache.expect(key, hash))
-        };
-        if !near {
-            scratch.long.expect(hash);
-        }
+        let long = end - start > LONGEST_KEY;
+        let key = if long { Key::long(&bytes[start..end]) } else { Key::new(bytes, start, end) };
+        let hash = key.hash();
+        scratch.cache.expect(hash);
         waiting[filled] = Waiting { start, end, key, hash };
         filled += 1;
         if filled == BATCH {
@@ -107,50 +68,46 @@ pub fn encode(
 
 fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
     for &Waiting { start, end, key, hash } in waiting {
-        let short = key != Key::NONE;
-        if short && scratch.cache.get(key, hash, ids) {
-            continue;
-        }
         let (piece, first) = (&text[start..end], ids.len());
-        if !scratch.long.get(hash, piece, ids) {
+        if !scratch.cache.get(key, hash, piece, ids) {
             encode_piece(vocabulary, piece, scratch, ids);
-            if !(short && scratch.cache.put(key, hash, &ids[first..])) {
-                scratch.long.put(hash, piece, &ids[first..]); // long, or of many tokens
-            }
+            scratch.cache.put(key, hash, piece, &ids[first..]);
         }
     }
 }
 
 /// Append the tokens of one piece.
 fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-    let Scratch { met, dead, closed, .. } = scratch;
+    let Scratch { dead, closed, .. } = scratch;
     if dead.len() <= piece.len() {
         dead.resize((piece.len() + 1).next_power_of_two(), false);
     }
     let first = ids.len();
     let mut at = 0;
-    let mut candidate = vocabulary.longest(piece, 0);
+    let (mut candidate, mut end) = vocabulary.longest(piece, 0);
     while at < piece.len() {
-        let end = at + vocabulary.length(candidate);
-        let fits = !dead[end] && (ids.len() == first || met.may_meet(vocabulary, ids[ids.len() - 1], candidate));
+        let fits =
+            !dead[end] && (ids.len() == first || vocabulary.may_meet_at(piece, at, ids[ids.len() - 1], candidate));
         if fits {
             ids.push(candidate);
             at = end;
             if at < piece.len() {
-                candidate = vocabulary.longest(piece, at);
+                (candidate, end) = vocabulary.longest(piece, at);
             }
             continue;
         }
-        candidate = vocabulary.shorter(candidate);
+        candidate = vocabulary.head(candidate).shorter;
         while candidate == NONE {
             // No token fits here: take back the one before, and try a shorter one in its place. There always is a way
             // for the whole piece, so its beginning is never reached without one.
             dead[at] = true;
             closed.push(at);
             let Some(last) = ids.pop() else { return };
-            at -= vocabulary.length(last);
-            candidate = vocabulary.shorter(last);
+            let head = vocabulary.head(last);
+            at -= head.length as usize;
+            candidate = head.shorter;
         }
+        end = at + vocabulary.head(candidate).length as usize;
     }
     closed.drain(..).for_each(|place| dead[place] = false);
 }

@@ -14,6 +14,8 @@ pub enum Error {
     Matching { character: usize, message: String },
     /// The distinct pieces have more bytes than positions fit into 32 bits.
     TooMuchText { bytes: u64 },
+    /// The bytes of all tokens are too many to number.
+    TooLongTokens { bytes: usize, most: usize },
     /// A merge names a token that does not exist yet.
     BadMerge { token: u32 },
     /// The first 256 tokens must be the byte values in their order.
@@ -52,6 +54,9 @@ impl fmt::Display for Error {
                  with a pattern that makes shorter pieces",
                 u32::MAX
             ),
+            Error::TooLongTokens { bytes, most } => {
+                write!(f, "the tokens have {bytes} bytes or more together, and a vocabulary holds {most}")
+            }
             Error::BadMerge { token } => write!(f, "a merge uses token {token} before it exists"),
             Error::NotAByte { token } => {
                 write!(f, "tokens 0 to 255 must be the byte values in their order, but token {token} is not")

@@ -1,6 +1,5 @@
 //! Texts are counted by threads while the caller reads the next ones.
 
-use std::ops::Range;
 use std::sync::mpsc::{channel, sync_channel, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{spawn, JoinHandle};
@@ -27,18 +26,6 @@ impl Batch {
     pub fn text(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         &self.text[start..self.ends[index]]
-    }
-
-    /// Ranges of indices whose texts have about so many bytes together.
-    pub fn groups(&self, bytes: usize) -> Vec<Range<usize>> {
-        let (mut groups, mut first, mut start) = (Vec::new(), 0, 0);
-        for (index, &end) in self.ends.iter().enumerate() {
-            if end - start >= bytes || index + 1 == self.ends.len() {
-                groups.push(first..index + 1);
-                (first, start) = (index + 1, end);
-            }
-        }
-        groups
     }
 
     /// Forget the texts and keep the memory; the next ones begin where these ended.
@@ -154,17 +141,6 @@ mod tests {
         let mut map = BTreeMap::new();
         feed.finish()?.for_each(|piece, count| assert_eq!(map.insert(piece.to_vec(), count), None));
         Ok(map)
-    }
-
-    #[test]
-    fn groups_cover_all_texts_once() {
-        let long = "x".repeat(30);
-        for texts in [vec![], vec![""], vec!["a", &long, "b", &long, ""]] {
-            let mut batch = Batch::default();
-            texts.iter().for_each(|text| batch.push(text));
-            let groups = batch.groups(20);
-            assert_eq!(groups.into_iter().flatten().collect::<Vec<_>>(), (0..texts.len()).collect::<Vec<_>>());
-        }
     }
 
     #[test]

@@ -2,8 +2,11 @@
 
 /// Pieces of up to this many bytes have a [`Key`].
 pub const LONGEST_KEY: usize = 15;
+/// In the place of the length, for longer pieces.
+const LONG: u64 = 0xff;
 
-/// The bytes of a short piece, and its length in the highest byte. Never 0: no piece is empty.
+/// The bytes of a short piece, and its length in the highest byte. Never 0: no piece is empty. Of a longer piece its
+/// hash and its length: pieces of one key may differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Key {
     low: u64,
@@ -29,6 +32,17 @@ impl Key {
         };
         let mask = &MASKS[length & 15];
         Self { low: low & mask.0, high: high & mask.1 | (length as u64) << 56 }
+    }
+
+    /// The key of a piece of more than [`LONGEST_KEY`] bytes.
+    #[inline]
+    pub fn long(piece: &[u8]) -> Self {
+        Self { low: hash(piece), high: LONG << 56 | piece.len() as u64 }
+    }
+
+    #[inline]
+    pub fn is_long(self) -> bool {
+        self.high >> 56 == LONG
     }
 
     /// A hash whose bits are all good.
@@ -120,6 +134,14 @@ mod tests {
         assert!(keys.iter().all(|&key| key != Key::NONE));
         let hashes: HashSet<u64> = (0..100).map(|length| hash(&[0; 100][..length])).collect();
         assert_eq!(hashes.len(), 100);
+    }
+
+    #[test]
+    fn a_long_piece_never_has_the_key_of_a_short_one() {
+        let keys: Vec<Key> = (16..300).map(|length| Key::long(&[0; 300][..length])).collect();
+        assert!(keys.iter().all(|key| key.is_long() && *key != Key::NONE));
+        assert_eq!(keys.iter().map(|key| key.hash()).collect::<HashSet<_>>().len(), keys.len());
+        assert!((1..=LONGEST_KEY).all(|length| !Key::new(&[255; 32], 0, length).is_long()));
     }
 
     #[test]

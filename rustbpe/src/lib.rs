@@ -2,11 +2,12 @@
 //!
 //! A text is cut into pieces (`split`, by hand in `scan` with `classes`, else by a regular expression). Training counts
 //! the pieces (`count`, by threads in `feed`), lays them out (`words`) and merges pairs (`train`, `neighbours`).
-//! Encoding looks pieces up (`cache`, `long_cache`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`); `model` is the whole.
+//! Encoding looks pieces up (`cache`, `store`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`, `borders`); `model` is the whole.
 //!
 //! All of that knows no Python and reports every mistake as an [`Error`]. The binding (`py` and its parts; feature
 //! `python`) only converts arguments, results and errors.
 
+mod borders;
 mod cache;
 mod classes;
 mod count;
@@ -14,12 +15,12 @@ mod encode;
 mod error;
 mod feed;
 mod key;
-mod long_cache;
 mod model;
 mod neighbours;
 mod prefetch;
 mod scan;
 mod split;
+mod store;
 mod threads;
 mod train;
 mod trie;

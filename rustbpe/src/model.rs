@@ -1,10 +1,11 @@
 //! A trained encoding: a vocabulary, a split pattern, and the working memory of the threads that use them.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::encode::{encode, Scratch};
-use crate::feed::{Batch, Failure};
+use crate::feed::Failure;
 use crate::{Error, Pair, Splitter, Vocabulary};
 
 /// Of a thread's cache, unless the caller says otherwise.
@@ -66,17 +67,18 @@ impl Model {
     }
 
     /// The tokens of many texts, by up to `threads` threads, in parts of some texts each, or the first text that failed.
-    pub fn encode_all(&self, texts: &Batch, threads: usize) -> Result<Vec<Encoded>, Failure> {
-        let splitter = self.splitter.as_ref().ok_or((texts.first, Error::Untrained))?;
-        let groups = texts.groups(GROUP_BYTES);
+    pub fn encode_all(&self, texts: &[&str], threads: usize) -> Result<Vec<Encoded>, Failure> {
+        let splitter = self.splitter.as_ref().ok_or((0, Error::Untrained))?;
+        let groups = groups(texts, GROUP_BYTES);
         let next = AtomicUsize::new(0);
         let work = || {
             let (splitter, mut scratch, mut done) = (splitter.clone(), self.scratch(), Vec::new());
             while let Some(range) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let mut part = Encoded { first: range.start, ..Encoded::default() };
+                part.ids.reserve(texts[range.clone()].iter().map(|text| text.len()).sum::<usize>() / 3);
                 for index in range.clone() {
-                    encode(&self.vocabulary, &splitter, texts.text(index), &mut scratch, &mut part.ids)
-                        .map_err(|error| (texts.first + index, error))?;
+                    encode(&self.vocabulary, &splitter, texts[index], &mut scratch, &mut part.ids)
+                        .map_err(|error| (index, error))?;
                     part.ends.push(part.ids.len());
                 }
                 done.push(part);
@@ -133,6 +135,19 @@ impl Encoded {
     }
 }
 
+/// Ranges of indices whose texts have about so many bytes together.
+fn groups(texts: &[&str], bytes: usize) -> Vec<Range<usize>> {
+    let (mut groups, mut first, mut size) = (Vec::new(), 0, 0);
+    for (index, text) in texts.iter().enumerate() {
+        size += text.len();
+        if size >= bytes || index + 1 == texts.len() {
+            groups.push(first..index + 1);
+            (first, size) = (index + 1, 0);
+        }
+    }
+    groups
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,10 +157,17 @@ mod tests {
         Model::new(Vocabulary::new(merges).unwrap(), Some(Splitter::new(pattern).unwrap()), 0)
     }
 
-    fn batch(texts: &[String]) -> Batch {
-        let mut batch = Batch::default();
-        texts.iter().for_each(|text| batch.push(text));
-        batch
+    fn all_of(texts: &[String]) -> Vec<&str> {
+        texts.iter().map(String::as_str).collect()
+    }
+
+    #[test]
+    fn groups_cover_all_texts_once() {
+        let long = "x".repeat(30);
+        for texts in [vec![], vec![""], vec!["a", &long, "b", &long, ""]] {
+            let all: Vec<usize> = groups(&texts, 20).into_iter().flatten().collect();
+            assert_eq!(all, (0..texts.len()).collect::<Vec<_>>());
+        }
     }
 
     #[test]
@@ -154,10 +176,10 @@ mod tests {
         let texts: Vec<String> = (0..3000).map(|n| format!("ab {n} 你好 ").repeat(n % 40)).collect();
         let alone: Vec<Vec<u32>> = texts.iter().map(|text| model.encode(text).unwrap()).collect();
         for threads in [0, 1, 2, 5] {
-            let all = model.encode_all(&batch(&texts), threads).unwrap();
+            let all = model.encode_all(&all_of(&texts), threads).unwrap();
             assert_eq!(all.iter().flat_map(Encoded::texts).map(<[u32]>::to_vec).collect::<Vec<_>>(), alone);
         }
-        assert_eq!(model.encode_all(&Batch::default(), 2), Ok(vec![]));
+        assert_eq!(model.encode_all(&[], 2), Ok(vec![]));
     }
 
     #[test]
@@ -166,7 +188,7 @@ mod tests {
         texts[17].push('-');
         texts[59].push('-');
         for threads in [1, 4] {
-            let failed = model("a|b", &[]).encode_all(&batch(&texts), threads);
+            let failed = model("a|b", &[]).encode_all(&all_of(&texts), threads);
             assert_eq!(failed, Err((17, Error::NotCovered { character: 20_000, excerpt: "-".into() })));
         }
     }

@@ -8,12 +8,17 @@ use pyo3::types::{PyBytes, PyString, PyType};
 use crate::py_input::{file_text, merges_from, token_id, whole_number, OneText, Texts};
 use crate::py_output::{array, detached, in_item, merge_bytes, Ids};
 use crate::py_train::Training;
-use crate::{threads, Batch, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
+use crate::{threads, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
 
 /// Texts are handed to the counting threads when they fill this much, however many they are.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Texts are handed to the encoding threads when they fill this much.
-const ENCODE_BYTES: usize = 16 << 20;
+/// Texts are encoded when they fill this much: little, so that they are still in the processor's caches, and the same
+/// memory serves again and again.
+const ENCODE_BYTES: usize = 1 << 18;
+/// For each of many threads, as starting them takes its time.
+const THREAD_BYTES: usize = 1 << 20;
+/// For all threads, however many they are.
+const MOST_BYTES: usize = 64 << 20;
 
 /// What a pickle holds: pattern and merges.
 type State<'py> = (Option<String>, Bound<'py, PyBytes>);
@@ -237,14 +242,18 @@ impl Tokenizer {
         };
         let model = self.model();
         let mut texts = Texts::new(texts, "texts")?;
-        let mut batch = Batch::default();
-        while texts.fill(py, &mut batch, usize::MAX, ENCODE_BYTES)? {
-            let parts = detached(py, || model.encode_all(&batch, threads))?;
-            take(&parts.map_err(|(index, error)| in_item(error, &format!("item {index} of texts")))?)?;
-            let next = batch.first + batch.ends.len();
-            batch.clear(next);
+        let bytes = if threads == 1 { ENCODE_BYTES } else { threads.saturating_mul(THREAD_BYTES).min(MOST_BYTES) };
+        let mut first = 0;
+        loop {
+            let held = texts.hold(py, bytes)?;
+            if held.is_empty() {
+                return Ok(());
+            }
+            let held: Vec<&str> = held.iter().map(OneText::as_str).collect::<PyResult<_>>()?;
+            let parts = detached(py, || model.encode_all(&held, threads))?;
+            take(&parts.map_err(|(index, error)| in_item(error, &format!("item {} of texts", first + index)))?)?;
+            first += held.len();
         }
-        Ok(())
     }
 
     fn bytes_of(&self, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {

@@ -12,10 +12,12 @@ use crate::{Batch, Pair};
 /// While texts are read, Ctrl-C is looked for after this many.
 const TEXTS_PER_CHECK: usize = 4096;
 
-/// Texts of a Python iterable, copied so that threads can read them without the interpreter.
+/// Texts of a Python iterable.
 pub struct Texts<'py> {
     iterator: Bound<'py, PyIterator>,
     name: &'static str,
+    /// How many have been read.
+    read: usize,
 }
 
 impl<'py> Texts<'py> {
@@ -23,22 +25,40 @@ impl<'py> Texts<'py> {
         if iterable.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err(format!("{name} must be an iterable of str, got one str: give [text]")));
         }
-        Ok(Self { iterator: iterable.try_iter()?, name })
+        Ok(Self { iterator: iterable.try_iter()?, name, read: 0 })
     }
 
-    /// Read the next texts into an empty batch, until there are `most` or they have `bytes`; false if there are none.
+    fn next(&mut self, py: Python<'py>) -> PyResult<Option<OneText<'py>>> {
+        let Some(text) = self.iterator.next() else { return Ok(None) };
+        let text = OneText::named(&text?, || format!("item {} of {}", self.read, self.name))?;
+        self.read += 1;
+        if self.read % TEXTS_PER_CHECK == 0 {
+            py.check_signals()?;
+        }
+        Ok(Some(text))
+    }
+
+    /// Copy the next texts into an empty batch, until there are `most` or they have `bytes`; false if there are none.
     pub fn fill(&mut self, py: Python<'py>, batch: &mut Batch, most: usize, bytes: usize) -> PyResult<bool> {
         py.check_signals()?;
         while batch.ends.len() < most && batch.text.len() < bytes {
-            let Some(text) = self.iterator.next() else { break };
-            let name = || format!("item {} of {}", batch.first + batch.ends.len(), self.name);
-            let text = OneText::named(&text?, name)?;
+            let Some(text) = self.next(py)? else { break };
             batch.push(text.as_str()?);
-            if batch.ends.len() % TEXTS_PER_CHECK == 0 {
-                py.check_signals()?;
-            }
         }
         Ok(!batch.ends.is_empty())
+    }
+
+    /// The next texts, until they have `bytes`, as they are: threads may read them without the interpreter while they are
+    /// held.
+    pub fn hold(&mut self, py: Python<'py>, bytes: usize) -> PyResult<Vec<OneText<'py>>> {
+        py.check_signals()?;
+        let (mut held, mut size) = (Vec::new(), 0);
+        while size < bytes {
+            let Some(text) = self.next(py)? else { break };
+            size += text.as_str()?.len();
+            held.push(text);
+        }
+        Ok(held)
     }
 }
 

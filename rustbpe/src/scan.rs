@@ -32,7 +32,9 @@ impl Scanner {
             let han = [None, Some(usize::MAX), Some(1), Some(2), Some(3), Some(4), Some(6), Some(8)];
             han.map(|han| Self { digits, han })
         });
-        family.into_iter().find(|scanner| scanner.pattern() == pattern)
+        let found = family.into_iter().find(|scanner| scanner.pattern() == pattern)?;
+        Classes::get(); // so that the first text does not wait for it
+        Some(found)
     }
 
     /// The regular expression that says what this scanner does.

@@ -9,8 +9,8 @@ const ROOT: u32 = 0;
 /// The parent of the root, which is no node's child.
 const NOT_FREE: u32 = NONE - 1;
 const BLOCK: u32 = 256;
-/// The base of a node without children, beyond all nodes.
-const LEAF: u32 = TOKEN - BLOCK;
+/// Of the base of a node without children, beyond all nodes: the rest of it is the token that ends there.
+const LEAF: u32 = 1 << 30;
 /// Blocks in which room for a node's children is looked for; older ones are nearly full.
 const OPEN_BLOCKS: u32 = 8;
 
@@ -28,7 +28,8 @@ const FREE: Node = Node { base: 0, parent: NONE };
 
 pub struct Trie {
     nodes: Vec<Node>,
-    /// By node: the token that ends there. Apart from the nodes, as it is read once where they are read for each byte.
+    /// By node that has children: the token that ends there. Apart from the nodes, as it is read once where they are read
+    /// for each byte.
     tokens: Vec<u32>,
 }
 
@@ -43,24 +44,27 @@ impl Trie {
         let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
         while let Some((node, depth, range)) = waiting.pop() {
             let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
-            let mut mark = 0;
+            let mut ending = None;
             for index in range {
                 let (token, id) = sorted[index];
                 match (token.get(depth), children.last_mut()) {
                     (None, _) => {
-                        mark = TOKEN;
-                        trie.set_token(node, id);
+                        ending = Some(id);
                     }
                     (Some(&byte), Some((last, range))) if *last == byte => range.end = index + 1,
                     (Some(&byte), _) => children.push((byte, index..index + 1)),
                 }
             }
             if children.is_empty() {
-                trie.nodes[node as usize].base = LEAF | mark;
+                trie.nodes[node as usize].base = TOKEN | LEAF | ending.unwrap_or_default();
                 continue;
             }
             let base = trie.room_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
-            trie.nodes[node as usize].base = base | mark;
+            trie.nodes[node as usize].base = base;
+            if let Some(id) = ending {
+                trie.nodes[node as usize].base |= TOKEN;
+                trie.set_token(node, id);
+            }
             for (byte, range) in children {
                 let child = base ^ u32::from(byte);
                 trie.nodes[child as usize].parent = node;
@@ -82,23 +86,26 @@ impl Trie {
         end
     }
 
-    /// The longest token that begins at `start`; NONE if no token is a single byte there.
+    /// The longest token that begins at `start`, and where it ends; NONE if no token is a single byte there.
     #[inline]
-    pub fn longest(&self, text: &[u8], start: usize) -> u32 {
-        let (mut node, mut found) = (ROOT, NONE);
-        let mut base = self.nodes[ROOT as usize].base;
-        for &byte in &text[start..] {
+    pub fn longest(&self, text: &[u8], start: usize) -> (u32, usize) {
+        let (mut node, mut base) = (ROOT, self.nodes[ROOT as usize].base);
+        let (mut found, mut found_base, mut end) = (NONE, 0, start);
+        for (at, &byte) in text.iter().enumerate().skip(start) {
             let next = base ^ u32::from(byte);
             let Some(child) = self.nodes.get(next as usize) else { break };
             if child.parent != node {
                 break;
             }
             if child.base & TOKEN != 0 {
-                found = next;
+                (found, found_base, end) = (next, child.base, at + 1);
             }
             (node, base) = (next, child.base & !TOKEN);
         }
-        self.tokens.get(found as usize).copied().unwrap_or(NONE)
+        if found_base & LEAF != 0 {
+            return (found_base & (LEAF - 1), end);
+        }
+        (self.tokens.get(found as usize).copied().unwrap_or(NONE), end)
     }
 
     fn set_token(&mut self, node: u32, id: u32) {
@@ -132,7 +139,9 @@ mod tests {
             for start in 0..text.len() {
                 let fits = |id: &usize| text[start..].starts_with(&tokens[*id]);
                 let longest = (0..tokens.len()).filter(fits).max_by_key(|&id| tokens[id].len());
-                assert_eq!(trie.longest(&text, start) as usize, longest.unwrap(), "seed {seed}");
+                let longest = longest.unwrap();
+                let expected = (longest as u32, start + tokens[longest].len());
+                assert_eq!(trie.longest(&text, start), expected, "seed {seed}");
             }
         }
     }
@@ -142,7 +151,7 @@ mod tests {
         let tokens: Vec<Vec<u8>> = (0..20_000u32).map(|number| number.to_be_bytes()[1..].to_vec()).collect();
         let trie = Trie::new(tokens.iter().map(Vec::as_slice));
         assert!(trie.nodes.len() < 22_000, "{} nodes", trie.nodes.len());
-        assert_eq!(trie.longest(&[0, 78, 31, 9], 0), 19_999);
-        assert_eq!(trie.longest(&[0, 78, 32, 9], 0), NONE);
+        assert_eq!(trie.longest(&[0, 78, 31, 9], 0), (19_999, 3));
+        assert_eq!(trie.longest(&[0, 78, 32, 9], 0), (NONE, 0));
     }
 }

@@ -2,26 +2,39 @@
 
 use hashbrown::HashMap;
 
+use crate::borders::{Borders, Filter};
 use crate::trie::{Trie, NONE};
 use crate::{key, Error, Pair, BYTES};
 
 /// Bits of the filter that answers most questions about merges: 16 for each of 65,536 merges.
 const FILTER_BITS: usize = 1 << 20;
+/// Of all tokens together: so many nodes and tokens the trie can number.
+const MOST_BYTES: usize = 1 << 29;
 
 /// The 256 byte values and the tokens that merges make of them. Immutable.
 pub struct Vocabulary {
     /// The pair that a token was made of; a byte's is the byte itself, twice.
     parts: Vec<Pair>,
-    merges: HashMap<u64, u32>,
-    /// A bit for the hash of each pair in `merges`. Where it is not set, there is no such merge.
-    filter: Vec<u64>,
+    /// The number of a merged token, at the place that the hash of its pair says or at the next one that was free.
+    merges: Vec<u32>,
+    /// The hashes of all pairs in `merges`.
+    filter: Filter,
+    borders: Borders,
     /// The bytes of all tokens, one after another.
     bytes: Vec<u8>,
     /// Where each token's bytes end.
     ends: Vec<u32>,
-    /// The longest token that a token begins with, other than itself; NONE for a byte.
-    shorter: Vec<u32>,
+    heads: Vec<Head>,
     trie: Trie,
+}
+
+/// How a token begins.
+#[derive(Clone, Copy)]
+pub struct Head {
+    /// The longest token that this one begins with, other than itself; NONE for a byte.
+    pub shorter: u32,
+    /// Bytes of this one.
+    pub length: u32,
 }
 
 impl Vocabulary {
@@ -30,26 +43,33 @@ impl Vocabulary {
         let mut bytes: Vec<u8> = (0..=255).collect();
         let mut ends: Vec<u32> = (1..=BYTES).collect();
         let mut parts: Vec<Pair> = (0..BYTES).map(|byte| (byte, byte)).collect();
-        let mut made = HashMap::with_capacity(merges.len());
-        let mut filter = vec![0; FILTER_BITS / 64];
+        let mut filter = Filter::new(FILTER_BITS);
         for (id, &(left, right)) in (BYTES..).zip(merges) {
             let newest = left.max(right);
             if newest >= id {
                 return Err(Error::BadMerge { token: newest });
             }
-            for part in [left, right] {
-                bytes.extend_from_within(range(&ends, part));
+            let parts_bytes = [range(&ends, left), range(&ends, right)];
+            let all = bytes.len() + parts_bytes.iter().map(|range| range.len()).sum::<usize>();
+            if all > MOST_BYTES {
+                return Err(Error::TooLongTokens { bytes: all, most: MOST_BYTES });
             }
-            ends.push(u32::try_from(bytes.len()).map_err(|_| Error::TooMuchText { bytes: bytes.len() as u64 })?);
+            parts_bytes.into_iter().for_each(|range| bytes.extend_from_within(range));
+            ends.push(bytes.len() as u32);
             parts.push((left, right));
-            made.insert(key((left, right)), id);
-            let (word, bit) = filter_bit(key((left, right)));
-            filter[word] |= bit;
+            filter.add(hash(left, right));
         }
         let tokens = (0..ends.len() as u32).map(|id| &bytes[range(&ends, id)]);
         let trie = Trie::new(tokens.clone());
-        let shorter = tokens.map(|token| trie.longest(&token[..token.len() - 1], 0)).collect();
-        Ok(Self { parts, merges: made, filter, bytes, ends, shorter, trie })
+        let head = |token: &[u8]| {
+            let (shorter, _) = trie.longest(&token[..token.len() - 1], 0);
+            Head { shorter, length: token.len() as u32 }
+        };
+        let heads = tokens.map(head).collect();
+        let token = |id: u32| &bytes[range(&ends, id)];
+        let borders = Borders::new(merges.iter().map(|&(left, right)| (token(left), token(right))));
+        let merges = table(&parts);
+        Ok(Self { parts, merges, filter, borders, bytes, ends, heads, trie })
     }
 
     /// From the bytes of every token by id, as tiktoken keeps a vocabulary. The merges are found again: a token is made
@@ -101,35 +121,41 @@ impl Vocabulary {
         &self.bytes[range(&self.ends, id)]
     }
 
-    /// The longest token at a place.
+    /// The longest token at a place, and where it ends.
     #[inline]
-    pub fn longest(&self, text: &[u8], start: usize) -> u32 {
+    pub fn longest(&self, text: &[u8], start: usize) -> (u32, usize) {
         self.trie.longest(text, start)
     }
 
-    /// The next shorter token at the place where a token fits, or NONE.
     #[inline]
-    pub fn shorter(&self, id: u32) -> u32 {
-        self.shorter[id as usize]
-    }
-
-    #[inline]
-    pub fn length(&self, id: u32) -> usize {
-        range(&self.ends, id).len()
+    pub fn head(&self, id: u32) -> Head {
+        self.heads[id as usize]
     }
 
     /// The token that two tokens make, or NONE.
     #[inline]
     fn made(&self, left: u32, right: u32) -> u32 {
-        let key = key((left, right));
-        let (word, bit) = filter_bit(key);
-        if self.filter[word] & bit == 0 {
+        let hash = hash(left, right);
+        if !self.filter.may_have(hash) {
             return NONE;
         }
-        self.merges.get(&key).copied().unwrap_or(NONE)
+        let mut place = hash as usize & (self.merges.len() - 1);
+        loop {
+            let id = self.merges[place];
+            if id == NONE || self.parts[id as usize] == (left, right) {
+                return id;
+            }
+            place = (place + 1) & (self.merges.len() - 1);
+        }
     }
 
-    /// Whether merging leaves these two tokens side by side.
+    /// Whether merging leaves these two tokens side by side at a place of a text.
+    #[inline]
+    pub fn may_meet_at(&self, text: &[u8], place: usize, left: u32, right: u32) -> bool {
+        !self.borders.may_be_crossed(text, place) || self.may_meet(left, right)
+    }
+
+    /// The same wherever they stand.
     ///
     /// Follows the border between them back in time. The younger of the two came into being last; before that, one of
     /// its halves stood at the border. A merge across the border would have been made if it was learned before the
@@ -161,10 +187,24 @@ fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
     start as usize..ends[id as usize] as usize
 }
 
+/// Of a pair. All bits of both tokens reach the lower ones.
 #[inline]
-fn filter_bit(key: u64) -> (usize, u64) {
-    let hash = (key ^ key >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 44;
-    (hash as usize / 64 % (FILTER_BITS / 64), 1 << (hash % 64))
+fn hash(left: u32, right: u32) -> u64 {
+    let product = u128::from(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
+    (product >> 64) as u64 ^ product as u64
+}
+
+/// The numbers of merged tokens by the hashes of their pairs; at least half of the places are free.
+fn table(parts: &[Pair]) -> Vec<u32> {
+    let mut places = vec![NONE; (2 * parts.len()).next_power_of_two()];
+    for (id, &(left, right)) in (0..).zip(parts).skip(BYTES as usize) {
+        let mut place = hash(left, right) as usize & (places.len() - 1);
+        while places[place] != NONE {
+            place = (place + 1) & (places.len() - 1);
+        }
+        places[place] = id;
+    }
+    places
 }
 
 #[cfg(test)]
