@@ -168,8 +168,9 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
         rows.append(row | {name: ratios[kind] for name, ratios in others.items() if kind in ratios})
 
     table = Table(title=f"{data.name}, {tokenizer.vocab_size:,} tokens, pattern {tokenizer.pattern}: bytes per token")
-    table.add_column("text")
-    for column in ("bytes", "tokens", "ours", *(f"{name}\n{PUBLISHED[name].size:,}" for name in others)):
+    table.add_column("text", no_wrap=True)
+    names = (f"{name.removesuffix('_base')}\n{round(PUBLISHED[name].size / 1000)}k" for name in others)
+    for column in ("bytes", "tokens", "ours", *names):
         table.add_column(column, justify="right")
     for row in rows:
         ratios = [f"{row[name]:.2f}" if name in row else "-" for name in ("bytes_per_token", *others)]
