@@ -23,8 +23,8 @@ MUST_RUN_IN_CI = ("browser", "contract", "npu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Minutes long each: begun last, one of them would keep the other processes waiting at the end.
-    items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
+    # The longest begin first, since the others wait for the last test to end: minutes, if it is a whole pipeline.
+    items.sort(key=lambda item: ("the_smoke_preset" not in item.name, item.get_closest_marker("smoke") is None))
 
 
 def in_ci() -> bool:
