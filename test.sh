@@ -80,7 +80,7 @@ print(max(2, min(8, cores)))')
     fi
     if command -v cargo >/dev/null; then cargo_check test --quiet; fi
     start=$SECONDS
-    python -m pytest -n "$workers" "${select[@]}" "${pytest_args[@]}" || code=$?
+    python -m pytest -n "$workers" --dist worksteal "${select[@]}" "${pytest_args[@]}" || code=$?
     note pytest $code "$start"
 }
 

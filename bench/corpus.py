@@ -11,15 +11,17 @@ import gzip
 import hashlib
 import html
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -206,6 +208,35 @@ def read(path: Path) -> list[str]:
     """The documents of a file of a corpus."""
     content = path.read_bytes().decode()  # read_text would change line ends
     return content.split(SEPARATOR) if content else []
+
+
+def speaks(kind: str, text: str) -> bool:
+    """Whether a document of that kind is prose in its language: the files hold other languages and much markup."""
+    if kind == "chinese":
+        return len(HAN.findall(text)) >= 0.3 * len(text)
+    return len(re.findall(r"[^\x00-\x7f]", text)) <= 0.002 * len(text)
+
+
+def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[float]) -> list[list[str]]:
+    """Documents in a language, drawn at random, no two alike, cut to 10,000 characters: a list for each size.
+
+    UserError where there are not as many.
+    """
+    path = folder / f"{kind}.txt"
+    if not path.exists():
+        raise UserError(f"--corpus must name a folder with {path.name}, made by: python -m bench.corpus DIR", 2)
+    some = [text for text in dict.fromkeys(text[:10_000] for text in read(path)) if speaks(kind, text)]
+    random.Random(0).shuffle(some)
+    parts: list[list[str]] = []
+    for wanted in megabytes:
+        part, size = [], 0
+        while size < wanted * 1e6:
+            if not some:
+                raise UserError(f"{path} holds less than {sum(megabytes):g} MB of {kind.title()}", 2)
+            part.append(some.pop())
+            size += len(part[-1].encode())
+        parts.append(part)
+    return parts
 
 
 # --- command line -------------------------------------------------------------------------------------

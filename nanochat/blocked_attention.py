@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 GROUP_BYTES = 2**23  # of fp32 weights of a block of queries, over the heads that are computed together
 
@@ -125,7 +126,7 @@ class BlockedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         B, T, H, D = q.shape
         q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
-        work: Callable[..., Any] = _opaque_forward if torch.compiler.is_compiling() else _forward
+        work: Callable[..., Any] = _opaque_forward if is_compiling() else _forward
         out, sums = work(q, k, v, window)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.window, ctx.shape = window, (B, H, T, D)
@@ -135,6 +136,6 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         B, H, T, D = ctx.shape
         gradient = grads[0].transpose(1, 2).reshape(B * H, T, D)
-        work: Callable[..., Any] = _opaque_backward if torch.compiler.is_compiling() else _backward
+        work: Callable[..., Any] = _opaque_backward if is_compiling() else _backward
         parts = work(*ctx.saved_tensors, gradient, ctx.window)
         return *(part.view(B, H, T, D).transpose(1, 2) for part in parts), None

@@ -4,12 +4,14 @@ This repository's rustbpe trains and encodes; the published one trains, and tikt
 """
 
 import base64
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import tiktoken
 
 from nanochat.common import UserError, log
@@ -22,6 +24,9 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]: ...
+    def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all texts one after another, of an unsigned type, and how many each has, int64 (texts,)."""
+        ...
 
 
 def rustbpe() -> Any:
@@ -86,6 +91,13 @@ class Own:
         except UnicodeEncodeError:
             return self._tokenizer.batch_encode([whole(text) for text in texts], threads)
 
+    def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            tokens, ends = self._tokenizer.batch_encode_numpy(texts, threads)
+        except UnicodeEncodeError:
+            tokens, ends = self._tokenizer.batch_encode_numpy([whole(text) for text in texts], threads)
+        return tokens, np.diff(ends.astype(np.int64), prepend=0)
+
 
 class Tiktoken:
     """By tiktoken."""
@@ -98,6 +110,15 @@ class Tiktoken:
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
+
+    def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        lists = self.encode_batch(texts, threads)
+        return joined(lists, "uint32"), np.fromiter(map(len, lists), np.int64, len(lists))
+
+
+def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
+    """Lists of numbers, one after another."""
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
 def whole(text: str) -> str:

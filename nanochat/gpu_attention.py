@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nanochat.common import UserError
 
@@ -89,7 +90,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> 
     The first pass of a shape, before compilation, makes the block mask: (T/128)^2 numbers, and no mask of T x T.
     """
     key = (q.size(1), window, q.device.index or 0)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         if key not in _chosen.masks:
             with torch.inference_mode(False):  # made while sampling, it must serve training too
                 _chosen.masks[key] = block_mask(q.size(1), window, q.device)

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nanochat import device, gpu_attention, npu_kernels, plain_attention
 from nanochat.ascend import Kernels
@@ -194,7 +195,7 @@ def attend(
         return _attend_on_npu(kind, q, k, v, window, scale)
     if q.device.type == "cuda" and (out := gpu_attention.attend(q, k, v, window, scale)) is not None:
         return out
-    if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16 and not grouped:
+    if is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16 and not grouped:
         return BlockedAttention.apply(q, k, v, window)  # type: ignore[no-any-return]
     return plain_attention.attend(q, k, v, window, scale, _finite(q))
 

@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from nanochat import tokenise
+from nanochat.bpe import joined
 from nanochat.common import UserError, fsync_path, log, read_json, run, sha256_of, warn, write_json
 from nanochat.conversation import Conversation
 from nanochat.dataset import Corpus, shards
@@ -188,7 +189,9 @@ def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Toke
         while some := list(itertools.islice(conversations, 1_000)):
             # Without the begin mark, which the loader puts before every piece.
             rendered = [tokenizer.render(conversation) for conversation in some]
-            writer.add([r.ids[1:] for r in rendered], token_bytes, [r.mask[1:] for r in rendered])
+            lengths = np.array([len(r.ids) - 1 for r in rendered], np.int64)
+            tokens = joined([r.ids[1:] for r in rendered], writer.dtype)
+            writer.add(tokens, lengths, token_bytes, joined([r.mask[1:] for r in rendered], "uint8"))
             progress.advance(len(some))
         part = writer.finish({})
     if not part["documents"]:

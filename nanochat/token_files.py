@@ -151,13 +151,18 @@ class PartWriter:
         self._files[kind] = self._open.enter_context(file)
         self._digests[kind] = hashlib.sha256()
 
-    def add(self, documents: list[list[int]], token_bytes: np.ndarray, masks: list[list[int]] | None = None) -> None:
-        """Append documents; `token_bytes` (V,) holds each token's length in bytes."""
-        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
-        tokens = np.fromiter(itertools.chain.from_iterable(documents), self.dtype, int(lengths.sum()))
+    def add(
+        self,
+        tokens: np.ndarray,  # of documents, one after another
+        lengths: np.ndarray,  # (documents,) int64
+        token_bytes: np.ndarray,  # (V,) each token's length in bytes
+        mask: np.ndarray | None = None,  # (tokens,) uint8
+    ) -> None:
+        """Append documents."""
+        tokens = tokens.astype(self.dtype, copy=False)
         self._write("tokens", tokens)
-        if masks is not None:
-            self._write("mask", np.fromiter(itertools.chain.from_iterable(masks), np.uint8, len(tokens)))
+        if mask is not None:
+            self._write("mask", mask)
         self._lengths.append(lengths)
         self.tokens += len(tokens)
         self.bytes += int(token_bytes[tokens].sum(dtype=np.int64))

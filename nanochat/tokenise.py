@@ -26,7 +26,7 @@ def tokenise_shard(
     token_bytes = tokenizer.token_bytes()
     with part_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
         for texts in batches(path):
-            writer.add(tokenizer.encode_batch(texts, threads), token_bytes)
+            writer.add(*tokenizer.encode_joined(texts, threads), token_bytes)
             advance(len(texts))
         return writer.finish(source)
 

@@ -40,7 +40,8 @@ class Config:
     vocab_size: int | Auto = "auto"
     """Tokens in the vocabulary, special tokens included. auto: 32,768, or 4,096 for less than 50 million characters."""
     pattern: str = DEFAULT_PATTERN
-    """How text is cut before merging, by name."""
+    """How text is cut before merging: nanochat; han, with runs of Han letters apart; han4, with those cut after four,
+    which Chinese pays for (dev/LOG.md)."""
     export: Path | None = None
     """A folder to write the vocabulary to for others too: for tiktoken, and as tokenizer.json for tokenizers."""
 

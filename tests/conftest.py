@@ -22,6 +22,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 MUST_RUN_IN_CI = ("browser", "contract", "npu")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest begin first, since the others wait for the last test to end: minutes, if it is a whole pipeline.
+    items.sort(key=lambda item: ("the_smoke_preset" not in item.name, item.get_closest_marker("smoke") is None))
+
+
 def in_ci() -> bool:
     return os.environ.get("CI") == "true"
 

@@ -120,7 +120,7 @@ def test_compiled_windows_are_those_of_torchs_attention_with_their_gradients(
 
 def test_a_shape_that_was_not_seen_before_compilation_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_attention._chosen.flex = True
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(gpu_attention, "is_compiling", lambda: True)
     x = torch.randn(1, 300, 2, 16)
     assert gpu_attention.attend(x, x, x, 128, None) is None
     assert gpu_attention.attend(x, x, x, 299, None) is None  # no window

@@ -1,6 +1,8 @@
 """Attention against a plain softmax, rotation against complex numbers, the chunked loss against full logits."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -93,12 +95,20 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
         torch.testing.assert_close(x.grad.double(), reference.grad, atol=5e-6, rtol=1e-5)
 
 
+@contextlib.contextmanager
+def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our modules are told so, not torch: were the compiler loaded meanwhile, it would remember the wrong function."""
+    with monkeypatch.context() as patch:
+        for module in (kernels, blocked_attention):
+            patch.setattr(module, "is_compiling", lambda: True)
+        yield
+
+
 def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> torch.Tensor:
     """Windowed attention as within a compiled model, without a compiler: 64 keys, two heads at a time."""
     monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
     monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with as_if_compiled(monkeypatch):
         return kernels.attend(*tensors, 64)
 
 
@@ -111,8 +121,7 @@ def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pyte
     assert "BlockedAttention" in str(out.grad_fn)
     exact = kernels.attend(*exact_leaves, 64)
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with as_if_compiled(monkeypatch):
         out.float().square().sum().backward()
     exact.square().sum().backward()
     for ours, reference in zip(leaves, exact_leaves, strict=True):

@@ -47,14 +47,14 @@ def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
     assert out.splitlines()[-1].startswith("test.sh: all 8 checks passed in ")
     for words in ("setup --dev", "ruff format --check", "ruff check", "pyright", "shellcheck", "cargo fmt"):
         assert words in calls
-    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2\n"):
+    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2 --dist worksteal\n"):
         assert words in calls
 
 
 def test_quick_leaves_the_slow_marks_out_and_hands_the_rest_to_pytest(clone: Path) -> None:
     calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
     marks = "not (slow or ranks or smoke or browser or contract or npu)"
-    assert f"python -m pytest -n 2 -m {marks} tests/test_common.py -k a b\n" in calls
+    assert f"python -m pytest -n 2 --dist worksteal -m {marks} tests/test_common.py -k a b\n" in calls
 
 
 def test_lint_runs_no_tests(clone: Path) -> None:

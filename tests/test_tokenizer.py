@@ -127,7 +127,11 @@ def test_batch_equals_one_by_one_for_any_number_of_threads(monkeypatch):
     assert tokenizer.encode_batch(texts, threads=1) == expected
     assert tokenizer.encode_batch(texts, threads=3) == expected
     monkeypatch.setattr(module, "LONGEST_TEXT", 7)
-    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    cut = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids) for ids in cut] == texts
+    tokens, lengths = tokenizer.encode_joined(texts)
+    assert tokens.tolist() == [token for ids in cut for token in ids] and lengths.tolist() == [len(ids) for ids in cut]
+    assert [len(part) for part in tokenizer.encode_joined([])] == [0, 0]
 
 
 def test_a_million_spaces_and_a_long_han_run_encode():
@@ -355,6 +359,11 @@ def test_either_encoder_gives_the_same_tokens(pattern):
     assert other.encode_batch(texts, 2) == [other.encode(text) for text in texts]
     assert tokenizer.encode_batch(texts) == other.encode_batch(texts, 1)
     assert [tokenizer.encode(text) for text in texts] == other.encode_batch(texts, 1)
+    expected = [token for text in texts for token in other.encode(text)]
+    for encoder in (tokenizer, other):
+        tokens, lengths = encoder.encode_joined(texts, 2)
+        assert tokens.tolist() == expected and tokens.dtype in (np.uint16, np.uint32)
+        assert lengths.tolist() == [len(other.encode(text)) for text in texts] and lengths.dtype == np.int64
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
