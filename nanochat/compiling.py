@@ -39,6 +39,11 @@ def compiled(
         log(f"not compiled: {why_not}")
         return model
     start = time.monotonic()
+    if compute.device_type == "cpu" and torch.get_num_threads() > 1:
+        # Else compiled threads add to a row of a table in any order, and no run is repeated bit for bit.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling new memory is for debugging, and slow.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
     with torch.no_grad():  # what a model makes on its first pass, made while tracing, would trace the second anew
         model(tokens[:1])
