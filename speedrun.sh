@@ -32,7 +32,7 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20 and --data NAME, and --other_code, got $1" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME and --other_code, got $1" >&2
         exit 2
         ;;
     esac
@@ -130,18 +130,22 @@ stage() { # NAME MODULE FLAGS...: a stage that runs on all devices
     fi
 }
 
+train() { # NAME MODULE FLAGS...: a stage that saves as it goes, and is gone on with
+    stage "$@" "${accepted[@]}"
+}
+
 tag=speedrun
 tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and rl; chat_eval's in measure
     run_stage dataset python -m nanochat.dataset --data tinyworld
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
-    stage base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}" "${accepted[@]}"
+    train base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --once
-    stage mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}" "${accepted[@]}"
+    train mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
     stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
-    stage chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}" "${accepted[@]}"
+    train chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
     stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
-    stage chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}" "${accepted[@]}"
+    train chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
@@ -149,14 +153,14 @@ fineweb() { # SHARDS, then flags by stage in the arrays base, mid, sft and rl, a
     if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
-    stage base_train scripts.base_train --data "$data" "${base_flags[@]}" "${accepted[@]}"
+    train base_train scripts.base_train --data "$data" "${base_flags[@]}"
     stage base_loss scripts.base_loss --once "${every[@]}"
     stage base_eval scripts.base_eval "${every[@]}"
-    stage mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}" "${accepted[@]}"
+    train mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}"
     stage mid_eval scripts.chat_eval -i mid --once "${every[@]}"
-    stage chat_sft scripts.chat_sft "${every[@]}" "${sft_flags[@]}" "${accepted[@]}"
+    train chat_sft scripts.chat_sft "${every[@]}" "${sft_flags[@]}"
     stage sft_eval scripts.chat_eval -i sft --once "${every[@]}"
-    stage chat_rl scripts.chat_rl "${every[@]}" "${rl_flags[@]}" "${accepted[@]}"
+    train chat_rl scripts.chat_rl "${every[@]}" "${rl_flags[@]}"
     stage rl_eval scripts.chat_eval -i rl -a GSM8K --once "${every[@]}"
 }
 

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.corpus import draw
+from bench.tokenizer import GPT4, NANOCHAT
 from nanochat import bpe, device, loss_eval, parallel, prepare, tokenizer
 from nanochat.common import UserError, base_dir, log, read_json, run
 from nanochat.dataloader import Step
@@ -36,12 +37,11 @@ from nanochat.loss_eval import Loss
 from nanochat.shards import write_shards
 from nanochat.tokenizer import ROLES, Tokenizer
 
-NANOCHAT = tokenizer.PATTERNS["nanochat"]
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS = {
     **tokenizer.PATTERNS,
-    "gpt4": NANOCHAT.replace("{1,2}", "{1,3}"),
+    "gpt4": GPT4,
     # Its words, which begin anew at a capital and end with 's and the like; everything else as nanochat has it.
     "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
     + NANOCHAT[NANOCHAT.index(r"|\p{N}") :],

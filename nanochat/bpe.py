@@ -86,17 +86,17 @@ class Own:
             return self._tokenizer.encode(whole(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        try:
-            return self._tokenizer.batch_encode(texts, threads)
-        except UnicodeEncodeError:
-            return self._tokenizer.batch_encode([whole(text) for text in texts], threads)
+        return self._batch(self._tokenizer.batch_encode, texts, threads)
 
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            tokens, ends = self._tokenizer.batch_encode_numpy(texts, threads)
-        except UnicodeEncodeError:
-            tokens, ends = self._tokenizer.batch_encode_numpy([whole(text) for text in texts], threads)
+        tokens, ends = self._batch(self._tokenizer.batch_encode_numpy, texts, threads)
         return tokens, np.diff(ends.astype(np.int64), prepend=0)
+
+    def _batch(self, encode: Callable[[Sequence[str], int], Any], texts: Sequence[str], threads: int) -> Any:
+        try:
+            return encode(texts, threads)
+        except UnicodeEncodeError:
+            return encode([whole(text) for text in texts], threads)
 
 
 class Tiktoken:
