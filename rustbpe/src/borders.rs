@@ -1,4 +1,5 @@
-//! Which merges cross a place of a text: mostly none, and then nobody has to follow the tokens on its sides back in time.
+//! Where merges cross a text: at most places none does. There a text may be cut, and nobody has to follow the tokens on
+//! both sides back in time.
 
 /// A set of numbers that may say yes to one that it does not have, but never no to one that it has.
 pub struct Filter(Vec<u64>);
@@ -29,25 +30,36 @@ impl Filter {
 /// Bytes on each side that are looked at: a Han letter has as many.
 const SIDE: usize = 3;
 const LONG_BITS: usize = 1 << 19;
+/// The least first byte of a letter of three bytes and more.
+const LETTER: u8 = 0xe0;
+/// Places of a piece that are looked at together: a bit for each in a word.
+const WINDOW: usize = 64;
 
 /// What stands around the borders of all pairs that are merged.
 pub struct Borders {
-    /// For pairs with a side shorter than [`SIDE`]: a bit for each last byte of the left and first byte of the right.
-    short: Vec<u64>,
-    /// For all other pairs: the last bytes of the left and the first ones of the right.
-    long: Filter,
+    /// Whether any pair has a short side, one of less than [`SIDE`] bytes: a bit for each last byte of the left and first
+    /// byte of the right.
+    short: BytePairs,
+    /// The same if both sides are short.
+    both_short: BytePairs,
+    /// What stands around the borders of all other pairs: up to [`SIDE`] bytes of a long side, and one of a short one.
+    around: Filter,
 }
 
 impl Borders {
     pub fn new<'t>(pairs: impl Iterator<Item = (&'t [u8], &'t [u8])>) -> Self {
-        let mut borders = Self { short: vec![0; (1 << 16) / 64], long: Filter::new(LONG_BITS) };
+        let mut borders =
+            Self { short: BytePairs::new(), both_short: BytePairs::new(), around: Filter::new(LONG_BITS) };
         for (left, right) in pairs {
-            let both = [left, right].concat();
+            let (both, at) = ([left, right].concat(), left.len());
             if left.len() < SIDE || right.len() < SIDE {
-                let (word, bit) = short(&both, left.len());
-                borders.short[word] |= bit;
-            } else {
-                borders.long.add(long(&both, left.len()));
+                borders.short.add(both[at - 1], both[at]);
+            }
+            match (left.len() < SIDE, right.len() < SIDE) {
+                (true, true) => borders.both_short.add(both[at - 1], both[at]),
+                (true, false) => borders.around.add(hash(&both[at - 1..at + SIDE])),
+                (false, true) => borders.around.add(hash(&both[at - SIDE..=at])),
+                (false, false) => borders.around.add(hash(&both[at - SIDE..at + SIDE])),
             }
         }
         borders
@@ -56,42 +68,116 @@ impl Borders {
     /// Whether some merge may cross this place of a text, from what stands right beside it.
     #[inline]
     pub fn may_be_crossed(&self, text: &[u8], at: usize) -> bool {
-        if at < SIDE || at + SIDE > text.len() {
-            return true;
+        self.short.has(text[at - 1], text[at]) && self.may_be_crossed_shortly(text, at)
+            || at >= SIDE && at + SIDE <= text.len() && self.around.may_have(hash(&text[at - SIDE..at + SIDE]))
+    }
+
+    /// The same for merges with a short side.
+    fn may_be_crossed_shortly(&self, text: &[u8], at: usize) -> bool {
+        self.both_short.has(text[at - 1], text[at])
+            || at + SIDE <= text.len() && self.around.may_have(hash(&text[at - 1..at + SIDE]))
+            || at >= SIDE && self.around.may_have(hash(&text[at - SIDE..=at]))
+    }
+
+    /// Hand the ends of the parts of a piece to `take`: every place before a letter of three bytes and more that surely no
+    /// merge crosses, and the end.
+    #[inline]
+    pub fn cut(&self, piece: &[u8], mut take: impl FnMut(usize)) {
+        let mut at = 1;
+        while at < piece.len() {
+            // First all answers, as bits, then their use: nothing has to be guessed for each letter.
+            let (first, mut cuts) = (at, 0u64);
+            while at < piece.len().min(first + WINDOW) {
+                if piece[at] < LETTER {
+                    at += 1;
+                } else {
+                    cuts |= u64::from(!self.may_be_crossed(piece, at)) << (at - first);
+                    at += SIDE;
+                }
+            }
+            while cuts != 0 {
+                take(first + cuts.trailing_zeros() as usize);
+                cuts &= cuts - 1;
+            }
         }
-        let (word, bit) = short(text, at);
-        self.short[word] & bit != 0 || self.long.may_have(long(text, at))
+        take(piece.len());
     }
 }
 
-#[inline]
-fn short(text: &[u8], at: usize) -> (usize, u64) {
-    let both = usize::from(text[at - 1]) << 8 | usize::from(text[at]);
-    (both / 64, 1 << (both % 64))
+/// A set of pairs of bytes.
+struct BytePairs(Vec<u64>);
+
+impl BytePairs {
+    fn new() -> Self {
+        Self(vec![0; (1 << 16) / 64])
+    }
+
+    #[inline]
+    fn place(left: u8, right: u8) -> (usize, u64) {
+        (usize::from(left) << 2 | usize::from(right >> 6), 1 << (right & 63))
+    }
+
+    fn add(&mut self, left: u8, right: u8) {
+        let (word, bit) = Self::place(left, right);
+        self.0[word] |= bit;
+    }
+
+    #[inline]
+    fn has(&self, left: u8, right: u8) -> bool {
+        let (word, bit) = Self::place(left, right);
+        self.0[word] & bit != 0
+    }
 }
 
-#[inline]
-fn long(text: &[u8], at: usize) -> u64 {
-    let mut bytes = [0; 8];
-    bytes[..2 * SIDE].copy_from_slice(&text[at - SIDE..at + SIDE]);
-    let product = u128::from(u64::from_le_bytes(bytes) ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
-    (product >> 64) as u64 ^ product as u64
+/// Of up to eight bytes. The higher half is good.
+#[inline(always)]
+fn hash(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word[..bytes.len()].copy_from_slice(bytes);
+    (u64::from_le_bytes(word) ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn borders(pairs: &[&str]) -> Borders {
+        let pairs = pairs.iter().map(|pair| pair.split_once('|').unwrap());
+        Borders::new(pairs.map(|(left, right)| (left.as_bytes(), right.as_bytes())))
+    }
+
     #[test]
     fn all_borders_of_pairs_are_known_and_few_others() {
-        let pairs = ["今天|天气", "说|话", "a|bcd", "xyz|xyz", "abcdef|ghi"].map(|pair| pair.split_once('|').unwrap());
-        let borders = Borders::new(pairs.iter().map(|(left, right)| (left.as_bytes(), right.as_bytes())));
+        let borders = borders(&["今天|天气", "说|话", "a|bcd", "defg|h", "i|j", "xyz|xyz", "abcdef|ghi"]);
         let known = |text: &str| {
             let at = text.find('|').unwrap();
             borders.may_be_crossed(text.replace('|', "").as_bytes(), at)
         };
-        assert!(["明天|天空", "说|话", "xxa|bxx", "wxyz|xyzw", "def|gh"].iter().all(|text| known(text)));
-        assert!(!["明天|气天", "话|说", "xxb|axx", "wyz|xyzw", "abc|def"].iter().any(|text| known(text)));
+        let pairs = ["明天|天空", "说|话", "xxa|bcd", "efg|hxx", "xi|jx", "wxyz|xyzw", "def|ghij"];
+        assert!(pairs.iter().all(|text| known(text)));
+        let others = ["明天|气天", "话|说", "xxa|bxx", "exg|hxx", "j|i", "wyz|xyzw", "abc|def", "def|gh", "z|xyz"];
+        assert!(!others.iter().any(|text| known(text)));
+    }
+
+    #[test]
+    fn pieces_are_cut_where_no_pair_crosses() {
+        let borders = borders(&["今天|天气", "字|汉", "a|汉"]);
+        let parts = |text: &str| {
+            let (mut parts, mut from) = (Vec::new(), 0);
+            borders.cut(text.as_bytes(), |end| {
+                parts.push(text[from..end].to_string());
+                from = end;
+            });
+            parts
+        };
+        assert_eq!(parts("今天天气汉字汉"), ["今", "天天", "气", "汉", "字汉"]);
+        assert_eq!(parts("a汉é字😀字"), ["a汉é", "字", "😀", "字"]);
+        for piece in ["a", "é", "汉", "abcdefgh"] {
+            assert_eq!(parts(piece), [piece]);
+        }
+        assert_eq!(parts(&"说".repeat(1000)), vec!["说"; 1000]);
+        assert_eq!(parts(&"字汉".repeat(1000)), vec!["字汉"; 1000]);
+        assert_eq!(parts(&"é".repeat(1000)), ["é".repeat(1000)]);
     }
 
     #[test]

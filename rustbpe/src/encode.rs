@@ -6,6 +6,10 @@
 //! is not tried again, so the time grows with the length of the piece and not faster.
 //!
 //! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
+//!
+//! Tokens of pieces that were met before come from a cache. A word of English returns often; a piece of Chinese is all that
+//! stands between two marks, and is mostly new. So it is cut wherever no merge can cross ([`Vocabulary::cut`]): what is on
+//! one side of such a place has no say in the tokens of the other, and the parts are a few letters long and return.
 
 use crate::cache::{Cache, Known, TOKENS};
 use crate::key::{Key, LONGEST_KEY};
@@ -30,13 +34,25 @@ impl Scratch {
     }
 }
 
-/// A piece on its way.
+/// A piece, or a part of one, on its way.
 #[derive(Clone, Copy)]
 struct Waiting {
     start: usize,
     end: usize,
     key: Key,
     hash: u64,
+}
+
+const NOTHING: Waiting = Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 };
+
+/// What is collected before it is encoded together.
+struct Batch<'e> {
+    vocabulary: &'e Vocabulary,
+    text: &'e [u8],
+    scratch: &'e mut Scratch,
+    ids: &'e mut Vec<u32>,
+    waiting: [Waiting; BATCH],
+    filled: usize,
 }
 
 /// Append the tokens of `text` to `ids`.
@@ -48,22 +64,50 @@ pub fn encode(
     ids: &mut Vec<u32>,
 ) -> Result<(), Error> {
     let bytes = text.as_bytes();
-    let mut waiting = [Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 }; BATCH];
-    let mut filled = 0;
+    let mut batch = Batch { vocabulary, text: bytes, scratch, ids, waiting: [NOTHING; BATCH], filled: 0 };
     let split = splitter.split(text, |start, end| {
-        let long = end - start > LONGEST_KEY;
-        let key = if long { Key::long(&bytes[start..end]) } else { Key::new(bytes, start, end) };
-        let hash = key.hash();
-        scratch.cache.expect(hash);
-        waiting[filled] = Waiting { start, end, key, hash };
-        filled += 1;
-        if filled == BATCH {
-            encode_batch(vocabulary, bytes, &waiting, scratch, ids);
-            filled = 0;
+        if end - start <= LONGEST_KEY {
+            let key = Key::new(bytes, start, end);
+            if key.is_ascii() {
+                return batch.add(start, end, key);
+            }
         }
+        batch.add_parts(start, end);
     });
-    encode_batch(vocabulary, bytes, &waiting[..filled], scratch, ids);
+    batch.encode();
     split
+}
+
+impl Batch<'_> {
+    #[inline(always)]
+    fn add(&mut self, start: usize, end: usize, key: Key) {
+        let hash = key.hash();
+        self.scratch.cache.expect(hash);
+        self.waiting[self.filled] = Waiting { start, end, key, hash };
+        self.filled += 1;
+        if self.filled == BATCH {
+            self.encode();
+        }
+    }
+
+    /// Add the parts of a piece. Apart from `add`, which is short as long as nothing else stands in it.
+    #[inline(never)]
+    fn add_parts(&mut self, start: usize, end: usize) {
+        let Self { vocabulary, text, .. } = *self;
+        let mut from = start;
+        vocabulary.cut(&text[start..end], |length| {
+            let to = start + length;
+            let long = to - from > LONGEST_KEY;
+            self.add(from, to, if long { Key::long(&text[from..to]) } else { Key::new(text, from, to) });
+            from = to;
+        });
+    }
+
+    #[inline]
+    fn encode(&mut self) {
+        encode_batch(self.vocabulary, self.text, &self.waiting[..self.filled], self.scratch, self.ids);
+        self.filled = 0;
+    }
 }
 
 fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {

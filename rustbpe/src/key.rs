@@ -45,6 +45,12 @@ impl Key {
         self.high >> 56 == LONG
     }
 
+    /// Whether the first eight bytes of a short piece are ASCII.
+    #[inline]
+    pub fn is_ascii(self) -> bool {
+        self.low & 0x8080_8080_8080_8080 == 0
+    }
+
     /// A hash whose bits are all good.
     #[inline]
     pub fn hash(self) -> u64 {

@@ -31,6 +31,8 @@ pub struct Trie {
     /// By node that has children: the token that ends there. Apart from the nodes, as it is read once where they are read
     /// for each byte.
     tokens: Vec<u32>,
+    /// A bit for each node that is free, while the trie is built; then empty.
+    free: Vec<u64>,
 }
 
 impl Trie {
@@ -38,8 +40,9 @@ impl Trie {
     pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
         let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
         sorted.sort_unstable();
-        let mut trie = Self { nodes: vec![FREE; BLOCK as usize], tokens: Vec::new() };
-        trie.nodes[ROOT as usize].parent = NOT_FREE;
+        let mut trie = Self { nodes: Vec::new(), tokens: Vec::new(), free: Vec::new() };
+        trie.add_block();
+        trie.take(ROOT, NOT_FREE);
         // Nodes whose children are still to be placed: node, depth, and the range of tokens below it.
         let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
         while let Some((node, depth, range)) = waiting.pop() {
@@ -67,22 +70,39 @@ impl Trie {
             }
             for (byte, range) in children {
                 let child = base ^ u32::from(byte);
-                trie.nodes[child as usize].parent = node;
+                trie.take(child, node);
                 waiting.push((child, depth + 1, range));
             }
         }
+        trie.free = Vec::new();
         trie
+    }
+
+    fn add_block(&mut self) {
+        self.nodes.resize(self.nodes.len() + BLOCK as usize, FREE);
+        self.free.resize(self.nodes.len() / 64, u64::MAX);
+    }
+
+    fn take(&mut self, node: u32, parent: u32) {
+        self.nodes[node as usize].parent = parent;
+        self.free[node as usize / 64] &= !(1 << (node % 64));
     }
 
     /// A base at which the places of all these children are free.
     fn room_for(&mut self, bytes: &[u8]) -> u32 {
         let end = self.nodes.len() as u32;
-        let first = end.saturating_sub(OPEN_BLOCKS * BLOCK);
-        let free = |base: &u32| bytes.iter().all(|&byte| self.nodes[(base ^ u32::from(byte)) as usize].parent == NONE);
-        if let Some(base) = (first..end).find(free) {
-            return base;
+        let is_free = |node: u32| self.free[node as usize / 64] >> (node % 64) & 1 != 0;
+        for word in end.saturating_sub(OPEN_BLOCKS * BLOCK) / 64..end / 64 {
+            let mut free = self.free[word as usize];
+            while free != 0 {
+                let base = (64 * word + free.trailing_zeros()) ^ u32::from(bytes[0]);
+                if bytes[1..].iter().all(|&byte| is_free(base ^ u32::from(byte))) {
+                    return base;
+                }
+                free &= free - 1;
+            }
         }
-        self.nodes.resize((end + BLOCK) as usize, FREE);
+        self.add_block();
         end
     }
 

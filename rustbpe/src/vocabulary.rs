@@ -155,6 +155,12 @@ impl Vocabulary {
         !self.borders.may_be_crossed(text, place) || self.may_meet(left, right)
     }
 
+    /// Hand the ends of parts of a piece to `take` that have the same tokens alone as in the piece.
+    #[inline]
+    pub fn cut(&self, piece: &[u8], take: impl FnMut(usize)) {
+        self.borders.cut(piece, take);
+    }
+
     /// The same wherever they stand.
     ///
     /// Follows the border between them back in time. The younger of the two came into being last; before that, one of
