@@ -30,7 +30,7 @@ VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0", "g
 ENCODERS = ("rustbpe", "tokenizers", "tiktoken", "gigatoken")
 NANOCHAT = PATTERNS["nanochat"]
 GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # what gigatoken calls gpt4
-# With --quick: MB of text and tokens. Of much less, all that a trainer does once for each vocabulary is most of its time.
+# With --quick: MB of text, and tokens. Of much less, what is done once for each vocabulary is most of the time.
 QUICK_MB = {"english": 12.0, "chinese": 6.0, "code": 4.0}
 QUICK_VOCAB_SIZE = 16_384
 Task = dict[str, Any]

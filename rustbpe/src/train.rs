@@ -103,24 +103,27 @@ impl Trainer {
     /// Find the pairs of bytes that reach the floor, with their counts and places, before anything is merged.
     fn count_bytes(&mut self) {
         let Self { words, pairs, floor, queue, blocks, .. } = self;
-        let index = |(left, right): Pair| (left << 8 | right) as usize;
-        let mut sums = vec![Sum::default(); 1 << 16];
-        words.for_each_pair(|_, pair, weight| {
-            let sum = &mut sums[index(pair)];
-            sum.weight += u64::from(weight);
+        // An edge counts as one more byte here, which needs no question for each cell.
+        let index = |left: u32, right: u32| (left.min(BYTES) * (BYTES + 1) + right.min(BYTES)) as usize;
+        let mut sums = vec![Sum::default(); index(BYTES, BYTES) + 1];
+        for pair in words.cells.windows(2) {
+            let sum = &mut sums[index(pair[0].symbol, pair[1].symbol)];
+            sum.weight += u64::from(pair[0].weight);
             sum.number += 1;
-        });
+        }
         let mut end = 0;
-        for (left, right) in (0..BYTES).flat_map(|left| (0..BYTES).map(move |right| (left, right))) {
-            let sum = &mut sums[index((left, right))];
-            if sum.weight < *floor {
+        for (left, right) in (0..=BYTES).flat_map(|left| (0..=BYTES).map(move |right| (left, right))) {
+            let sum = &mut sums[index(left, right)];
+            if sum.weight < *floor || left.max(right) == BYTES {
                 sum.number = 0;
                 continue;
             }
             pairs.insert(key((left, right)), Known { count: sum.weight, places: Places::after(&mut end, 0, sum) });
         }
         let mut block = vec![0; end as usize].into_boxed_slice();
-        words.for_each_pair(|place, pair, _| sums[index(pair)].put(&mut block, place));
+        for (pair, place) in words.cells.windows(2).zip(0..) {
+            sums[index(pair[0].symbol, pair[1].symbol)].put(&mut block, place);
+        }
         blocks.push(block);
         queue.extend(pairs.iter().map(|(&key, known)| (known.count, Reverse(key))));
     }
@@ -215,6 +218,7 @@ impl Trainer {
         for (index, &place) in places.iter().enumerate() {
             if let Some(&later) = places.get(index + AHEAD) {
                 prefetch(cells, later as usize);
+                prefetch(cells, later as usize + first_length + second_length); // often another line of memory
             }
             let place = place as usize;
             let middle = place + first_length;
