@@ -66,9 +66,10 @@ pub fn encode(
     let bytes = text.as_bytes();
     let mut batch = Batch { vocabulary, text: bytes, scratch, ids, waiting: [NOTHING; BATCH], filled: 0 };
     let split = splitter.split(text, |start, end| {
+        // A short piece of ASCII has nothing to be cut.
         if end - start <= LONGEST_KEY {
             let key = Key::new(bytes, start, end);
-            if key.is_ascii() {
+            if key.begins_with_ascii() {
                 return batch.add(start, end, key);
             }
         }
@@ -103,36 +104,33 @@ impl Batch<'_> {
         });
     }
 
-    #[inline]
+    /// Append the tokens of what was collected.
     fn encode(&mut self) {
-        encode_batch(self.vocabulary, self.text, &self.waiting[..self.filled], self.scratch, self.ids);
-        self.filled = 0;
-    }
-}
-
-fn encode_batch(vocabulary: &Vocabulary, text: &[u8], waiting: &[Waiting], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-    // Most pieces are known and have few tokens. These wait here, to be appended together.
-    let (mut few, mut number) = ([0; TOKENS * BATCH], 0);
-    for &Waiting { start, end, key, hash } in waiting {
-        match scratch.cache.get(key, hash) {
-            Known::Few(tokens, length) => {
-                // All of them, whatever their number: that needs no guess of it.
-                few[number..number + TOKENS].copy_from_slice(&tokens);
-                number += length;
-                continue;
-            }
-            known => {
-                ids.extend_from_slice(&few[..number]);
-                number = 0;
-                let (piece, first) = (&text[start..end], ids.len());
-                if !scratch.cache.stored(known, key, piece, ids) {
-                    encode_piece(vocabulary, piece, scratch, ids);
-                    scratch.cache.put(key, hash, piece, &ids[first..]);
+        let Self { vocabulary, text, scratch, ids, .. } = self;
+        // Most pieces are known and have few tokens. These wait here, to be appended together.
+        let (mut few, mut number) = ([0; TOKENS * BATCH], 0);
+        for &Waiting { start, end, key, hash } in &self.waiting[..self.filled] {
+            match scratch.cache.get(key, hash) {
+                Known::Few(tokens, length) => {
+                    // All of them, whatever their number: that needs no guess of it.
+                    few[number..number + TOKENS].copy_from_slice(&tokens);
+                    number += length;
+                    continue;
+                }
+                known => {
+                    ids.extend_from_slice(&few[..number]);
+                    number = 0;
+                    let (piece, first) = (&text[start..end], ids.len());
+                    if !scratch.cache.stored(known, key, piece, ids) {
+                        encode_piece(vocabulary, piece, scratch, ids);
+                        scratch.cache.put(key, hash, piece, &ids[first..]);
+                    }
                 }
             }
         }
+        ids.extend_from_slice(&few[..number]);
+        self.filled = 0;
     }
-    ids.extend_from_slice(&few[..number]);
 }
 
 /// Append the tokens of one piece.

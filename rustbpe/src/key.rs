@@ -47,7 +47,7 @@ impl Key {
 
     /// Whether the first eight bytes of a short piece are ASCII.
     #[inline]
-    pub fn is_ascii(self) -> bool {
+    pub fn begins_with_ascii(self) -> bool {
         self.low & 0x8080_8080_8080_8080 == 0
     }
 
@@ -98,7 +98,7 @@ fn halves(bytes: &[u8]) -> (u64, u64) {
 
 /// Both halves of a product of 128 bits: every bit of the factors reaches every bit of the result.
 #[inline]
-fn fold(left: u64, right: u64) -> u64 {
+pub fn fold(left: u64, right: u64) -> u64 {
     let product = u128::from(left) * u128::from(right);
     (product >> 64) as u64 ^ product as u64
 }

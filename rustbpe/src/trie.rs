@@ -31,7 +31,12 @@ pub struct Trie {
     /// By node that has children: the token that ends there. Apart from the nodes, as it is read once where they are read
     /// for each byte.
     tokens: Vec<u32>,
-    /// A bit for each node that is free, while the trie is built; then empty.
+}
+
+/// The nodes while they are placed.
+struct Room {
+    nodes: Vec<Node>,
+    /// A bit for each node that is free.
     free: Vec<u64>,
 }
 
@@ -40,9 +45,10 @@ impl Trie {
     pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
         let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
         sorted.sort_unstable();
-        let mut trie = Self { nodes: Vec::new(), tokens: Vec::new(), free: Vec::new() };
-        trie.add_block();
-        trie.take(ROOT, NOT_FREE);
+        let mut room = Room { nodes: Vec::new(), free: Vec::new() };
+        let mut tokens = Vec::new();
+        room.add_block();
+        room.take(ROOT, NOT_FREE);
         // Nodes whose children are still to be placed: node, depth, and the range of tokens below it.
         let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
         while let Some((node, depth, range)) = waiting.pop() {
@@ -59,51 +65,25 @@ impl Trie {
                 }
             }
             if children.is_empty() {
-                trie.nodes[node as usize].base = TOKEN | LEAF | ending.unwrap_or_default();
+                room.nodes[node as usize].base = TOKEN | LEAF | ending.unwrap_or_default();
                 continue;
             }
-            let base = trie.room_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
-            trie.nodes[node as usize].base = base;
+            let base = room.base_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
+            room.nodes[node as usize].base = base;
             if let Some(id) = ending {
-                trie.nodes[node as usize].base |= TOKEN;
-                trie.set_token(node, id);
+                room.nodes[node as usize].base |= TOKEN;
+                if tokens.len() < room.nodes.len() {
+                    tokens.resize(room.nodes.len(), NONE);
+                }
+                tokens[node as usize] = id;
             }
             for (byte, range) in children {
                 let child = base ^ u32::from(byte);
-                trie.take(child, node);
+                room.take(child, node);
                 waiting.push((child, depth + 1, range));
             }
         }
-        trie.free = Vec::new();
-        trie
-    }
-
-    fn add_block(&mut self) {
-        self.nodes.resize(self.nodes.len() + BLOCK as usize, FREE);
-        self.free.resize(self.nodes.len() / 64, u64::MAX);
-    }
-
-    fn take(&mut self, node: u32, parent: u32) {
-        self.nodes[node as usize].parent = parent;
-        self.free[node as usize / 64] &= !(1 << (node % 64));
-    }
-
-    /// A base at which the places of all these children are free.
-    fn room_for(&mut self, bytes: &[u8]) -> u32 {
-        let end = self.nodes.len() as u32;
-        let is_free = |node: u32| self.free[node as usize / 64] >> (node % 64) & 1 != 0;
-        for word in end.saturating_sub(OPEN_BLOCKS * BLOCK) / 64..end / 64 {
-            let mut free = self.free[word as usize];
-            while free != 0 {
-                let base = (64 * word + free.trailing_zeros()) ^ u32::from(bytes[0]);
-                if bytes[1..].iter().all(|&byte| is_free(base ^ u32::from(byte))) {
-                    return base;
-                }
-                free &= free - 1;
-            }
-        }
-        self.add_block();
-        end
+        Self { nodes: room.nodes, tokens }
     }
 
     /// The longest token that begins at `start`, and where it ends; NONE if no token is a single byte there.
@@ -127,12 +107,35 @@ impl Trie {
         }
         (self.tokens.get(found as usize).copied().unwrap_or(NONE), end)
     }
+}
 
-    fn set_token(&mut self, node: u32, id: u32) {
-        if self.tokens.len() < self.nodes.len() {
-            self.tokens.resize(self.nodes.len(), NONE);
+impl Room {
+    fn add_block(&mut self) {
+        self.nodes.resize(self.nodes.len() + BLOCK as usize, FREE);
+        self.free.resize(self.nodes.len() / 64, u64::MAX);
+    }
+
+    fn take(&mut self, node: u32, parent: u32) {
+        self.nodes[node as usize].parent = parent;
+        self.free[node as usize / 64] &= !(1 << (node % 64));
+    }
+
+    /// A base at which the places of all these children are free.
+    fn base_for(&mut self, bytes: &[u8]) -> u32 {
+        let end = self.nodes.len() as u32;
+        let is_free = |node: u32| self.free[node as usize / 64] >> (node % 64) & 1 != 0;
+        for word in end.saturating_sub(OPEN_BLOCKS * BLOCK) / 64..end / 64 {
+            let mut free = self.free[word as usize];
+            while free != 0 {
+                let base = (64 * word + free.trailing_zeros()) ^ u32::from(bytes[0]);
+                if bytes[1..].iter().all(|&byte| is_free(base ^ u32::from(byte))) {
+                    return base;
+                }
+                free &= free - 1;
+            }
         }
-        self.tokens[node as usize] = id;
+        self.add_block();
+        end
     }
 }
 

@@ -3,6 +3,7 @@
 use hashbrown::HashMap;
 
 use crate::borders::{Borders, Filter};
+use crate::key::fold;
 use crate::trie::{Trie, NONE};
 use crate::{key, Error, Pair, BYTES};
 
@@ -196,8 +197,7 @@ fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
 /// Of a pair. All bits of both tokens reach the lower ones.
 #[inline]
 fn hash(left: u32, right: u32) -> u64 {
-    let product = u128::from(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
-    (product >> 64) as u64 ^ product as u64
+    fold(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15, 0xd6e8_feb8_6659_fd93)
 }
 
 /// The numbers of merged tokens by the hashes of their pairs; at least half of the places are free.
