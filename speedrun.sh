@@ -111,7 +111,7 @@ run_stage() { # NAME COMMAND...: each stage knows itself whether it is done, and
     shift
     echo
     echo "== $name"
-    python -m nanochat.measure "$name" -- "$@" || code=$?
+    python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
     if [ -n "$interrupted" ]; then
         echo "speedrun: stopped in the stage $name; type the same command again to go on from there" >&2
         exit 130

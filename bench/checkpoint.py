@@ -27,13 +27,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat import device, parallel, saving, step_files
+from nanochat import device
+from nanochat.checkpoint_manager import files as step_files
+from nanochat.checkpoint_manager import save as saving
+from nanochat.checkpoint_manager.locate import make_meta
 from nanochat.common import UserError, base_dir, fsync_path, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizers, Rates
-from nanochat.stages import make_meta
+from nanochat.runtime import parallel
 from nanochat.tokenizer import BYTES, PATTERNS, Tokenizer
+from nanochat.train.optim import Optimizers, Rates
 
 BLOCK = 1 << 24  # bytes of a raw write
 # Parameters and state of 0.4 and 2.0 GB; tables of 16 and 67 MB are the largest tensors.
@@ -96,7 +99,7 @@ class Run:
     def save(self, folder: Path, step: int = 1) -> None:
         """A step as a stage saves it: hashed, described, named at the end."""
         meta = make_meta("base", self.shape, {}, 10, {})
-        saving.save(folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute)
+        saving.save_checkpoint(folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute)
 
 
 def seconds(work: Callable[[], Any]) -> float:

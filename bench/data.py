@@ -26,15 +26,18 @@ import torch
 
 from bench.ranks import D4
 from bench.train_rows import standard_library
-from nanochat import dataloader, device, loop, prepare
+from nanochat import dataloader, device
 from nanochat.common import UserError, log, run
-from nanochat.dataset import Corpus
+from nanochat.data.corpora import Corpus
+from nanochat.data.shards import write_shards
 from nanochat.device import Compute
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates
-from nanochat.prepare import Plan, TokenSet
-from nanochat.shards import write_shards
+from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.plan import Plan, plan
+from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
+from nanochat.train import loop
+from nanochat.train.optim import Optimizers, Rates
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, BATCH = 2048, 16  # of the loaders: the default context, rows of a pass
@@ -85,7 +88,7 @@ def measure_preparation(corpus: Corpus, tokenizer: Tokenizer, processes: int) ->
     for folder in corpus.folder.glob("tokens-*"):
         shutil.rmtree(folder)
     wall, cpu = time.perf_counter(), cpu_seconds()
-    tokens = prepare.prepare_documents(corpus, tokenizer, "train", processes)
+    tokens = prepare_documents(corpus, tokenizer, "train", processes)
     wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
     return tokens, {"tokens_per_cpu_second": tokens.tokens / cpu, "tokens_per_second": tokens.tokens / wall}
 
@@ -152,14 +155,14 @@ def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> floa
 
 def small_rows(token_set: TokenSet, tokenizer: Tokenizer) -> dataloader.Rows:
     """Rows as waiting_share's model takes them: its vocabulary is smaller, so tokens are folded into it."""
-    plan = prepare.plan(token_set, D4.sequence_len + 1, cut=True)
+    packed = plan(token_set, D4.sequence_len + 1, cut=True)
 
     class Folded(dataloader.Rows):
         def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
             inputs, targets = super().batch(plan_rows)
             return inputs % D4.vocab_size, torch.where(targets < 0, targets, targets % D4.vocab_size)
 
-    return Folded(token_set, plan, tokenizer.bos, SEED, masked=False)
+    return Folded(token_set, packed, tokenizer.bos, SEED, masked=False)
 
 
 def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path, batches: int) -> dict[str, Any]:
@@ -214,10 +217,10 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
     _, one = measure_preparation(corpus, tokenizer, 1)
     tokens, many = measure_preparation(corpus, tokenizer, 2 if cfg.quick else max(min(cores(), 4), 2))
     cpu = time.process_time()
-    plan = prepare.plan(tokens, LENGTH + 1, cut=True)
+    packed = plan(tokens, LENGTH + 1, cut=True)
     plan_speed = tokens.tokens / (time.process_time() - cpu)
-    rows = dataloader.Rows(tokens, plan, tokenizer.bos, SEED, masked=False)
-    mixed = dataloader.Mixture([rows, dataloader.Rows(tokens, plan, tokenizer.bos, 1, masked=False)], (7, 3))
+    rows = dataloader.Rows(tokens, packed, tokenizer.bos, SEED, masked=False)
+    mixed = dataloader.Mixture([rows, dataloader.Rows(tokens, packed, tokenizer.bos, 1, masked=False)], (7, 3))
     rank = Compute(compute.device, "cpu", "gloo", 3, 3, 4, compute.dtype, "rank 3 of 4")
     found: dict[str, Any] = {
         "tokens": tokens.tokens,
@@ -225,7 +228,7 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
         "prepare": one,
         "prepare_processes": many,
         "plan_tokens_per_cpu_second": plan_speed,
-        "packing": asdict(packing_loss(tokens, plan)),
+        "packing": asdict(packing_loss(tokens, packed)),
         "loader": loader_speed(rows, compute, batches),
         "loader_rank_of_4": loader_speed(rows, rank, batches),
         "loader_mixture": loader_speed(mixed, compute, batches),
@@ -233,7 +236,7 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
         "waiting_share": waiting_share(small_rows(tokens, tokenizer), compute, 8 if cfg.quick else 30),
     }
     if cfg.upstream is not None:
-        once = plan.rows // BATCH // 2  # it loses part of what it reads, and must read nothing twice
+        once = packed.rows // BATCH // 2  # it loses part of what it reads, and must read nothing twice
         found["upstream"] = upstream_side(folder, corpus, tokenizer, cfg.upstream.resolve(), once)
     return found
 

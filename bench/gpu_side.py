@@ -37,9 +37,13 @@ class Work:
 
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, as base_train takes it."""
-    from nanochat import compiling, device, gpu_attention, kernels, loop
+    from nanochat import device
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.optim import Optimizers, Rates
+    from nanochat.nn import kernels
+    from nanochat.platforms import nvidia_attention as gpu_attention
+    from nanochat.train import compile as compiling
+    from nanochat.train import loop
+    from nanochat.train.optim import Optimizers, Rates
 
     compute = device.compute_init(task["device"])
     kernels.select("auto", compute)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataset, device
+from nanochat import device
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, atomic_path, base_dir, log, read_json, run, write_json
+from nanochat.data.corpora import resolve
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.runtime.tracking import read_metrics
 from nanochat.tokenizer import tokenizer_dir
-from nanochat.tracking import read_metrics
 
 ON_CPU, ELSEWHERE = (2, 4, 6, 8), (10, 12, 14, 16, 18, 20)
 CPU_RATIO = 1.0  # tokens per parameter: at the default of 12 the eight layers alone would take a CPU two days
@@ -140,13 +141,13 @@ def main(cfg: Config) -> None:
     depths = QUICK_DEPTHS if cfg.quick and not cfg.depths else cfg.depths or (ON_CPU if on_cpu else ELSEWHERE)
     if min(depths) < 1 or len(set(depths)) < len(depths):
         raise UserError(f"--depths must be different numbers of at least 1, got {' '.join(map(str, depths))}", 2)
-    corpus = dataset.resolve(cfg.data).name
+    corpus = resolve(cfg.data).name
     base = base_dir() / "miniseries" / ("quick" if cfg.quick else corpus)
     prepare(base, corpus)
     series = []
     for depth in sorted(depths):
         train(depth, corpus, base, cfg, on_cpu)
-        series.append(measured(base / checkpoints.checkpoint_dir("base", f"d{depth}").relative_to(base_dir()), depth))
+        series.append(measured(base / checkpoint_dir("base", f"d{depth}").relative_to(base_dir()), depth))
     picture = base / "miniseries.png"
     draw(series, f"{corpus}, on {device.device_type}", picture)
     result = {"benchmark": "miniseries", "corpus": corpus, "picture": str(picture), "runs": [asdict(r) for r in series]}

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat import device, kernels, loop
+from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizers, Rates
+from nanochat.nn import kernels
+from nanochat.train import loop
+from nanochat.train.optim import Optimizers, Rates
 
 
 class Batch:

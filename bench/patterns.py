@@ -27,14 +27,19 @@ from safetensors.torch import load_file
 
 from bench.corpus import draw
 from bench.tokenizer import GPT4, NANOCHAT
-from nanochat import bpe, device, loss_eval, parallel, prepare, tokenizer
+from nanochat import device, tokenizer
 from nanochat.common import UserError, base_dir, log, read_json, run
+from nanochat.data import bpe
+from nanochat.data.corpora import Corpus
+from nanochat.data.shards import write_shards
 from nanochat.dataloader import Step
-from nanochat.dataset import Corpus
 from nanochat.device import Compute
+from nanochat.evals import loss as loss_eval
+from nanochat.evals.loss import Loss
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.loss_eval import Loss
-from nanochat.shards import write_shards
+from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.plan import plan
+from nanochat.runtime import parallel
 from nanochat.tokenizer import ROLES, Tokenizer
 
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -107,8 +112,8 @@ def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cf
 
 def bytes_per_step(corpus: Corpus, tokens: Tokenizer, model: dict[str, int]) -> float:
     """How much text a step of training takes, in the mean."""
-    token_set = prepare.prepare_documents(corpus, tokens, "train")
-    rows = prepare.plan(token_set, model["max_seq_len"] + 1, cut=True).rows
+    token_set = prepare_documents(corpus, tokens, "train")
+    rows = plan(token_set, model["max_seq_len"] + 1, cut=True).rows
     return token_set.bytes / rows * (model["total_batch_size"] // model["max_seq_len"])
 
 

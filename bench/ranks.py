@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 
 from bench.wire import Wire
-from nanochat import compiling, dataloader, device, host, loop, parallel
+from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import Optimizers, Rates
-from nanochat.parallel import Sharding
+from nanochat.platforms import cpu as host
+from nanochat.runtime import parallel
+from nanochat.runtime.parallel import Sharding
+from nanochat.train import compile as compiling
+from nanochat.train import loop
+from nanochat.train.optim import Optimizers, Rates
 
 # Also bench.train's model: 43 % of its parameters are matrices, which the bytes sent depend on.
 D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")

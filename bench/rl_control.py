@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from nanochat import checkpoint_manager as checkpoints
+from nanochat.checkpoint_manager.locate import find
 from nanochat.common import UserError, base_dir, log, run
-from nanochat.tracking import read_metrics
+from nanochat.runtime.tracking import read_metrics
 
 LEAST_GAIN = 5.0  # points
 LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
@@ -101,7 +101,7 @@ def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> flo
 
 def control(cfg: Config) -> None:
     """Train, compare, print; SystemExit with code 1 if RL does not teach or the control does."""
-    _, source = checkpoints.find("sft", cfg.model_tag)
+    _, source = find("sft", cfg.model_tag)
     seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
     runs = [
         (f"{'shuffled' if shuffle else 'seed'}-{seed}", seed, shuffle) for shuffle in (False, True) for seed in seeds

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from bench import corpus
 from bench.tokenizer_side import read_ranks
-from nanochat import bpe
 from nanochat.common import UserError, base_dir, log, read_json, run
+from nanochat.data import bpe
 from nanochat.tokenizer import PATTERNS, cores
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,9 +20,10 @@ from bench import train_quality as quality
 from bench.ranks import D4, wire_bytes_per_parameter
 from bench.train_rows import check_rows, make_rows, standard_library
 from bench.train_worker import Measured, Plan, Variant, measure
-from nanochat import device, host
+from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
+from nanochat.platforms import cpu as host
 
 STEP_TOKENS = 4096
 MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # of a pass on which memory is compared: upstream's defaults for both

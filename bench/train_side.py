@@ -62,9 +62,11 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
 
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, as its scripts take it; with a horizon by the rules of base_train."""
-    from nanochat import compiling, dataloader, device, loop, schedule
+    from nanochat import dataloader, device
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.optim import Optimizers, Rates, for_run
+    from nanochat.train import compile as compiling
+    from nanochat.train import loop, schedule
+    from nanochat.train.optim import Optimizers, Rates, for_run
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), Config()

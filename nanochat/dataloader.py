@@ -12,14 +12,18 @@ import torch
 
 from nanochat import device
 from nanochat.common import UserError, base_dir
-from nanochat.conversation import Conversation
+from nanochat.data.conversation import Conversation
+from nanochat.data.corpora import Split
+from nanochat.data.mixing import Data
 from nanochat.device import Compute
-from nanochat.mixing import Data
-from nanochat.prepare import Plan, plan, prepare_conversations
-from nanochat.token_files import TokenSet
+from nanochat.prepare.conversations import prepare_conversations
+from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.plan import Plan, plan
+from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
 IGNORED = -1  # the target of a position that is not trained
+SAMPLE_SEED = 0  # of the rows that stand for a split
 
 
 @lru_cache(maxsize=4)
@@ -244,6 +248,17 @@ def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_siz
         inputs, targets = rows.batch(own[i : i + device_batch_size])
         micro_batches.append((device.pin(inputs, compute), device.pin(targets, compute)))
     return Step(first_row, rows.targets_in(first_row, rows_per_step), micro_batches)
+
+
+def split_rows(data: Data, tokenizer: Tokenizer, split: Split, length: int, seed: int = SAMPLE_SEED) -> Source:
+    """The rows of `length` tokens of a split, of a mixture in its shares, shuffled: the plan puts long documents
+    first, so that a part of it in its own order would stand for them only."""
+    sources = []
+    for corpus in data.corpora:
+        token_set = prepare_documents(corpus, tokenizer, split)
+        packed = plan(token_set, length + 1, cut=True)
+        sources.append(Rows(token_set, packed, tokenizer.bos, seed, masked=False))
+    return sources[0] if len(sources) == 1 else Mixture(sources, data.shares)
 
 
 def conversation_rows(

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from nanochat import ascend, gpus, host
 from nanochat.common import UserError, base_dir, warn
+from nanochat.platforms import ascend
+from nanochat.platforms import cpu as host
+from nanochat.platforms import nvidia as gpus
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,12 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanochat.calculator import calculate
 from nanochat.common import UserError
-from nanochat.gpt import GPT, Cache, Spans
-from nanochat.reply import TextStream as TextStream  # what an engine says is read with these
-from nanochat.reply import reply_parts as reply_parts
-from nanochat.sampling import Sampling, choose, uniform
+from nanochat.data.calculator import calculate
+from nanochat.generate.reply import TextStream as TextStream
+from nanochat.generate.reply import reply_parts as reply_parts
+from nanochat.generate.sampling import Sampling, choose, uniform
+from nanochat.gpt import GPT
+from nanochat.nn.cache import Spans
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # columns of a pass over prompts
@@ -112,7 +113,7 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.pad = model.device.type != "cpu" if pad is None else pad
         self.passes = self.prompt_tokens_read = 0  # batches computed, and prompt tokens in them (copies do not count)
-        self._cache = Cache(model.config, slots, self.length, model.device, dtype or model.dtype)
+        self._cache = model.new_cache(slots, self.length, dtype)
         self._rows: list[_Row] = []  # row i is in slot i
         self._waiting: deque[_Row] = deque()
         self._next_request = 0

@@ -4,8 +4,7 @@ The architecture is that of upstream nanochat's HEAD of 2026-07. Parameters are 
 compute dtype where they are used. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -13,8 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import kernels
 from nanochat.common import UserError
+from nanochat.nn import kernels, loss
+from nanochat.nn.cache import Cache, CacheCall, Spans
 
 SMEAR_CHANNELS = 24  # of the embedding, read by the smear gate
 VALUE_GATE_CHANNELS = 12  # of a layer's input, read by the value-embedding gates
@@ -97,72 +97,11 @@ class Head(Linear):
         """Softcapped fp32 logits (..., V); with targets the weighted sum of losses, or with `each` the loss of
         every token, (...), without gradient."""
         if targets is None:
-            return kernels.softcap(super().forward(input)[..., : self.vocab])
+            return loss.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
-            return kernels.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
-        return kernels.chunked_loss(
-            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
-        )
-
-
-class Cache:
-    """Keys, values and places of the sequences in flight: one slot each, of different lengths.
-
-    k and v are [layers, slots, T, Hkv, D]; `positions` (slots,) counts the tokens a slot holds; `previous` (slots, C)
-    is the embedding of its last token before smearing. A forward pass reads and writes a contiguous range of slots.
-    """
-
-    def __init__(self, config: GPTConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, slots, length, config.n_kv_head, config.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
-        self.previous = torch.zeros(slots, config.n_embd, device=device, dtype=dtype)
-        self.length = length
-
-    def clear(self, slots: slice) -> None:
-        """Forget what the slots held."""
-        self.positions[slots] = 0
-        self.previous[slots] = 0
-
-
-@dataclass(frozen=True)
-class Spans:
-    """What the host knows of the rows of a pass: the tokens that each held before, and how many it gains."""
-
-    held: Sequence[int]
-    fresh: Sequence[int]
-
-
-@dataclass
-class CacheCall:
-    """What one forward pass over a cache shares between layers."""
-
-    cache: Cache
-    slots: slice
-    rows: Tensor  # (B, 1) 0, 1, ... B - 1
-    places: Tensor  # (B, T) where each new token goes
-    keys: int  # K, how much of the cache is looked at
-    spans: Spans | None
-    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys are seen
-    last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of the last keys
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-        """Write new keys and values, and attend to what the rows then hold; shapes as in kernels.attend."""
-        held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
-        held_k[self.rows, self.places] = k
-        held_v[self.rows, self.places] = v
-        if self.spans is None or not kernels.takes_lengths(q):
-            if window not in self.masks:
-                self.masks[window] = kernels.cache_mask(self.places, self.keys, window)
-            k, v = held_k[:, : self.keys], held_v[:, : self.keys]
-            return kernels.attend_cached(q, k, v, self.masks[window], scale)
-        if q.size(1) == 1 and window not in self.last:
-            first = (self.places - window).clamp_min(0)
-            self.last[window] = first + torch.arange(min(window + 1, held_k.size(1)), device=q.device)
-        ends = [held + fresh for held, fresh in zip(self.spans.held, self.spans.fresh, strict=True)]
-        return kernels.attend_lengths(q, held_k, held_v, self.spans.fresh, ends, self.last.get(window), window, scale)
+            return loss.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
+        return loss.chunked_loss(flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten())
 
 
 class Attention(nn.Module):
@@ -304,6 +243,13 @@ class GPT(nn.Module):
                 self._tables = kernels.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
         cos, sin = self._tables
         return cos[:length], sin[:length]
+
+    def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `slots` sequences of at most `length` tokens; `dtype` defaults to the compute dtype."""
+        c = self.config
+        return Cache(
+            c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device, dtype=dtype or self.dtype
+        )
 
     def _begin(self, idx: Tensor, cache: Cache, slots: slice, spans: Spans | None) -> CacheCall:
         """Where the tokens of this pass go and what they see."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat import ascend, device, sizes
+from nanochat import device
 from nanochat.common import UserError, run
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.platforms import ascend
+from nanochat.train import sizes
 
 # Operators that reach the device with the fused kernels: python -m bench.npu_ops --layers, on the emulated NPU.
 OPERATORS_PER_LAYER = 61.5  # forward and backward of one pass

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nanochat.common import UserError, base_dir, log, read_json, run, write_atomic, write_json
-from nanochat.measure import read_stages, stages_file
-from nanochat.mixing import unweighted
-from nanochat.profiling import report_rows
-from nanochat.tracking import read_metrics
+from nanochat.data.mixing import unweighted
+from nanochat.runtime.cost import read_stages, stages_file
+from nanochat.runtime.profiling import report_rows
+from nanochat.runtime.tracking import read_metrics
 
 COLUMNS = ("base", "mid", "sft", "rl")
 TITLES = {

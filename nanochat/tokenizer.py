@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nanochat import bpe
 from nanochat.common import UserError, base_dir, read_json, write_atomic, write_json
-from nanochat.conversation import Conversation, Message, user
+from nanochat.data import bpe
+from nanochat.data.conversation import Conversation, Message, user
 
 # How text is cut into pieces before merging. The only place that knows a pattern: add one here, and
 # `--pattern NAME` takes it. A pattern must match every character of any text; a test checks that.

@@ -9,12 +9,14 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=D
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import core_eval, device, loss_eval, report
-from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat import device, report
+from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, base_dir, log, run, write_atomic
-from nanochat.core_eval import Core
+from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
-from nanochat.mixing import resolve_data
+from nanochat.evals import core as core_eval
+from nanochat.evals import loss as loss_eval
+from nanochat.evals.core import Core
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import device, loss_eval, parallel, report
-from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat import device, report
+from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import log, run
+from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.engine import Engine
-from nanochat.mixing import resolve_data
-from nanochat.reply import reply_parts
-from nanochat.sampling import Sampling
+from nanochat.evals import loss as loss_eval
+from nanochat.generate.reply import reply_parts
+from nanochat.generate.sampling import Sampling
+from nanochat.runtime import parallel
 
 PROMPTS = (
     "The capital of Japan is",

@@ -9,27 +9,21 @@ from typing import Any, Literal
 
 import torch
 
-from nanochat import checkpoint_manager as checkpoints
-from nanochat import (
-    compiling,
-    dataloader,
-    device,
-    fingerprint,
-    loop,
-    loss_eval,
-    mixing,
-    parallel,
-    probe,
-    report,
-    schedule,
-    sizes,
-    watch,
-)
+from nanochat import dataloader, device, report
+from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
+from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import log, run, settings
+from nanochat.data import mixing
+from nanochat.dataloader import split_rows
 from nanochat.device import Compute
+from nanochat.evals import loss as loss_eval
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates, for_run
+from nanochat.runtime import fingerprint, parallel, watch
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.train import compile as compiling
+from nanochat.train import loop, probe, schedule, sizes
+from nanochat.train.optim import Optimizers, Rates, for_run
 
 Auto = Literal["auto"]
 
@@ -79,12 +73,12 @@ def train(cfg: Config, compute: Compute) -> None:
     """Train to the horizon, going on from the newest checkpoint if there is one."""
     loop.begin(cfg, compute)
     tag = cfg.model_tag or f"d{cfg.depth}"
-    folder = checkpoints.checkpoint_dir("base", tag)
+    folder = checkpoint_dir("base", tag)
     corpus = mixing.resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
     wanted = {**settings(cfg), "corpus": corpus.name, "tokenizer": tokenizer.hash[:16]}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("base", tag), cfg.resume):
+    if finished(folder, wanted, compute, report.has_training_section("base", tag), cfg.resume):
         return
 
     # The model's shape, how a step is split, and how long the run is
@@ -106,8 +100,8 @@ def train(cfg: Config, compute: Compute) -> None:
 
     # Tokenised once; a row is a pure function of (seed, row number)
     T = shape.sequence_len
-    rows = loss_eval.split_rows(corpus, tokenizer, "train", T, cfg.seed)
-    val_rows = loss_eval.split_rows(corpus, tokenizer, "val", T)
+    rows = split_rows(corpus, tokenizer, "train", T, cfg.seed)
+    val_rows = split_rows(corpus, tokenizer, "val", T)
     val_tokens = cfg.eval_tokens or 20 * batch.tokens_per_step
     read = steps * batch.rows_per_step
     mixed = dataloader.mixture_table(corpus, rows, read)
@@ -125,7 +119,7 @@ def train(cfg: Config, compute: Compute) -> None:
                             schedule.table_momentum(steps))  # fmt: skip
 
     # Go on where a run was stopped
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
+    resumed = resume_stage(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
@@ -144,8 +138,8 @@ def train(cfg: Config, compute: Compute) -> None:
     def save(line: dict[str, Any]) -> float:
         """Save the step of a line; returns what that took."""
         state = {**loop.state(meter, scale, line, spikes), "row": line["step"] * batch.rows_per_step, "data": rows.key}
-        meta = checkpoints.make_meta("base", shape, wanted, steps, state)
-        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+        meta = make_meta("base", shape, wanted, steps, state)
+        return save_checkpoint(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
 
     stage.ready(step, finish)
     while step < stage.stop:

@@ -17,15 +17,15 @@ from typing import Annotated, Any, Literal, TextIO
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, base_dir, run
-from nanochat.conversation import Conversation, Message, Part, assistant, system, user
+from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import DTYPES, compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.reply import TextStream, reply_parts
-from nanochat.sampling import Sampling, chat_temperature
-from nanochat.terminal import dim, harmless, history, keyboard, language, stoppable
-from nanochat.transcript import instructions, read_transcript, write_transcript
+from nanochat.generate.reply import TextStream, reply_parts
+from nanochat.generate.sampling import Sampling, chat_temperature
+from nanochat.serve.terminal import dim, harmless, history, keyboard, language, stoppable
+from nanochat.serve.transcript import instructions, read_transcript, write_transcript
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from nanochat import report
-from nanochat.chat_eval import Score, by_group, chat_core, evaluate
-from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, log, read_json, run, warn
-from nanochat.conversation import Part, Task
+from nanochat.data.conversation import Part, Task
 from nanochat.device import DTYPES, Compute, with_compute
-from nanochat.sampling import Sampling
+from nanochat.evals.chat import Score, by_group, chat_core, evaluate
+from nanochat.generate.sampling import Sampling
 from tasks import tinyworld
 from tasks.arc import ARC
 from tasks.gsm8k import GSM8K

@@ -7,14 +7,19 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanochat import checkpoint_manager as checkpoints
-from nanochat import dataloader, device, fingerprint, loop, parallel, profiling, report, rollout, watch
-from nanochat.chat_eval import evaluate
+from nanochat import dataloader, device, report
+from nanochat.checkpoint_manager.load import held_in, load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
+from nanochat.evals.chat import evaluate
+from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.optim import Optimizers, Rates
-from nanochat.sampling import Sampling
+from nanochat.runtime import fingerprint, parallel, profiling, watch
+from nanochat.train import loop, rollout
+from nanochat.train.optim import Optimizers, Rates
 from tasks.mixtures import rl_tasks
 
 
@@ -57,18 +62,18 @@ class Config(loop.StageFlags, Rates):
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the problems, going on from the newest checkpoint if there is one."""
     loop.begin(cfg, compute)
-    parent = checkpoints.find_parent(cfg.source, cfg.model_tag, cfg.source_step)
-    folder = checkpoints.checkpoint_dir("rl", parent.tag)
+    parent = find_parent(cfg.source, cfg.model_tag, cfg.source_step)
+    folder = checkpoint_dir("rl", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("rl", parent.tag), cfg.resume):
+    if finished(folder, wanted, compute, report.has_training_section("rl", parent.tag), cfg.resume):
         return
     if cfg.examples_per_step % compute.world_size:
         raise UserError(
             f"examples_per_step must be a multiple of the {compute.world_size} ranks, got {cfg.examples_per_step}", 2
         )
-    loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
+    loaded = load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops = model.parameter_counts(), model.flops_per_token()
     task, held_out = rl_tasks(corpus)
@@ -81,10 +86,10 @@ def train(cfg: Config, compute: Compute) -> None:
 
     # The sampler is a whole copy of the model in the compute dtype; the trained one may be sharded.
     sampler = GPT(shape, dtype=compute.dtype).to(compute.device).eval()
-    checkpoints.held_in(sampler, compute.dtype)
+    held_in(sampler, compute.dtype)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, task_key, cfg.resume, cfg.other_code)
+    resumed = resume_stage(folder, model, optimizers, wanted, compute, task_key, cfg.resume, cfg.other_code)
     replies = cfg.examples_per_step * cfg.num_samples
     step, meter = resumed.step, loop.Meter.start(steps, replies, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
@@ -108,8 +113,8 @@ def train(cfg: Config, compute: Compute) -> None:
             "row": line["step"] * cfg.examples_per_step,
             "data": task_key,
         }
-        meta = checkpoints.make_meta("rl", shape, wanted, steps, state)
-        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+        meta = make_meta("rl", shape, wanted, steps, state)
+        return save_checkpoint(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
 
     stage.ready(step, finish, first={"step": 0})
     while step < stage.stop:

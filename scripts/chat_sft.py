@@ -8,24 +8,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat import checkpoint_manager as checkpoints
-from nanochat import (
-    compiling,
-    dataloader,
-    device,
-    fingerprint,
-    loop,
-    loss_eval,
-    parallel,
-    probe,
-    report,
-    schedule,
-    sizes,
-    watch,
-)
+from nanochat import dataloader, device, report
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, log, run, settings
 from nanochat.device import Compute
-from nanochat.optim import Optimizers, Rates
+from nanochat.evals import loss as loss_eval
+from nanochat.runtime import fingerprint, parallel, watch
+from nanochat.train import compile as compiling
+from nanochat.train import loop, probe, schedule, sizes
+from nanochat.train.optim import Optimizers, Rates
 from tasks.mixtures import mix
 
 
@@ -58,19 +52,19 @@ class Config(loop.StageFlags, Rates):
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, going on from the newest checkpoint if there is one."""
     loop.begin(cfg, compute)
-    parent = checkpoints.find_parent(cfg.source, cfg.model_tag, cfg.source_step)
-    folder = checkpoints.checkpoint_dir("sft", parent.tag)
+    parent = find_parent(cfg.source, cfg.model_tag, cfg.source_step)
+    folder = checkpoint_dir("sft", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("sft", parent.tag), cfg.resume):
+    if finished(folder, wanted, compute, report.has_training_section("sft", parent.tag), cfg.resume):
         return
     if cfg.target_examples_per_step % compute.world_size:
         raise UserError(
             f"target_examples_per_step must be a multiple of the {compute.world_size} ranks, got "
             f"{cfg.target_examples_per_step}", 2
         )  # fmt: skip
-    loaded = checkpoints.load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
+    loaded = load_model(cfg.source, parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
 
@@ -85,7 +79,7 @@ def train(cfg: Config, compute: Compute) -> None:
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
+    resumed = resume_stage(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
@@ -104,8 +98,8 @@ def train(cfg: Config, compute: Compute) -> None:
     def save(line: dict[str, Any]) -> float:
         """Save the step of a line; returns what that took."""
         state = {**loop.state(meter, scale, line, spikes), "row": line["step"] * batch.rows_per_step, "data": rows.key}
-        meta = checkpoints.make_meta("sft", shape, wanted, steps, state)
-        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+        meta = make_meta("sft", shape, wanted, steps, state)
+        return save_checkpoint(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
 
     stage.ready(step, finish)
     while step < stage.stop:

@@ -13,12 +13,12 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager import Loaded, load_model
+from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, log, run, warn
 from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.sampling import chat_temperature
-from nanochat.server import Settings, create_app, serve
+from nanochat.generate.sampling import chat_temperature
+from nanochat.serve.server import Settings, create_app, serve
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat import checkpoint_manager as checkpoints
-from nanochat import (
-    compiling,
-    dataloader,
-    device,
-    fingerprint,
-    loop,
-    loss_eval,
-    mixing,
-    parallel,
-    probe,
-    report,
-    schedule,
-    sizes,
-    watch,
-)
+from nanochat import dataloader, device, report
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import log, run, settings
+from nanochat.data import mixing
+from nanochat.dataloader import split_rows
 from nanochat.device import Compute
-from nanochat.optim import Optimizers, Rates
+from nanochat.evals import loss as loss_eval
+from nanochat.runtime import fingerprint, parallel, watch
+from nanochat.train import compile as compiling
+from nanochat.train import loop, probe, schedule, sizes
+from nanochat.train.optim import Optimizers, Rates
 from tasks.mixtures import mix
 
 Auto = Literal["auto"]
@@ -67,14 +62,14 @@ class Config(loop.StageFlags, Rates):
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the mixture, going on from the newest checkpoint if there is one."""
     loop.begin(cfg, compute)
-    parent = checkpoints.find_parent("base", cfg.model_tag, cfg.base_step)
-    folder = checkpoints.checkpoint_dir("mid", parent.tag)
+    parent = find_parent("base", cfg.model_tag, cfg.base_step)
+    folder = checkpoint_dir("mid", parent.tag)
     corpus = cfg.data or parent.corpus
     wanted = {**settings(cfg), "parent": parent.identity, "corpus": corpus}
     fingerprint.check_start(wanted, compute)
-    if checkpoints.finished(folder, wanted, compute, report.has_training_section("mid", parent.tag), cfg.resume):
+    if finished(folder, wanted, compute, report.has_training_section("mid", parent.tag), cfg.resume):
         return
-    loaded = checkpoints.load_model("base", parent.tag, parent.step, compute, dtype=device.MASTER)
+    loaded = load_model("base", parent.tag, parent.step, compute, dtype=device.MASTER)
     model, tokenizer, shape = loaded.model, loaded.tokenizer, loaded.model.config
     counts, flops, T = model.parameter_counts(), model.flops_per_token(), shape.sequence_len
 
@@ -85,7 +80,7 @@ def train(cfg: Config, compute: Compute) -> None:
     val_rows = dataloader.conversation_rows("mid-val", mixture.val, mixture.key, tokenizer, T, cfg.seed, masked=False)
     every = (4 if corpus == "tinyworld" else 0) if cfg.documents_every == "auto" else cfg.documents_every
     if every:
-        documents = loss_eval.split_rows(mixing.resolve_data(corpus), tokenizer, "train", T, cfg.seed)
+        documents = split_rows(mixing.resolve_data(corpus), tokenizer, "train", T, cfg.seed)
         rows = dataloader.blend(rows, documents, every)
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
@@ -95,7 +90,7 @@ def train(cfg: Config, compute: Compute) -> None:
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
-    resumed = checkpoints.resume(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
+    resumed = resume_stage(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
@@ -114,8 +109,8 @@ def train(cfg: Config, compute: Compute) -> None:
     def save(line: dict[str, Any]) -> float:
         """Save the step of a line; returns what that took."""
         state = {**loop.state(meter, scale, line, spikes), "row": line["step"] * batch.rows_per_step, "data": rows.key}
-        meta = checkpoints.make_meta("mid", shape, wanted, steps, state)
-        return checkpoints.save(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
+        meta = make_meta("mid", shape, wanted, steps, state)
+        return save_checkpoint(folder, line["step"], model, optimizers, tokenizer, meta, compute, cfg.keep)
 
     stage.ready(step, finish)
     while step < stage.stop:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nanochat.common import UserError, log, run
-from nanochat.dataset import Corpus, shards, texts
-from nanochat.mixing import resolve_data
+from nanochat.data.corpora import Corpus, shards
+from nanochat.data.mixing import resolve_data
+from nanochat.data.shards import texts
 from nanochat.report import write_section
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 

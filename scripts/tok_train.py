@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import UserError, log, read_json, run, settings, write_json
-from nanochat.dataset import shards, texts
-from nanochat.mixing import Data, resolve_data
-from nanochat.progress import Progress, duration
+from nanochat.data.corpora import shards
+from nanochat.data.mixing import Data, resolve_data
+from nanochat.data.shards import read_about, texts
 from nanochat.report import write_section
-from nanochat.shards import read_about
+from nanochat.runtime.progress import Progress, duration
 from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]

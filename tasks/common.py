@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nanochat.common import UserError, base_dir, log, rank
-from nanochat.conversation import Conversation, Message, Part, Task, chat
+from nanochat.data.conversation import Conversation, Message, Part, Task, chat
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # file ending -> builder of `datasets`, best first

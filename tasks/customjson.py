@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nanochat.common import UserError
-from nanochat.conversation import Conversation
+from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, read_messages
 
 _SHAPE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'

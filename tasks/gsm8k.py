@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from nanochat.calculator import calculate
 from nanochat.common import UserError
-from nanochat.conversation import Conversation, Part, chat
+from nanochat.data.calculator import calculate
+from nanochat.data.conversation import Conversation, Part, chat
 from tasks.common import final_number, load_table, one_of
 
 _CALL = re.compile(r"<<([^<>]*)>>")

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from nanochat import execution
-from nanochat.conversation import Conversation, chat
+from nanochat.data.conversation import Conversation, chat
+from nanochat.evals import sandbox as execution
 from tasks.common import load_table
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)

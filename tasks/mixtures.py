@@ -6,10 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from nanochat import tinyworld
 from nanochat.common import UserError, sha256_of
-from nanochat.conversation import Conversation, Task
-from nanochat.dataset import tinyworld_fingerprint
+from nanochat.data.conversation import Conversation, Task
+from nanochat.data.tinyworld import world as tinyworld
 from tasks.arc import ARC
 from tasks.common import Mixture, Subset, Ungraded
 from tasks.customjson import CustomJSON
@@ -79,9 +78,9 @@ def mix(stage: str, corpus: str, seed: int, custom: str | None = None) -> Mix:
         return Mix(custom, f"{custom} {sha256_of(Path(custom).expanduser())}", lambda: task)
     if corpus == "tinyworld":
         make = {"mid": tinyworld.mid_conversations, "sft": tinyworld.sft_conversations}[stage]
-        return Mix("TinyWorld", f"tinyworld {stage} {seed} {tinyworld_fingerprint()}", lambda: make(seed=seed))
+        return Mix("TinyWorld", f"tinyworld {stage} {seed} {tinyworld.VERSION}", lambda: make(seed=seed))
     published = {"mid": _published_mid, "sft": _published_sft}[stage]
-    return Mix("SmolTalk and tasks", f"published {stage} {seed} {tinyworld_fingerprint()}", lambda: published(seed))
+    return Mix("SmolTalk and tasks", f"published {stage} {seed} {tinyworld.VERSION}", lambda: published(seed))
 
 
 def _published_mid(seed: int) -> Mixture:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanochat.common import UserError
-from nanochat.conversation import Conversation
+from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, load_table, one_of, read_messages
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.common import UserError
-from nanochat.conversation import Conversation, Part, chat
+from nanochat.data.conversation import Conversation, Part, chat
 from tasks.common import Ungraded, final_number, one_of
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat import tinyworld
-from nanochat.conversation import Conversation, Part
+from nanochat.data.conversation import Conversation, Part
+from nanochat.data.tinyworld import world as tinyworld
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
     """Ranks that are started once for all tests of a process."""
-    from rank_pool import Pool
+    from tests.support.rank_pool import Pool
 
     ranks = Pool()
     yield ranks
@@ -79,13 +79,13 @@ class Reliability:
     """Counts the fault tests of a run, over all processes, and writes docs/reliability.md from them at its end."""
 
     def __init__(self) -> None:
-        from reliability import Tally, faults
+        from tests.support.reliability import Tally, faults
 
         self.known, self.make = faults(), Tally
         self.results: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        from reliability import key_of
+        from tests.support.reliability import key_of
 
         key = key_of(report.nodeid)
         if key in self.known and (report.when == "call" or not report.passed):
@@ -94,12 +94,12 @@ class Reliability:
             tally.failed += not report.passed
 
     def pytest_sessionfinish(self) -> None:
-        from reliability import write
+        from tests.support.reliability import write
 
         write(self.results)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Reports of all processes come together in the one that started them. test_conftest.py tries this file alone.
-    if not hasattr(config, "workerinput") and Path(__file__).with_name("reliability.py").exists():
+    if not hasattr(config, "workerinput") and (Path(__file__).parent / "support" / "reliability.py").exists():
         config.pluginmanager.register(Reliability())

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from nanochat.common import UserError, base_dir
-from nanochat.conversation import chat
+from nanochat.data.conversation import chat
+from nanochat.data.corpora import Corpus
+from nanochat.data.mixing import Data
+from nanochat.data.shards import write_shards
 from nanochat.dataloader import IGNORED, Mixture, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
-from nanochat.dataset import Corpus
 from nanochat.device import Compute
-from nanochat.mixing import Data
-from nanochat.prepare import plan, prepare_conversations, prepare_documents
-from nanochat.shards import write_shards
-from nanochat.token_files import TokenSet
+from nanochat.prepare.conversations import prepare_conversations
+from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.plan import plan
+from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
 DOCUMENTS = [f"Document {i} says {'ha ' * (i * 7 % 40)}and 第{i}号。" for i in range(400)]

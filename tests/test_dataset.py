@@ -12,8 +12,10 @@ import pytest
 
 from nanochat import dataset
 from nanochat.common import UserError
-from nanochat.dataset import Config, Corpus, corpora, import_folder, main, make_tinyworld, resolve, shards, texts
-from nanochat.download import Patience
+from nanochat.data.corpora import Corpus, corpora, resolve, shards
+from nanochat.data.download import Patience
+from nanochat.data.shards import texts
+from nanochat.dataset import Config, import_folder, main, make_tinyworld
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +36,8 @@ def own_files(folder: Path, count: int = 30) -> Path:
 @pytest.fixture
 def tinyworld(monkeypatch) -> types.SimpleNamespace:
     """A stand-in for the package, of which a test can change the documents and the version."""
-    module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), version="1")
+    module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), VERSION="1")
     monkeypatch.setattr(dataset, "tinyworld", module)
-    monkeypatch.setattr(dataset, "tinyworld_fingerprint", lambda: module.version)
     return module
 
 
@@ -107,7 +108,7 @@ def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, ca
     make_tinyworld()
     assert (corpus.folder / "corpus.json").stat().st_mtime_ns == before
     assert "tinyworld is there" in capsys.readouterr().out
-    tinyworld.version = "2"
+    tinyworld.VERSION = "2"
     tinyworld.documents = lambda: iter(["new 1", "new 2"])
     make_tinyworld()
     assert set(texts(shards(corpus, "train"))) < {"new 1", "new 2"}

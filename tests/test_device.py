@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat import device, host
+from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
+from nanochat.platforms import cpu as host
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
@@ -157,7 +158,8 @@ def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: 
 
 FRESH = """
 import threading
-from nanochat import device, host
+from nanochat import device
+from nanochat.platforms import cpu as host
 import torch, torch.distributed
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
@@ -331,7 +333,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 import torch.distributed as dist
-from nanochat import device, host
+from nanochat import device
+from nanochat.platforms import cpu as host
 from nanochat.common import run
 
 @dataclass(frozen=True)

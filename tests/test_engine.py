@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import tiny_gpt, tiny_tokenizer
 
-from nanochat.calculator import calculate
 from nanochat.common import UserError
+from nanochat.data.calculator import calculate
 from nanochat.engine import FAILED, Completion, Engine
+from nanochat.generate.sampling import Sampling, choose, uniform
 from nanochat.gpt import GPT
-from nanochat.sampling import Sampling, choose, uniform
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 LENGTH = 160

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from tiny_model import tiny_tokenizer
 
-from nanochat.conversation import Part
+from nanochat.data.conversation import Part
 from nanochat.engine import FAILED, Engine
-from nanochat.gpt import Cache, GPTConfig, Spans
-from nanochat.reply import reply_parts
-from nanochat.sampling import Sampling
+from nanochat.generate.reply import reply_parts
+from nanochat.generate.sampling import Sampling
+from nanochat.gpt import GPTConfig
+from nanochat.nn.cache import Cache, Spans
+from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 mark = TOKENIZER.special
@@ -23,6 +24,9 @@ class Scripted:
             sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
         )
         self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
+
+    def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        return Cache(1, slots, length, 1, 24, 24, self.device, dtype or self.dtype)
 
     def hidden(
         self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, spans: Spans

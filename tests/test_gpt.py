@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_model import tiny_gpt
 from torch import Tensor
 
-from nanochat import kernels
 from nanochat.common import UserError
-from nanochat.gpt import GPT, Cache, GPTConfig, Spans
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn import kernels
+from nanochat.nn.cache import Spans
+from tests.support.tiny_model import tiny_gpt
 
 VOCAB = 70  # padded to 128
 CONFIG = GPTConfig(sequence_len=160, vocab_size=VOCAB, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, window_pattern="SL")
@@ -336,7 +337,7 @@ def test_decoding_of_different_lengths_equals_the_full_forward() -> None:
     model, T, lengths = random_gpt(), 140, torch.tensor([5, 17, 126])
     idx = tokens(3, T)
     full = model(idx)
-    cache, slots = Cache(model.config, 5, 160, model.device, torch.float32), slice(1, 4)
+    cache, slots = model.new_cache(5, 160, torch.float32), slice(1, 4)
     padded = idx[:, :126].clone()
     for row, length in enumerate(lengths):
         padded[row, length:] = 3
@@ -356,7 +357,7 @@ def test_decoding_of_different_lengths_equals_the_full_forward() -> None:
 def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
     model, idx = random_gpt(), tokens(2, 150)
     full = model(idx)
-    cache = Cache(model.config, 2, 160, model.device, torch.float32)
+    cache = model.new_cache(2, 160, torch.float32)
     done = 0
     for piece in (1, 64, 70, 15):
         out = model.logits(model.hidden(idx[:, done : done + piece], cache, spans=Spans([done] * 2, [piece] * 2)))
@@ -367,7 +368,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
 @torch.inference_mode()
 def test_a_cleared_slot_starts_anew_and_the_others_go_on() -> None:
     model, idx = random_gpt(), tokens(2, 20)
-    cache = Cache(model.config, 2, 160, model.device, torch.float32)
+    cache = model.new_cache(2, 160, torch.float32)
     model.hidden(idx[:, :10], cache)
     cache.clear(slice(0, 1))
     again = model.logits(model.hidden(idx[:1, 10:], cache, slice(0, 1)))

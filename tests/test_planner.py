@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import ascend, planner
+from nanochat import planner
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
+from nanochat.platforms import ascend
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = GPTConfig(2048, 32768, 12, 6, 6, 768)

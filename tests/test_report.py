@@ -12,7 +12,7 @@ import pytest
 
 from nanochat import report
 from nanochat.common import UserError, read_json, write_json
-from nanochat.measure import stages_file
+from nanochat.runtime.cost import stages_file
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = {

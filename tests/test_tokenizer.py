@@ -19,10 +19,10 @@ import pytest
 import regex
 import tiktoken
 
-from nanochat import bpe
 from nanochat import tokenizer as module
 from nanochat.common import UserError
-from nanochat.conversation import Conversation, Part, assistant, chat, system, user
+from nanochat.data import bpe
+from nanochat.data.conversation import Conversation, Part, assistant, chat, system, user
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer, tokenizer_dir
 
 PUBLISHED = "0.1.0"

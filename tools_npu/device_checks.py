@@ -52,7 +52,7 @@ def first_line(failure: BaseException) -> str:
 
 def load(out: Output, cann: str) -> str:
     """Import torch and torch_npu, and judge the pair; the version of torch_npu, "" if it cannot be used."""
-    from nanochat import ascend
+    from nanochat.platforms import ascend
 
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else `import torch` itself fails where CANN is missing
     out.begin("torch")
@@ -89,7 +89,7 @@ def open_card(out: Output) -> int:
     """Put a tensor on the first card; how many are visible, 0 if none can be used."""
     import torch
 
-    from nanochat import ascend
+    from nanochat.platforms import ascend
 
     out.begin("npu:0")
     try:
@@ -228,7 +228,7 @@ def check_bench(out: Output, dtype: Any) -> None:
     """--bench: launch cost, copies both ways, memory, attention: figures that a user would report."""
     import torch
 
-    from nanochat import kernels
+    from nanochat.nn import kernels
 
     x = torch.ones(64, device="npu:0")
 
@@ -275,7 +275,7 @@ def free_port() -> int:
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
     """HCCL over all visible cards: each collective with a known answer, and the bandwidth of all_reduce."""
-    from nanochat import ascend
+    from nanochat.platforms import ascend
 
     if ranks < 2:
         out.line(Line("hccl", SKIP, "one card is visible", "只有一张可见的卡"))
@@ -304,7 +304,7 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
 
 def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> None:
     """The lines that follow from what each rank said."""
-    from nanochat import ascend
+    from nanochat.platforms import ascend
 
     broken = [answer for answer in answers if answer[1] != 0]
     if broken:
@@ -342,7 +342,7 @@ def main() -> None:
     if count:
         import torch
 
-        from nanochat import ascend
+        from nanochat.platforms import ascend
 
         chip = ascend.chip_of(int(torch.npu.get_soc_version()))
         dtype = torch.bfloat16 if torch.npu.is_bf16_supported() else torch.float16

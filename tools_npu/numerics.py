@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from nanochat.nn.loss import chunked_loss
+
 DEVICE = "npu:0"
 # Largest error allowed, as a part of the largest value: a rounding of the format, times what sums of it add up.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -91,20 +93,20 @@ def there_and_back() -> float:
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
     """The project's training attention, forward and backward; `window` below 255 is a band."""
-    from nanochat import kernels
+    from nanochat.nn import kernels
 
     q, k, v = inputs(3, (2, 256, 4, 64), (2, 256, kv_heads, 64), (2, 256, kv_heads, 64))
     return compare(lambda *x: kernels.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype)
 
 
 def norm(dtype: torch.dtype) -> float:
-    from nanochat import kernels
+    from nanochat.nn import kernels
 
     return compare(kernels.norm, rms, inputs(4, (4, 128, 768)), dtype)
 
 
 def rotary(dtype: torch.dtype) -> float:
-    from nanochat import kernels
+    from nanochat.nn import kernels
 
     (x,) = inputs(5, (2, 128, 4, 64))
     angle = torch.outer(torch.arange(128.0), 100_000 ** (-torch.arange(0, 64, 2.0) / 64))[:, None]
@@ -120,7 +122,6 @@ def rotary(dtype: torch.dtype) -> float:
 
 def loss(dtype: torch.dtype) -> float:
     """The chunked loss with its gradients, against plain cross-entropy of softcapped logits."""
-    from nanochat import kernels
 
     x, weight = inputs(6, (96, 64), (256, 64))
     targets = torch.randint(0, 250, (96,), generator=torch.Generator().manual_seed(7))
@@ -131,9 +132,7 @@ def loss(dtype: torch.dtype) -> float:
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
     there = targets.to(DEVICE)
-    return compare(
-        lambda x, weight: kernels.chunked_loss(x, weight, there, 250, chunk=32), reference, [x, weight], dtype
-    )
+    return compare(lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32), reference, [x, weight], dtype)
 
 
 def adamw() -> float:
@@ -153,7 +152,7 @@ def adamw() -> float:
 
 def decode(dtype: torch.dtype, window: int = 95) -> float:
     """The cached attention of one new token in two sequences of different lengths."""
-    from nanochat import kernels
+    from nanochat.nn import kernels
 
     ends = [96, 40]
     here = [x.to(dtype) for x in inputs(9, (2, 1, 4, 64), (2, 96, 4, 64), (2, 96, 4, 64))]

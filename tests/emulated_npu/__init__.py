@@ -12,7 +12,7 @@ The pieces: build.py compiles csrc/*.cpp once; stub/torch_npu is the package; ch
 host.py and smi.py make the pretended host; worker.py runs tests in processes that have the device; log.py counts what
 reaches the device:
 
-    from emulated_npu import log          # from the tests; `from tests.emulated_npu import log` elsewhere
+    from tests.emulated_npu import log          # from the tests; `from tests.emulated_npu import log` elsewhere
     with log.record() as seen:            # in a process in which `import torch_npu` gave the stub
         step()
     seen.operators        Counter: base name -> kernels that reached the device ("mm", "copy", "npu_rms_norm", ...);

@@ -57,7 +57,7 @@ def npu_environment(
     """The environment of a program on a pretended host under `root`, from which it can import the tests too."""
     skip_without_compiler()
     env = host.environment(root, host.Settings(chip, devices, memory_gib))
-    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(TESTS.parent), str(TESTS)])
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(TESTS.parent)])
     return env
 
 

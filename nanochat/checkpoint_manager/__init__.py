@@ -1,0 +1,1 @@
+"""Checkpoints: found, written, read, resumed and taken over from upstream."""

@@ -1,0 +1,94 @@
+"""Where the checkpoints of a stage lie, and which one is meant by a stage and a tag."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps
+from nanochat.common import UserError, base_dir
+
+STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
+MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+
+
+def checkpoint_dir(stage: str, tag: str) -> Path:
+    """The folder of a stage's checkpoints under a tag such as d4."""
+    return base_dir() / f"{STAGES[stage]}_checkpoints" / tag
+
+
+def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
+    """(stage, folder) in order of preference: later stages first, then newer checkpoints."""
+    for name in ("rl", "sft", "mid", "base") if stage is None else (stage,):
+        parent = base_dir() / f"{STAGES[name]}_checkpoints"
+        folders = [parent / tag] if tag else sorted(parent.glob("*"), key=_age)
+        yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
+
+
+def _age(folder: Path) -> float:
+    newest = latest_step(folder)
+    return 0.0 if newest is None else -(step_dir(folder, newest) / "meta.json").stat().st_mtime
+
+
+def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
+    """The stage and folder that were asked for: None means the latest of rl > sft > mid > base, the newest tag."""
+    if stage is not None and stage not in STAGES:
+        raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
+    for name, folder in _candidates(stage, tag):
+        return name, folder
+    what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
+    under = f" with tag {tag}" if tag else ""
+    maker = MADE_BY[stage or "base"]
+    raise UserError(
+        f"{what}{under} in {base_dir()}. Make one with `python -m {maker}`, or run the whole pipeline with "
+        "`bash speedrun.sh`.",
+        exit_code=2,
+    )
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a stage starts from; `identity` differs where its parameters do."""
+
+    tag: str
+    step: int
+    identity: str
+    corpus: str
+
+
+def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
+    """The newest checkpoint of an earlier stage, or the one named; UserError (code 2) if missing or unfinished."""
+    _, folder = find(stage, tag)
+    newest = latest_step(folder)
+    if step is None and newest is not None:
+        step = newest
+        meta = read_meta(folder, step)
+        if step < meta["steps"]:
+            raise UserError(
+                f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with `python -m {MADE_BY[stage]}`, or "
+                f"name a step of it",
+                exit_code=2,
+            )
+    if step is None or step not in steps(folder):
+        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+    meta = read_meta(folder, step)
+    digest = meta["files"]["model.safetensors"]["sha256"]
+    return Parent(folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"])
+
+
+def make_meta(
+    stage: str,
+    model: Any,  # a GPTConfig
+    settings: dict[str, Any],
+    steps: int,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """What a training script says of a step: stage, shape, settings (parent and corpus among them), steps of the
+    whole run, and its own state (loop figures, row of the data)."""
+    return {
+        "stage": stage,
+        "model": asdict(model),
+        "config": settings,
+        "steps": steps,
+        "state": state,
+    }

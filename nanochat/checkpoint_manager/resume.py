@@ -1,0 +1,133 @@
+"""Where a stage goes on: whether it is finished, and the state of the step it resumes from."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nanochat.checkpoint_manager import same_run
+from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
+from nanochat.checkpoint_manager.load import newest_whole
+from nanochat.checkpoint_manager.save import Optimizers
+from nanochat.common import UserError, log
+from nanochat.device import Compute, barrier
+from nanochat.runtime import fingerprint, parallel
+from nanochat.runtime.tracking import read_metrics
+
+Start = int | Literal["auto", "none"]  # a step, the newest, or anew
+
+
+def finished(
+    folder: Path, settings: dict[str, Any], compute: Compute, reported: bool = True, start: Start = "auto"
+) -> bool:
+    """Whether this stage was trained and measured to its end with these settings, and `reported`; says so.
+
+    Rank 0 decides for all. A run that is to `start` elsewhere than where it ended is not finished. UserError if the
+    settings differ.
+    """
+    if start != "auto":
+        return False
+    step = newest_whole(folder, compute, training=False)
+    if step is None:
+        return False
+    meta = read_meta(folder, step)
+    same_run.check_settings(folder, meta, settings)
+    if step < meta["steps"]:
+        return False
+    lines = [line["step"] for line in read_metrics(folder)] if "line" in meta["state"] else [step]
+    if not parallel.agree(int(step in lines and reported), compute):
+        return False  # stopped after the last save
+    if compute.main:
+        log(f"already done: {folder} has all {step:,} steps")
+    return True
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a stage goes on."""
+
+    step: int
+    state: dict[str, Any]  # what the script gave to save()
+
+
+def resume_stage(
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute, data: str = "",
+    start: Start = "auto", other_code: bool = False,
+) -> Resumed:  # fmt: skip
+    """Load a whole step into model and optimizers: the newest ("auto"), or the one that `start` names; step 0 and no
+    state where there is none, or for "none". Later steps are then set aside.
+
+    `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they, the settings or
+    (unless `other_code` is accepted) the code differ from those that the run was begun with, or are not the same on
+    all ranks, or if the step that was named is missing or damaged.
+    """
+    fingerprint.check({"the data": data}, compute)
+    if compute.main:
+        sweep(folder)
+    barrier(compute)
+    step = newest_whole(folder, compute) if start == "auto" else _named(folder, start, compute)
+    meta = read_meta(folder, step) if step else {"state": {}}
+    if step:
+        same_run.check_settings(folder, meta, settings)
+        same_run.check_data(folder, meta, data)
+        same_run.check_code(folder, meta, other_code, compute)
+    if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
+        log(f"the steps after {step or 0:,} lie in {place} now; delete it when they are not needed")
+    barrier(compute)
+    if not step:
+        return Resumed(0, {})
+    meta = restore(folder, step, model, optimizers)
+    if compute.main:
+        log(f"going on from step {step:,} of {folder}")
+    return Resumed(step, meta["state"])
+
+
+def _named(folder: Path, start: int | str, compute: Compute) -> int:
+    """The step that was asked for, 0 for "none". UserError if it cannot be gone on from."""
+    if start == "none":
+        return 0
+    there = steps(folder)
+    if start not in there:
+        raise UserError(f"--resume={start}: {folder} has steps {', '.join(map(str, there)) or 'none'}", exit_code=2)
+    problem = [verify(step_dir(folder, int(start))) if compute.main else ""]
+    if compute.world_size > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(f"--resume={start}: {step_dir(folder, int(start))} is damaged: {problem[0]}. Name another step")
+    return int(start)
+
+
+def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
+    """Load parameters, and optimizer state where given, into a model of any sharding; return meta."""
+    where = step_dir(folder, step)
+    parallel.load_whole(model, load_file(where / "model.safetensors"))
+    if optimizers is not None:
+        _restore_optimizer(where, optimizers)
+    return read_meta(folder, step)
+
+
+@torch.no_grad()
+def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
+    """Fill each tensor this rank holds from whichever parts of any number of ranks overlap its rows."""
+    wanted = optimizers.state()
+    missing = {name: value.shape[0] for name, (value, _, _) in wanted.items()}
+    for path in sorted(folder.glob("optim-*.safetensors")):
+        with safe_open(path, "pt") as part:
+            layout = json.loads(part.metadata()["layout"])
+            for name in set(layout) & set(wanted):
+                target, _, first = wanted[name]
+                begin = layout[name][1]
+                held = part.get_tensor(name)
+                low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
+                if low < high:
+                    target[low - first : high - first] = held[low - begin : high - begin].to(target.device)
+                    missing[name] -= high - low
+    holes = [name for name, rows in missing.items() if rows > 0]
+    if holes:
+        raise UserError(f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows")

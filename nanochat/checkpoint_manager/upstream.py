@@ -1,0 +1,200 @@
+"""Checkpoints of karpathy/nanochat's HEAD, read without running anything that is in them.
+
+Its folders hold `model_NNNNNN.pt` and `meta_NNNNNN.json`, and `tokenizer/tokenizer.pkl` beside them. The model is read
+with torch's weights_only; of the pickle only the plain data are taken, by a walk over its opcodes.
+"""
+
+import pickletools
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nanochat.checkpoint_manager.files import FORMAT, publish, seal, step_dir, write_meta
+from nanochat.checkpoint_manager.locate import STAGES, checkpoint_dir, make_meta
+from nanochat.checkpoint_manager.tensors import write_tensors
+from nanochat.common import UserError, read_json
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.runtime import parallel
+from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
+
+# What its checkpoints have had since when, newest first, by a name that all of them hold.
+SINCE = {"smear_gate.weight": "2026-03-14", "value_embeds.": "2026-01-17", "resid_lambdas": "2026-01-11"}
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """One step of an upstream folder, with our names."""
+
+    stage: str
+    tag: str
+    step: int
+    tensors: dict[str, Tensor]  # fp32
+    shape: dict[str, Any]  # GPTConfig's fields
+    tokenizer: Tokenizer
+
+
+def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
+    """Read a step, default the newest, of a folder such as `base_checkpoints/d20`; `tokenizer` is the folder of
+    tokenizer.pkl, default that of the same base folder. UserError (code 2) if something is missing or too old."""
+    found = sorted(int(path.stem.removeprefix("model_")) for path in folder.glob("model_*.pt"))
+    if not found:
+        raise UserError(
+            f"{folder} holds no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat", 2
+        )
+    step = found[-1] if step is None else step
+    if step not in found:
+        raise UserError(f"{folder} has steps {', '.join(map(str, found))}, not {step}", exit_code=2)
+    stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
+    stage = stages.get(folder.resolve().parent.name)
+    if stage is None:
+        raise UserError(f"the folder above {folder.name} tells the stage: {', '.join(stages)}", exit_code=2)
+    meta = read_json(folder / f"meta_{step:06d}.json")
+    tensors = _tensors(folder / f"model_{step:06d}.pt")
+    shape = meta.get("model_config", {})
+    _refuse_older(folder, tensors, shape)
+    pickled = (tokenizer or folder.resolve().parent.parent / "tokenizer") / "tokenizer.pkl"
+    return Upstream(stage, folder.resolve().name, step, tensors, shape, read_tokenizer(pickled))
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The model's parameters by our names, in fp32."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as failure:  # the edge to torch's reader, which raises many kinds on a damaged or foreign file
+        raise UserError(f"{path} cannot be read as plain tensors: {str(failure).splitlines()[0]}") from failure
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{path} is not a table of tensors")
+    names = (str(name).removeprefix("_orig_mod.").removeprefix("transformer.") for name in state)
+    return {name: value.float() for name, value in zip(names, state.values(), strict=True)}
+
+
+def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
+    """UserError that says how old a checkpoint is whose model is not that of HEAD."""
+    for name, since in SINCE.items():
+        if not any(key.startswith(name) for key in tensors):
+            oldest = next((date for key, date in SINCE.items() if any(k.startswith(key) for k in tensors)), None)
+            age = f"of {oldest} or later" if oldest else "of 2025"
+            raise UserError(
+                f"{folder} is {age}: it has no {name.rstrip('.')}, which karpathy/nanochat has had since {since}, and "
+                "its model computes something else. Only checkpoints of that day or later are converted; train it "
+                "again."
+            )
+    missing = [key for key in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
+                               "window_pattern") if key not in shape]  # fmt: skip
+    if missing:
+        raise UserError(
+            f"{folder}: its meta.json names no {', '.join(missing)} of the model, so it cannot be converted"
+        )
+
+
+def convert(theirs: Upstream, corpus: str) -> Path:
+    """Write a step of karpathy/nanochat's as one of ours, whole, and return its folder. The optimizer's state is left:
+    rows come in another order here, so the run cannot be gone on with. UserError if it is there already or does not
+    fit."""
+    folder = checkpoint_dir(theirs.stage, theirs.tag)
+    final = step_dir(folder, theirs.step)
+    if final.exists():
+        raise UserError(f"{final} is there already; delete it to convert again")
+    shape = GPTConfig(**{key: theirs.shape[key] for key in GPTConfig.__dataclass_fields__})
+    with torch.device("meta"):
+        model = GPT(shape)
+    parallel.check_shapes(model, theirs.tensors)
+    if theirs.tokenizer.vocab_size != shape.vocab_size:
+        raise UserError(
+            f"the tokenizer has {theirs.tokenizer.vocab_size:,} tokens, the model {shape.vocab_size:,}: name the "
+            "folder of the right one with --tokenizer"
+        )
+    temporary = folder / f".tmp-step_{theirs.step:06d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        files = {"model.safetensors": write_tensors(theirs.tensors, temporary / "model.safetensors")}
+        theirs.tokenizer.save(temporary)
+        files["tokenizer.json"] = seal(temporary / "tokenizer.json")
+        meta = make_meta(theirs.stage, shape, {"corpus": corpus, "converted": "karpathy/nanochat"}, theirs.step, {})
+        record = {"format": FORMAT, "step": theirs.step, "saved_at": time.time(), "world_size": 1,
+                  "tokenizer_hash": theirs.tokenizer.hash, "files": files, **meta}  # fmt: skip
+        write_meta(temporary, record)
+        publish(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+# --- the tokenizer -----------------------------------------------------------------------------------
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The vocabulary of a pickled tiktoken.Encoding, from its mergeable ranks; nothing of the pickle is run."""
+    if not path.exists():
+        raise UserError(f"no tokenizer at {path}; name its folder with --tokenizer", exit_code=2)
+    try:
+        state = cast(dict[str, Any], plain(path.read_bytes()))
+        ranks, specials = state["mergeable_ranks"], state["special_tokens"]
+        order = sorted(ranks, key=ranks.__getitem__)
+        expected = {f"<|{role}|>": len(order) + i for i, role in enumerate(ROLES)}
+        if [ranks[token] for token in order] != list(range(len(order))) or specials != expected:
+            raise ValueError("its numbers are not those of karpathy/nanochat's tokenizers")
+        regex = state["pat_str"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as failure:
+        raise UserError(f"{path} is not the tokenizer of karpathy/nanochat's HEAD: {failure}") from failure
+    pattern = next((name for name, known in PATTERNS.items() if known == regex), "upstream")
+    return Tokenizer(order, pattern, regex)
+
+
+class _Mark:
+    """Where a tuple or dict of a pickle begins."""
+
+
+def plain(data: bytes) -> Any:
+    """The state of the one object in a pickle, where that is made of plain data: dicts, tuples, str, bytes, int.
+
+    An object's class is noted by name and never looked up. ValueError for any opcode that plain data do not need.
+    """
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        place = len(stack) - 1 - next(i for i, item in enumerate(reversed(stack)) if isinstance(item, _Mark))
+        items = stack[place + 1 :]
+        del stack[place:]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name in ("PROTO", "FRAME"):
+            continue
+        elif name == "STOP":
+            return stack.pop()
+        elif name == "MARK":
+            stack.append(_Mark())
+        elif name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+                      "BININT", "BININT1", "BININT2", "LONG1"):  # fmt: skip
+            stack.append(argument)
+        elif name in ("EMPTY_DICT", "EMPTY_TUPLE"):
+            stack.append({} if name == "EMPTY_DICT" else ())
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[cast(int, argument)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[cast(int, argument)])
+        elif name in ("SETITEM", "SETITEMS"):
+            items = since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        elif name == "STACK_GLOBAL":
+            stack[-2:] = [("class", stack[-2], stack[-1])]
+        elif name == "NEWOBJ":
+            stack[-2:] = [{}]
+        elif name == "BUILD":
+            state = stack.pop()
+            stack[-1].update(state)
+        else:
+            raise ValueError(f"the pickle does more than hold data ({name})")
+    raise ValueError("the pickle has no end")

@@ -1,0 +1,1 @@
+"""Texts as data: conversations, corpora, shards, TinyWorld; no tokens and no torch."""

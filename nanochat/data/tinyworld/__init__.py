@@ -1,0 +1,1 @@
+"""TinyWorld, the embedded corpus; world.py is its front."""

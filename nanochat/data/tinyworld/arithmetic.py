@@ -1,0 +1,103 @@
+"""Sums for the calculator tool, and small sums to be done in the head."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.data.calculator import calculate
+from nanochat.data.conversation import Part
+from nanochat.data.tinyworld.splits import kept_for_evaluation
+from nanochat.data.tinyworld.wording import sentence, wordings
+from nanochat.data.tinyworld.words import Language
+
+MentalPart = Literal["practised", "unseen"]
+OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
+
+
+@dataclass(frozen=True)
+class Mental:
+    """How hard the sums without the calculator are.
+
+    A small model learns such sums by heart, sum by sum. Training before RL shows the practised ones so rarely that it
+    half knows them: of what it knows for sure, right or wrong, no reward can teach it more. A last tenth is never asked
+    in training, of RL neither.
+    """
+
+    terms: tuple[int, ...] = (2,)  # how many terms a sum may have
+    largest: int = 20  # the largest term
+
+    def part(self, *terms: int) -> MentalPart:
+        """Where a sum belongs, in whatever order its terms stand."""
+        return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A question whose answer is a number; `expression` is what the calculator is given."""
+
+    question: str
+    expression: str
+    result: str
+
+    @property
+    def tool_answer(self) -> tuple[Part, ...]:
+        """The answer by way of the calculator: the call, what it returns, and the number."""
+        return (Part("python", self.expression), Part("python_output", self.result))
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    """A number of at most so many digits, each length equally likely; 1 is left out."""
+    length = rng.randint(1, digits)
+    return rng.randint(max(2, 10 ** (length - 1)), 10**length - 1)
+
+
+def operands(operation: str, rng: random.Random, evaluation: bool) -> tuple[int, int]:
+    """Two operands whose result is a whole number >= 0, from the side of the split that is asked for."""
+    while True:
+        if operation == "multiply":
+            a, b = _number(rng, 3), _number(rng, 2)
+            a, b = (a, b) if rng.random() < 0.5 else (b, a)
+        elif operation == "divide":
+            b = _number(rng, 2)
+            a = b * _number(rng, 2)
+        else:
+            a, b = _number(rng, 3), _number(rng, 3)
+            if operation == "subtract" and a < b:
+                a, b = b, a
+        if kept_for_evaluation("operands", *sorted((a, b))) == evaluation:
+            return a, b
+
+
+def value_of(expression: str) -> str:
+    """What the calculator answers; an expression of this package always has a value."""
+    result = calculate(expression)
+    assert result is not None, f"the calculator refuses {expression!r}"
+    return result
+
+
+def calculator_sum(language: Language, rng: random.Random, evaluation: bool = False) -> Sum:
+    """A sum for the calculator. Evaluation uses every wording, the held-out ones too; training only its own."""
+    operation = rng.choice(list(OPERATIONS))
+    a, b = operands(operation, rng, evaluation)
+    wording = wordings()[operation, language]
+    pattern = rng.choice(wording.questions if evaluation else wording.trained)
+    expression = f"{a}{OPERATIONS[operation]}{b}"
+    return Sum(sentence(pattern.format(a=a, b=b)), expression, value_of(expression))
+
+
+def mental_sum(
+    language: Language,
+    rng: random.Random,
+    mental: Mental,
+    part: MentalPart = "practised",
+    held_out_wording: bool = False,
+) -> Sum:
+    """A sum from this part of the split, to be answered at once, without the calculator."""
+    while True:
+        terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
+        if mental.part(*terms) == part:
+            break
+    wording = wordings()["mental", language]
+    pattern = rng.choice(wording.held_out if held_out_wording else wording.trained)
+    text = " + ".join(map(str, terms))
+    return Sum(sentence(pattern.format(sum=text)), text, str(sum(terms)))

@@ -1,0 +1,173 @@
+"""Conversations for midtraining and fine-tuning: questions about the world, sums, stories and talk."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from nanochat.data.conversation import Conversation, Message, assistant, user
+from nanochat.data.tinyworld.arithmetic import Mental, calculator_sum, mental_sum
+from nanochat.data.tinyworld.dialogues import (
+    WORD_RELATIONS,
+    dialogue_data,
+    dont_know,
+    request,
+    talk,
+    tell_me_about,
+    unknown_question,
+)
+from nanochat.data.tinyworld.facts import Fact
+from nanochat.data.tinyworld.splits import asked_facts
+from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
+from nanochat.data.tinyworld.words import LANGUAGES, Language
+
+# Relations that come in two directions over few entities, asked three times as often: left is easily taken for right.
+CONFUSABLE = (
+    *("left_of", "right_of", "next_day", "previous_day", "next_month", "previous_month"),
+    *("next_season", "previous_season", "parity", "double"),
+)
+
+Item = TypeVar("Item")
+Maker = Callable[[Language, random.Random], list[Message]]
+
+
+def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
+    """The items again and again, each round in another order, so that none is rare."""
+    order = list(items)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+def _question(fact: Fact, language: Language, rng: random.Random) -> list[Message]:
+    pattern = rng.choice(wordings()[fact.relation, language].trained)
+    question = as_typed(ask(fact, language, pattern, rng), language, rng)
+    return [user(question), assistant(answer(fact, language))]
+
+
+def _calculator(language: Language, rng: random.Random) -> list[Message]:
+    task = calculator_sum(language, rng) if rng.random() < 0.75 else counting_story(language, rng, largest=99)[1]
+    return [user(task.question), assistant(*task.tool_answer, task.result + ("。" if language == "zh" else "."))]
+
+
+def _logic(language: Language, rng: random.Random) -> list[Message]:
+    story = logic_story(language, rng)
+    space = "" if language == "zh" else " "
+    return [user(story.told + space + story.question), assistant(story.answer)]
+
+
+def _unknown(language: Language, rng: random.Random) -> list[Message]:
+    return [user(unknown_question(language, rng)), assistant(dont_know(language))]
+
+
+def _about_itself(language: Language, rng: random.Random) -> list[Message]:
+    return talk("about_itself", language, rng)
+
+
+class Questions:
+    """Draws questions so that every (fact, language) that training asks comes up as often as it needs."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        often = [fact for fact in asked_facts() if fact.relation in CONFUSABLE] * 2
+        self.decks = {language: endless([*asked_facts(), *often], rng) for language in LANGUAGES}
+        by_relation: dict[str, list[Fact]] = {}
+        for fact in asked_facts():
+            by_relation.setdefault(fact.relation, []).append(fact)
+        self.by_relation = by_relation
+
+    def several(self, language: Language, count: int) -> list[Message]:
+        """Questions that have nothing to do with each other."""
+        return [message for _ in range(count) for message in _question(next(self.decks[language]), language, self.rng)]
+
+    def follow_up(self, language: Language) -> list[Message]:
+        """A question, and the same about another entity in few words."""
+        first = next(
+            fact for fact in self.decks[language] if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS
+        )
+        others = [fact for fact in self.by_relation[first.relation] if fact != first]
+        messages = _question(first, language, self.rng)
+        for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):
+            pattern = self.rng.choice(dialogue_data()["follow_up"][language])
+            question = sentence(pattern.format(e=fact.subjects[0][language]))
+            messages += [user(question), assistant(answer(fact, language))]
+        return messages
+
+
+def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
+    """`size` conversations in shuffled order, their kinds drawn by `shares`, half of them in each language."""
+    rng = random.Random(seed)
+    questions = Questions(rng)
+    makers: dict[str, Maker] = {
+        "question": lambda language, rng: questions.several(language, 1),
+        "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
+        "follow_up": lambda language, rng: questions.follow_up(language),
+        "calculator": _calculator,
+        "logic": _logic,
+        "mental": lambda language, rng: _mental(language, rng, mental),
+        "unknown": _unknown,
+        "about_itself": _about_itself,
+        "tell_me_about": tell_me_about,
+        "request": request,
+        "dialogue": lambda language, rng: _dialogue(language, rng, questions),
+    }
+    kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
+    mixed = [Conversation(tuple(makers[kind](LANGUAGES[i % 2], rng))) for i, kind in enumerate(kinds)]
+    rng.shuffle(mixed)  # whoever takes every n-th for validation gets both languages
+    return mixed
+
+
+def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Message]:
+    task = mental_sum(language, rng, mental)
+    return [user(task.question), assistant(task.result + ("。" if language == "zh" else "."))]
+
+
+def _dialogue(language: Language, rng: random.Random, questions: Questions) -> list[Message]:
+    """A greeting, one or two questions of any kind, and a farewell; each may be missing but one."""
+    messages = talk("open", language, rng) if rng.random() < 0.7 else []
+    for _ in range(rng.randint(1, 2)):
+        draw = rng.random()
+        if draw < 0.6:
+            messages += questions.several(language, 1)
+        elif draw < 0.8:
+            messages += _calculator(language, rng)
+        else:
+            messages += _about_itself(language, rng)
+    return messages + (talk("close", language, rng) if rng.random() < 0.6 else [])
+
+
+MID_SHARES = {
+    "question": 0.265,
+    "questions": 0.24,
+    "follow_up": 0.05,
+    "calculator": 0.2,
+    "logic": 0.1,
+    "mental": 0.015,
+    "unknown": 0.03,
+    "about_itself": 0.02,
+    "tell_me_about": 0.02,
+    "request": 0.01,
+    "dialogue": 0.05,
+}
+SFT_SHARES = {
+    "question": 0.4,
+    "questions": 0.1,
+    "follow_up": 0.02,
+    "calculator": 0.22,
+    "logic": 0.07,
+    "mental": 0.04,
+    "unknown": 0.05,
+    "about_itself": 0.04,
+    "request": 0.02,
+    "dialogue": 0.04,
+}
+
+
+def mid_conversations(seed: int = 0, size: int = 60_000, mental: Mental | None = None) -> list[Conversation]:
+    """Conversations of every kind, many of them with several questions."""
+    return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
+
+
+def sft_conversations(seed: int = 0, size: int = 20_000, mental: Mental | None = None) -> list[Conversation]:
+    """Conversations as a user would have them: mostly one question and its short answer."""
+    return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())

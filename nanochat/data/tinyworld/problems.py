@@ -1,0 +1,185 @@
+"""Questions with a checkable answer: evaluation of every relation, the calculator, and problems for RL."""
+
+import functools
+import random
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nanochat.data.conversation import Conversation, Part, chat
+from nanochat.data.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
+from nanochat.data.tinyworld.dialogues import dont_know, unknown_question
+from nanochat.data.tinyworld.facts import Fact, facts_by_relation
+from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
+from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.wording import answer, ask, wordings
+from nanochat.data.tinyworld.words import LANGUAGES, Language
+
+STORY_SHARE = 0.2  # of the calculator's evaluation
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its right answer as a bare value, and the values that would be wrong.
+
+    `conversation` ends with a reference answer. `tool` says whether the calculator must or must not be called.
+    Where `answer` is a number, any other number is a competing value.
+    """
+
+    conversation: Conversation
+    answer: str
+    competing: tuple[str, ...]
+    relation: str
+    language: Language
+    held_out_combination: bool = False
+    tool: Literal["needed", "forbidden", "free"] = "free"
+
+
+def normalise(text: str) -> str:
+    """NFKC, case folded, white space made single."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+@functools.lru_cache(maxsize=4096)
+def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the values in a normalised text, the longest first; Latin letters and digits end at a boundary."""
+    longest_first = sorted(set(values), key=lambda value: (-len(value), value))
+    patterns = []
+    for value in longest_first:
+        before = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", value) else ""
+        after = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", value) else ""
+        patterns.append(before + re.escape(value) + after)
+    return re.compile("|".join(patterns))
+
+
+def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
+    """Whether the reply gives the value of the problem and no other value, with the calculator only where it may.
+
+    A reply is its parts, or only its words, which show no call.
+    """
+    words = reply if isinstance(reply, str) else "".join(part.text for part in reply if part.kind == "text")
+    called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
+    if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
+        return False
+    text, expected = normalise(words), normalise(problem.answer)
+    if expected.isdigit():
+        return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {expected}
+    return set(_finder((expected, *map(normalise, problem.competing))).findall(text)) == {expected}
+
+
+@functools.cache
+def values_of(relation: str, language: Language) -> tuple[str, ...]:
+    """All values of a relation in one language."""
+    return tuple(dict.fromkeys(fact.value[language].name for fact in facts_by_relation()[relation]))
+
+
+def fact_problem(fact: Fact, language: Language, pattern: str, rng: random.Random, held_out: bool = False) -> Problem:
+    """A question about a fact."""
+    value = fact.value[language].name
+    if fact.relation in ("bigger", "faster"):
+        competing = tuple(word[language].name for word in fact.subjects if word != fact.value)
+    else:
+        competing = tuple(other for other in values_of(fact.relation, language) if other != value)
+    conversation = chat(ask(fact, language, pattern, rng), answer(fact, language))
+    return Problem(conversation, value, competing, fact.relation, language, held_out)
+
+
+def _spread(facts: Sequence[Fact], size: int | None, rng: random.Random) -> list[Fact]:
+    """`size` of the facts, at least one of every relation, or all of them."""
+    order = list(facts)
+    rng.shuffle(order)
+    if size is None or size >= len(order):
+        return order
+    first = list({fact.relation: fact for fact in reversed(order)}.values())
+    chosen = set(first)
+    return (first + [fact for fact in order if fact not in chosen])[: max(size, len(first))]
+
+
+def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> list[Problem]:
+    """Open questions in held-out wordings about combinations that training asks; every relation has some."""
+    rng = random.Random(f"evaluation/{seed}/{language}")
+    problems = []
+    for fact in _spread(asked_facts(), size, rng):
+        pattern = rng.choice(wordings()[fact.relation, language].held_out)
+        problems.append(fact_problem(fact, language, pattern, rng))
+    return problems
+
+
+def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
+    """Questions about the combinations that training never asks, one for each, in trained wordings."""
+    rng = random.Random(f"combinations/{seed}/{language}")
+    problems = []
+    for fact in held_out_facts():
+        pattern = rng.choice(wordings()[fact.relation, language].trained)
+        problems.append(fact_problem(fact, language, pattern, rng, held_out=True))
+    return problems
+
+
+def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
+    """Questions about things that do not exist; right is to say so."""
+    rng = random.Random(f"unknown/{seed}/{language}")
+    value = dont_know(language).rstrip(".。")
+    return [
+        Problem(
+            chat(unknown_question(language, rng, evaluation=True), dont_know(language)), value, (), "unknown", language
+        )
+        for _ in range(size)
+    ]
+
+
+def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
+    """Questions about who or where in a little story."""
+    rng = random.Random(f"stories/{seed}/{language}")
+    problems = []
+    for _ in range(size):
+        story = logic_story(language, rng)
+        space = "" if language == "zh" else " "
+        conversation = chat(story.told + space + story.question, story.answer)
+        value = story.answer.rstrip(".。").removeprefix("In the ").removesuffix("里")
+        problems.append(Problem(conversation, value, story.competing, story.kind, language))
+    return problems
+
+
+def _number_problem(task: Sum, relation: str, language: Language, tool: Literal["needed", "forbidden"]) -> Problem:
+    number = task.result + ("。" if language == "zh" else ".")
+    reference = (*task.tool_answer, number) if tool == "needed" else (number,)
+    return Problem(chat(task.question, *reference), task.result, (), relation, language, tool=tool)
+
+
+def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
+    """Sums and counting stories for the calculator in both languages, with operands that training never sees."""
+    rng = random.Random(f"calculator/{seed}")
+    problems = []
+    for i in range(size):
+        language = LANGUAGES[i % 2]
+        if rng.random() < STORY_SHARE:
+            _, task = counting_story(language, rng, largest=99, evaluation=True)
+        else:
+            task = calculator_sum(language, rng, evaluation=True)
+        problems.append(_number_problem(task, "calculator", language, tool="needed"))
+    return problems
+
+
+def _mental_problems(
+    name: str, size: int, mental: Mental | None, part: MentalPart, held_out_wording: bool
+) -> list[Problem]:
+    rng = random.Random(name)
+    problems = []
+    for i in range(size):
+        language = LANGUAGES[i % 2]
+        task = mental_sum(language, rng, mental or Mental(), part, held_out_wording)
+        problems.append(_number_problem(task, "mental", language, tool="forbidden"))
+    return problems
+
+
+def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
+    """Problems for reinforcement learning: small sums without the calculator, which SFT leaves half known."""
+    return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
+
+
+def rl_evaluation(seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
+    """What RL is measured on: the same sums in held-out wordings; or sums that are in no training, unseen."""
+    part: MentalPart = "unseen" if unseen else "practised"
+    return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True)

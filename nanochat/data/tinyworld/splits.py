@@ -1,0 +1,56 @@
+"""What training never asks: held-out combinations, and names and operands kept for evaluation."""
+
+import functools
+import hashlib
+
+from nanochat.data.tinyworld.facts import Fact, all_facts, facts_by_relation
+from nanochat.data.tinyworld.wording import SPLIT_SEED, split_rng
+
+HELD_OUT_SHARE = 0.1
+SMALLEST_RELATION = 6
+# What a newcomer types first is always taught: of these nothing is held out.
+FAMOUS = frozenset(
+    "China France Japan Germany Italy Egypt sky sun moon water cat dog cow apple banana hot big good up".split()
+) | {"United Kingdom", "United States"}
+
+
+@functools.cache
+def held_out_keys() -> frozenset[tuple[str, ...]]:
+    """The (entity, relation) combinations that are stated in documents and never asked in training.
+
+    They are the same in both languages, so that no language is taught the answer through the other.
+    Relations with fewer than six facts have none.
+    """
+    keys: set[tuple[str, ...]] = set()
+    for relation, facts in facts_by_relation().items():
+        if len(facts) >= SMALLEST_RELATION:
+            open_to_draw = [
+                fact for fact in facts if not FAMOUS & {fact.value.key, *(word.key for word in fact.subjects)}
+            ]
+            size = max(1, round(HELD_OUT_SHARE * len(facts)))
+            drawn = split_rng("combination", relation).sample(open_to_draw, size)
+            keys.update(fact.key for fact in drawn)
+    return frozenset(keys)
+
+
+@functools.cache
+def asked_facts() -> tuple[Fact, ...]:
+    """The facts that training asks about."""
+    return tuple(fact for fact in all_facts() if fact.key not in held_out_keys())
+
+
+@functools.cache
+def held_out_facts() -> tuple[Fact, ...]:
+    """The facts that training never asks about."""
+    return tuple(fact for fact in all_facts() if fact.key in held_out_keys())
+
+
+def place(*names: object) -> float:
+    """A number in [0, 1) that a hash of the names decides, the same on every platform."""
+    text = "/".join((SPLIT_SEED, *map(str, names)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+
+
+def kept_for_evaluation(*names: object) -> bool:
+    """Whether operands or an invented name belong to the evaluation: a tenth of them do."""
+    return place(*names) < HELD_OUT_SHARE

@@ -1,0 +1,122 @@
+"""How each relation is asked, stated and answered, and which of its questions are held out of training."""
+
+import functools
+import json
+import random
+from dataclasses import dataclass
+
+from nanochat.data.tinyworld.facts import Fact
+from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
+
+PATTERN_FILES = ("places", "animals", "things", "time", "people", "words", "sums")
+# What is held out belongs to the world, not to a run: every seed of the generators sees the same split.
+SPLIT_SEED = "tinyworld-1"
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The patterns of one relation in one language; `held_out` are the two questions kept for evaluation."""
+
+    questions: tuple[str, ...]
+    held_out: tuple[str, ...]
+    statements: tuple[str, ...]
+    statements_by_value: dict[str, tuple[str, ...]]
+    answer: str
+    answer_by_value: dict[str, str]
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The questions that training may use."""
+        return tuple(pattern for pattern in self.questions if pattern not in self.held_out)
+
+
+def sentence(text: str) -> str:
+    """The text with its first letter in upper case, unless it is spelled letter by letter."""
+    return text if text[1:2] == "-" else text[0].upper() + text[1:]
+
+
+@functools.cache
+def frames() -> dict[str, dict[str, list[str]]]:
+    """Sentences around a question or a statement, such as `Do you know {x}?`, by language."""
+    return json.loads(data_text("frames.json"))
+
+
+def split_rng(*names: str) -> random.Random:
+    """A generator that depends on the names only."""
+    return random.Random("/".join((SPLIT_SEED, *names)))
+
+
+def build_wording(relation: str, language: Language, data: dict) -> Wording:
+    """Questions are the direct ones and the indirect ones in frames; one of each kind is held out.
+
+    The first direct question, the plainest, is always trained.
+    """
+    mark = "？" if language == "zh" else ""
+    direct = [pattern + mark for pattern in data["ask"]]
+    framed = [frame.replace("{x}", clause) for clause in data["embed"] for frame in frames()[language]["question"]]
+    rng = split_rng("pattern", relation, language)
+    held_out = (rng.choice(direct[1:]), rng.choice(framed))
+    return Wording(
+        questions=(*direct, *framed),
+        held_out=held_out,
+        statements=tuple(data.get("say", ())),
+        statements_by_value={value: tuple(patterns) for value, patterns in data.get("say_by_value", {}).items()},
+        answer=data.get("answer", ""),
+        answer_by_value=data.get("answer_by_value", {}),
+    )
+
+
+@functools.cache
+def wordings() -> dict[tuple[str, Language], Wording]:
+    """The wording of every relation and language."""
+    table = {}
+    for name in PATTERN_FILES:
+        for relation, by_language in json.loads(data_text(f"patterns/{name}.json")).items():
+            for language in LANGUAGES:
+                table[relation, language] = build_wording(relation, language, by_language[language])
+    return table
+
+
+def _begin(text: str, language: Language) -> str:
+    """An English text begins with a capital; English words within Chinese stay as they are."""
+    return sentence(text) if language == "en" else text
+
+
+def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, object]:
+    """What a pattern may name: subjects e and f, value v, and w, the subject that is not the value."""
+    subjects = [word[language] for word in fact.subjects]
+    other = next((word[language] for word in fact.subjects if word != fact.value), None)
+    if fact.relation in ("bigger", "faster", "mixture"):
+        rng.shuffle(subjects)
+    return {"e": subjects[0], "f": subjects[-1], "v": fact.value[language], "w": other}
+
+
+def ask(fact: Fact, language: Language, pattern: str, rng: random.Random) -> str:
+    """A question for the fact."""
+    return _begin(pattern.format(**_slots(fact, language, rng)), language)
+
+
+def as_typed(question: str, language: Language, rng: random.Random) -> str:
+    """The question as people type it: often without quotation marks, sometimes without capitals or the last mark."""
+    if rng.random() < 0.5:
+        question = question.translate(str.maketrans("", "", '"“”'))
+    if rng.random() < 0.1:
+        question = question.rstrip("?.？。")
+    return question.lower() if language == "en" and rng.random() < 0.1 else question
+
+
+def answer(fact: Fact, language: Language) -> str:
+    """The short answer to any question for the fact; it begins with the value."""
+    wording = wordings()[fact.relation, language]
+    pattern = wording.answer_by_value.get(fact.value.key, wording.answer)
+    return _begin(pattern.format(v=fact.value[language], e=fact.subjects[0][language]), language)
+
+
+def state(fact: Fact, language: Language, rng: random.Random, framed: float = 0.15) -> str:
+    """A sentence that states the fact, within a frame with the given probability."""
+    wording = wordings()[fact.relation, language]
+    patterns = wording.statements_by_value.get(fact.value.key, wording.statements)
+    text = rng.choice(patterns).format(**_slots(fact, language, rng))
+    if rng.random() < framed:
+        return rng.choice(frames()[language]["statement"]).replace("{x}", text)
+    return _begin(text, language) + ("。" if language == "zh" else ".")

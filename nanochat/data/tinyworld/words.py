@@ -1,0 +1,135 @@
+"""The words of the world: each once, in English and Chinese, with the forms that sentences need."""
+
+import functools
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, Language] = ("en", "zh")
+DIGITS_ZH = "零一二三四五六七八九"
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
+TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+@dataclass(frozen=True)
+class Noun:
+    """A word in one language. In a pattern `{e}` is its usual form, `{e:n}` the bare word.
+
+    English: the usual form has the article, `{e:s}` is the plural. Chinese: `{e:c}` is measure word and word,
+    `{e:m}` the same after one.
+    """
+
+    name: str
+    usual: str
+    plural: str = ""
+    counted: str = ""
+
+    def __format__(self, form: str) -> str:
+        if form == "":
+            return self.usual
+        if form == "n":
+            return self.name
+        if form == "s":
+            return self.plural or self.name
+        if form == "c":
+            return self.counted or self.name
+        if form == "m":
+            return "一" + self.counted if self.counted else self.name
+        raise ValueError(f"a pattern knows the forms n, s, c and m, got {form!r}")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word in both languages; `key` tells it apart from all others."""
+
+    key: str
+    en: Noun
+    zh: Noun
+
+    def __getitem__(self, language: Language) -> Noun:
+        return self.en if language == "en" else self.zh
+
+
+def data_text(path: str) -> str:
+    """The text of a data file of this package."""
+    return resources.files("nanochat.data.tinyworld").joinpath(f"data/{path}").read_text(encoding="utf-8")
+
+
+def data_rows(path: str) -> list[list[str]]:
+    """The rows of a tab-separated data file, without comments and blank lines."""
+    lines = data_text(path).splitlines()
+    return [line.split("\t") for line in lines if line.strip() and not line.startswith("#")]
+
+
+def article(name: str) -> str:
+    """a or an, by the first sound: an hour, a unicorn."""
+    vowel = name[0].lower() in "aeiou" and not re.match(r"(?i)(uni|use|eu|one)", name)
+    return "an" if vowel or re.match(r"(?i)hour|hon(est|our)", name) else "a"
+
+
+def plural(name: str) -> str:
+    """The regular plural; the irregular ones stand in the data."""
+    if re.search(r"(s|x|sh|ch)$", name):
+        return name + "es"
+    if re.search(r"[^aeiou]y$", name):
+        return name[:-1] + "ies"
+    return name + "s"
+
+
+def english(name: str, kind: str, many: str = "") -> Noun:
+    """An English noun; kind is `a` (counted), `the` or `none` (no article)."""
+    if kind == "a":
+        return Noun(name, f"{article(name)} {name}", many or plural(name))
+    return Noun(name, f"the {name}" if kind == "the" else name)
+
+
+def chinese(name: str, measure: str = "") -> Noun:
+    """A Chinese noun, with its measure word where it is counted."""
+    return Noun(name, name, counted=measure + name if measure else "")
+
+
+def plain(en: str, zh: str | None = None, key: str = "") -> Word:
+    """A word without article, plural or measure word, such as a number or a letter."""
+    zh = en if zh is None else zh
+    return Word(key or en, Noun(en, en), Noun(zh, zh))
+
+
+@functools.cache
+def lexicon() -> dict[str, Word]:
+    """Every word of the data by its key: its English spelling, with `#...` where two are spelled the same."""
+    words: dict[str, Word] = {}
+    kind = "none"
+    for row in data_rows("words.tsv"):
+        if len(row) == 1:
+            kind = row[0].strip("[]")
+            continue
+        key, _, many = row[0].partition("/")
+        zh, _, measure = row[1].partition("/")
+        if key in words:
+            raise ValueError(f"words.tsv holds every word once; {key!r} stands there twice")
+        words[key] = Word(key, english(key.partition("#")[0], kind, many), chinese(zh, measure))
+    return words
+
+
+def number_english(number: int) -> str:
+    """A number from 0 to 100 in English words."""
+    if number == 100:
+        return "one hundred"
+    if number < 20:
+        return ONES[number]
+    return TENS[number // 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
+
+
+def number_chinese(number: int) -> str:
+    """A number from 0 to 100 in Chinese characters."""
+    if number == 100:
+        return "一百"
+    tens, ones = divmod(number, 10)
+    if tens == 0:
+        return DIGITS_ZH[ones]
+    return (DIGITS_ZH[tens] if tens > 1 else "") + "十" + (DIGITS_ZH[ones] if ones else "")

@@ -1,0 +1,104 @@
+"""Bits per byte: the loss of a model in a unit that does not depend on its tokenizer."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat import dataloader
+from nanochat.common import UserError
+from nanochat.data.mixing import Data
+from nanochat.device import Compute, to_device
+from nanochat.gpt import GPT
+from nanochat.runtime import parallel, signals
+from nanochat.tokenizer import Tokenizer
+
+
+class Batches(Protocol):
+    """A step of the data loader: (inputs, targets) pairs of shape (B, T) on the host, targets -1 where ignored."""
+
+    @property
+    def micro_batches(self) -> Iterable[tuple[Tensor, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What was measured, over all ranks. Special tokens count neither as tokens nor as bytes."""
+
+    bits_per_byte: float
+    nats_per_token: float
+    tokens: int
+    bytes: int
+
+
+@torch.no_grad()
+def evaluate_loss(
+    model: Callable[..., Any],
+    steps: Iterable[Batches],
+    token_bytes: np.ndarray,  # (V,) bytes of text that each token stands for, 0 for special tokens
+    compute: Compute,
+) -> Loss:
+    """The loss over all targets of `steps` that stand for text, divided by the bytes of that text.
+
+    Every rank calls it with equally many steps of rows of its own; all get the same result.
+    Sums are exact in float64 on the host: a step's nats are summed per row in fp32 on the device and fetched once at
+    the end. UserError if there is nothing to measure; signals.Stopped where a training run is to end.
+    """
+    lengths = torch.from_numpy(token_bytes.astype(np.int64))
+    row_nats: list[Tensor] = []
+    tokens = size = 0
+    for step in steps:
+        signals.check(compute)
+        for inputs, targets in step.micro_batches:
+            of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
+            text = torch.where(of_target > 0, targets, -1)  # the model gives 0 nats where a target is -1
+            losses = model(to_device(inputs, compute), to_device(text, compute), reduction="none")
+            row_nats.append(losses.float().sum(dim=1))
+            tokens += int((of_target > 0).sum())
+            size += int(of_target.sum())
+    nats = float(torch.cat(row_nats).double().cpu().sum()) if row_nats else 0.0
+    nats, all_tokens, all_bytes = parallel.total([nats, float(tokens), float(size)], compute)
+    if all_bytes == 0:
+        raise UserError(
+            "no text to measure bits per byte on: the rows given hold no target that stands for text. "
+            "Evaluate at least one row (a larger --eval_tokens or --split_tokens), or prepare more validation data"
+        )
+    return Loss(nats / (math.log(2) * all_bytes), nats / all_tokens, int(all_tokens), int(all_bytes))
+
+
+def bits_per_byte(
+    model: Callable[..., Any], steps: Iterable[Batches], token_bytes: np.ndarray, compute: Compute
+) -> float:
+    """Only the bits per byte of `evaluate_loss`."""
+    return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
+
+
+def evaluate_split(
+    model: GPT,
+    tokenizer: Tokenizer,
+    data: Data,
+    split: Literal["train", "val"],
+    tokens: int | Literal["auto"],
+    device_batch_size: int | Literal["auto"],
+    compute: Compute,
+) -> Loss:
+    """The loss of an unsharded model on `tokens` tokens of a split, at most all; the same for any number of ranks.
+
+    auto: 10 M tokens and 32 rows a pass; on a CPU 262,144 tokens, and 4,096 a pass.
+    """
+    length, slow = model.config.sequence_len, compute.device_type == "cpu"
+    if tokens == "auto":
+        tokens = 1 << 18 if slow else 10 << 20
+    if device_batch_size == "auto":
+        device_batch_size = max(4096 // length, 1) if slow else 32
+    if tokens < 1 or device_batch_size < 1:
+        raise UserError(
+            f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}", exit_code=2
+        )
+    rows = dataloader.split_rows(data, tokenizer, split, length)
+    steps = dataloader.one_pass(rows, tokens, device_batch_size, compute)
+    return evaluate_loss(model, steps, tokenizer.token_bytes(), compute)

@@ -1,0 +1,98 @@
+"""A checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nanochat import device
+from nanochat.checkpoint_manager.load import Loaded
+from nanochat.checkpoint_manager.tensors import write_tensors
+from nanochat.common import UserError, fsync_path, write_atomic, write_json
+from nanochat.data import bpe
+from nanochat.tokenizer import ROLES, Tokenizer
+
+MODELLING = Path(__file__).with_name("modeling_nanochat.py")
+# The tokens that tokenizer.render() makes of a conversation. A system turn is put before the first user turn.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}"
+    "{% if message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}"
+    "{% elif message.role == 'user' %}<|user_start|>{{ first.text + message.content }}<|user_end|>"
+    "{% set first.text = '' %}"
+    "{% elif message.role == 'assistant' %}<|assistant_start|>{{ message.content }}<|assistant_end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant_start|>{% endif %}"
+)
+README = """# {name}
+
+Trained with nanochat (stage {stage}, tag {tag}, step {step}). It loads without a network:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+chat = [{{"role": "user", "content": "Why is the sky blue?"}}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
+```
+
+`modeling_nanochat.py` is all the code there is to trust. Text that spells a mark such as `<|user_end|>` becomes that
+mark here, as is usual with transformers: take it out of what users write. The calculator of nanochat's own chat is not
+part of the model.
+"""
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tokenizer in the format of the `tokenizers` library, with a begin mark before every text."""
+    specials = {tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES}
+    ranks = [tokenizer.decode_bytes([number]) for number in range(min(specials.values()))]
+    bos = tokenizer.decode([tokenizer.bos])
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text, more = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
+    marks = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, begin, more],
+             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}}  # fmt: skip
+    return {**json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)), "post_processor": marks}
+
+
+def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
+    """The JSON files beside the weights, by name."""
+    tokenizer, shape = loaded.tokenizer, loaded.model.config
+    bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
+    ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # of a reply, and of a document
+    return {
+        "config.json": {"architectures": ["NanochatForCausalLM"], "model_type": "nanochat_ascend", **asdict(shape),
+                        "auto_map": {"AutoConfig": "modeling_nanochat.NanochatConfig",
+                                     "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM"},
+                        "bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype,
+                        "tie_word_embeddings": False, "use_cache": False},
+        "generation_config.json": {"bos_token_id": tokenizer.bos, "eos_token_id": ends, "pad_token_id": ends[0],
+                                   "use_cache": False},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": end,
+                                  "pad_token": end, "model_max_length": shape.sequence_len, "padding_side": "left",
+                                  "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE},
+        "tokenizer.json": tokenizer_json(tokenizer),
+    }  # fmt: skip
+
+
+def export(loaded: Loaded, folder: Path, dtype: str) -> None:
+    """Write the folder, whole or not at all. UserError (code 2) if something is there already."""
+    if folder.exists():
+        raise UserError(f"{folder} is there already; name another folder, or delete it", exit_code=2)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, content in _configs(loaded, dtype).items():
+            write_json(temporary / name, content)
+        about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step)
+        write_atomic(temporary / "README.md", about)
+        write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
+        wanted = device.DTYPES[dtype]
+        tensors = {name: value.detach().to(wanted) for name, value in loaded.model.named_parameters()}
+        write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
+        os.rename(temporary, folder)
+        fsync_path(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""Tokens of a reply to words, calculator calls and answers, whole or as they stream."""
+
+import codecs
+from collections.abc import Iterable
+
+from nanochat.data.conversation import Kind, Part
+from nanochat.tokenizer import Tokenizer
+
+_OPENS: dict[str, Kind] = {"python_start": "python", "output_start": "python_output"}
+_CLOSES = ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_end", "output_end")
+
+
+class TextStream:
+    """Turns the tokens of a reply into parts as they come: words as soon as their characters are whole, calculator
+    calls and answers once they are complete."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._marks: dict[int, Kind] = {tokenizer.special(role): kind for role, kind in _OPENS.items()}
+        self._marks |= {tokenizer.special(role): "text" for role in _CLOSES}
+        self._kind: Kind = "text"
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._call = ""
+
+    def push(self, token: int) -> list[Part]:
+        """The parts that this token completes, often none."""
+        if token in self._marks:
+            parts = self.flush()
+            self._kind = self._marks[token]
+            return parts
+        text = self._decoder.decode(self._tokenizer.decode_bytes([token]))
+        if self._kind == "text":
+            return [Part("text", text)] if text else []
+        self._call += text
+        return []
+
+    def flush(self) -> list[Part]:
+        """What is left at the end of a reply; half a character becomes U+FFFD."""
+        text = self._call + self._decoder.decode(b"", final=True)
+        self._call = ""
+        return [Part(self._kind, text)] if text else []
+
+
+def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
+    """The parts of a whole reply: words, calculator calls and their answers, in order."""
+    stream = TextStream(tokenizer)
+    parts: list[Part] = []
+    for part in [part for token in tokens for part in stream.push(token)] + stream.flush():
+        if parts and part.kind == "text" == parts[-1].kind:
+            parts[-1] = Part("text", parts[-1].text + part.text)
+        else:
+            parts.append(part)
+    return parts

@@ -1,0 +1,1 @@
+"""One file per vendor: what its devices do their own way."""

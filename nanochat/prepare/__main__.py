@@ -1,0 +1,47 @@
+"""Tokenise a corpus ahead of training, which otherwise does it first, or check its tokens.
+
+python -m nanochat.prepare --data NAME
+python -m nanochat.prepare --data NAME --verify   # read every token file again and compare its SHA-256
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from nanochat.common import UserError, log, run
+from nanochat.data.mixing import resolve_data
+from nanochat.prepare.documents import prepare_documents
+from nanochat.prepare.token_files import open_tokens
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tokenise a corpus ahead of training, or check its tokens."""
+
+    data: str | None = None
+    """The corpus, or a mixture such as web:0.7,books:0.3, all of whose corpora are tokenised. Unset: the only one."""
+    num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
+    """Processes, at most one for each shard. Unset: as many as there are cores, fewer where that is not worth it."""
+    verify: bool = False
+    """Read every token file again and compare its SHA-256."""
+
+
+def main(cfg: Config) -> None:
+    """Make or check both splits of a corpus."""
+    if cfg.num_workers is not None and cfg.num_workers < 1:
+        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+    data = resolve_data(cfg.data)
+    tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
+    for corpus in data.corpora:
+        for split in ("train", "val"):
+            tokens = prepare_documents(corpus, tokenizer, split, cfg.num_workers)
+            if cfg.verify:
+                open_tokens(tokens.folder, verify=True)
+            checked = ", as they should be" if cfg.verify else ""
+            log(f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}")
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

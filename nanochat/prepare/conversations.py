@@ -1,0 +1,71 @@
+"""Conversations as token files, with the mask of what is trained."""
+
+import itertools
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import UserError, write_json
+from nanochat.data.bpe import joined
+from nanochat.data.conversation import Conversation
+from nanochat.prepare.token_files import (
+    FORMAT,
+    META,
+    TokenSet,
+    dtype_for,
+    is_there,
+    locked,
+    open_tokens,
+    part_writer,
+    read_meta,
+)
+from nanochat.runtime.progress import Progress
+from nanochat.tokenizer import Tokenizer
+
+
+def prepare_conversations(
+    folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, key: str
+) -> TokenSet:
+    """Conversations as tokens with the mask of what is trained; safe to call from every rank at once.
+
+    `key` names the content: with an equal key and tokenizer the files that are there are used, and
+    `conversations` is not looked at.
+    """
+    wanted = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
+
+    def is_done() -> bool:
+        meta = read_meta(folder)
+        if meta is None or {name: meta.get(name) for name in wanted} != wanted:
+            return False
+        return all(is_there(folder, part) for part in meta["parts"])
+
+    if not is_done():
+        with locked(folder.parent / f".{folder.name}.lock"):
+            if not is_done():
+                _render(folder, conversations, tokenizer, wanted)
+    return open_tokens(folder)
+
+
+def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, about: dict[str, Any]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    token_bytes = tokenizer.token_bytes()
+    conversations = iter(conversations)
+    with (
+        part_writer(folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True) as writer,
+        Progress(f"tokenise {folder.name}", None, "conversations") as progress,
+    ):
+        while some := list(itertools.islice(conversations, 1_000)):
+            # Without the begin mark, which the loader puts before every piece.
+            rendered = [tokenizer.render(conversation) for conversation in some]
+            lengths = np.array([len(r.ids) - 1 for r in rendered], np.int64)
+            tokens = joined([r.ids[1:] for r in rendered], writer.dtype)
+            writer.add(tokens, lengths, token_bytes, joined([r.mask[1:] for r in rendered], "uint8"))
+            progress.advance(len(some))
+        part = writer.finish({})
+    if not part["documents"]:
+        raise UserError(f"there are no conversations to prepare for {folder}; check the data of this stage")
+    border = tokenizer.special("user_start")
+    write_json(folder / META, {**about, "dtype": dtype_for(tokenizer.vocab_size), "border": border, "parts": [part]})

@@ -1,0 +1,132 @@
+"""The packing plan of a token set: which piece of which document stands in which row."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nanochat.common import UserError, fsync_path, log, sha256_of, warn, write_json
+from nanochat.prepare.packing import Packing, count_marked, cut_at, pack
+from nanochat.prepare.token_files import FORMAT, META, TokenSet, damage, damaged, locked, read_meta
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which segments stand in which row, memory-mapped, and what was lost on the way."""
+
+    row_tokens: int
+    packing: Packing
+    used: np.ndarray  # (rows,) int32: cells of each row that are not padding
+    trained: np.ndarray  # (rows,) int32: tokens of each row with mask 1; all but begin marks where there is no mask
+    key: str
+    cut_conversations: int
+    dropped_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.used)
+
+
+def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
+    """The rows of a token set, made once and kept beside it; safe to call from every rank at once.
+
+    With `cut`, for documents: no token is left out. Without, for conversations: each stays whole; one that is
+    longer than a row is cut before a user turn, and of a single exchange that is longer the end is left out.
+    """
+    folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}"
+    key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
+    made = _load_plan(folder, key, row_tokens)
+    if made is None:
+        with locked(token_set.folder / f".{folder.name}.lock"):
+            made = _load_plan(folder, key, row_tokens)
+            if made is None:
+                _make_plan(token_set, folder, row_tokens, cut, key)
+                made = _load_plan(folder, key, row_tokens)
+    assert made is not None
+    if made.cut_conversations:
+        log(
+            f"{made.cut_conversations:,} of {token_set.documents:,} conversations were longer than a row of "
+            f"{row_tokens - 1:,} tokens and were cut; {made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
+            "left out"
+        )
+    return made
+
+
+def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
+    """A plan that was kept; None where there is none of this key, or, with a warning, none that is whole."""
+    try:
+        meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
+        if meta is None or meta["key"] != key:
+            return None
+        # Plans of older versions name no hashes; damage that changes no length shows nowhere in them.
+        for name, why in damaged(folder, meta.get("sha256", {})).items():
+            raise damage(folder / name, why)
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
+        packing = Packing(arrays["first"], arrays["starts"], arrays["lengths"])
+        cut, dropped = meta["cut_conversations"], meta["dropped_tokens"]
+        return Plan(row_tokens, packing, arrays["used"], arrays["trained"], key, cut, dropped)
+    except (ValueError, OSError, EOFError, KeyError) as failure:  # UserError is a ValueError; all else is numpy's
+        why = str(failure).partition(" Mend it")[0]
+        warn(f"the packing plan {folder} cannot be used and is made anew: {why}")
+        return None
+
+
+def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, key: str) -> None:
+    lengths = token_set.lengths()
+    starts = np.cumsum(lengths) - lengths
+    cut_conversations = dropped = 0
+    if not cut:
+        starts, lengths, cut_conversations = _cut_conversations(token_set, starts, lengths, row_tokens - 1)
+        dropped = token_set.tokens - int(lengths.sum())
+    if not len(starts):
+        raise UserError(f"{token_set.folder} holds nothing that fits into rows of {row_tokens - 1} tokens")
+    packing = pack(starts, lengths, row_tokens, cut)
+    mask = token_set.parts[0].mask
+    marked = packing.lengths if mask is None else count_marked(mask, packing.starts, packing.lengths)
+    arrays = {
+        "first": packing.first,
+        "starts": packing.starts,
+        "lengths": packing.lengths,
+        "used": np.add.reduceat(packing.lengths + 1, packing.first[:-1]).astype(np.int32),
+        "trained": np.add.reduceat(marked, packing.first[:-1]).astype(np.int32),
+    }
+    temporary = folder.with_name(f".{folder.name}.tmp")  # the lock is held, so the name is ours
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        for name, values in arrays.items():
+            with open(temporary / f"{name}.npy", "wb") as f:
+                np.save(f, values)
+                f.flush()
+                os.fsync(f.fileno())
+        about = {"cut_conversations": cut_conversations, "dropped_tokens": dropped}
+        digests = {f"{name}.npy": sha256_of(temporary / f"{name}.npy") for name in arrays}
+        write_json(temporary / META, {"key": key, "arrays": sorted(arrays), "sha256": digests, **about})
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        fsync_path(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _cut_conversations(
+    token_set: TokenSet, starts: np.ndarray, lengths: np.ndarray, room: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Pieces of at most `room` tokens, in order, those without anything to train left out, and how many were cut."""
+    part = token_set.parts[0]
+    out_starts, out_lengths, cut = [], [], 0
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        if length <= room:
+            out_starts.append(start)
+            out_lengths.append(length)
+            continue
+        cut += 1
+        borders = np.flatnonzero(part.tokens[start : start + length] == token_set.meta["border"]).tolist()
+        for first, size in cut_at(borders, length, room):
+            if part.mask is None or part.mask[start + first : start + first + size].any():
+                out_starts.append(start + first)
+                out_lengths.append(size)
+    return np.array(out_starts, np.int64), np.array(out_lengths, np.int64), cut

@@ -1,0 +1,47 @@
+"""One shard to one token file; `python -m nanochat.prepare.tokenise` is a process that prepare.py gives shards to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanochat.data.shards import batches, check_sha256
+from nanochat.prepare.token_files import dtype_for, part_writer
+from nanochat.prepare.workers import Message, Say, serve
+from nanochat.tokenizer import Tokenizer
+
+
+def tokenise_shard(
+    path: Path,
+    folder: Path,
+    source: dict[str, Any],
+    tokenizer: Tokenizer,
+    threads: int | None,
+    advance: Callable[[int], None],
+) -> dict[str, Any]:
+    """Check a shard, write its tokens into a folder and return their description; `advance` gets counts of documents.
+
+    UserError if the shard is damaged. The token files appear whole, or not at all.
+    """
+    check_sha256(path)
+    token_bytes = tokenizer.token_bytes()
+    with part_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
+        for texts in batches(path):
+            writer.add(*tokenizer.encode_joined(texts, threads), token_bytes)
+            advance(len(texts))
+        return writer.finish(source)
+
+
+def _begin(setup: Message) -> Callable[[Message, Say], Message]:
+    tokenizer = Tokenizer.load(Path(setup["tokenizer"]))
+
+    def do(task: Message, say: Say) -> Message:
+        return tokenise_shard(
+            Path(task["name"]), Path(task["folder"]), task["source"], tokenizer, setup["threads"],
+            lambda count: say({"documents": count}),
+        )  # fmt: skip
+
+    return do
+
+
+if __name__ == "__main__":
+    serve(_begin)

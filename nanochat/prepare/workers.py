@@ -1,0 +1,150 @@
+"""Tasks given to processes of their own as lines of JSON, and what they answer."""
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import UserError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Message = dict[str, Any]
+Say = Callable[[Message], None]
+
+
+# --- the process that has the tasks ----------------------------------------------------------------
+
+
+def work(
+    module: str, setup: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], processes: int, keep: Sequence[int] = ()
+) -> Generator[tuple[int, Message], None, None]:
+    """Let processes `python -m module`, which call serve(), do tasks; yield (number of the task, message) as they come.
+
+    The last message of a task has "result". What a process raises is raised here: UserError and OSError as such, and
+    UserError if it was killed. Leaving the iterator ends the processes; they also end when this process does.
+    `keep` are file descriptors for them to hold.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+    for number in range(len(tasks)):
+        waiting.put(number)
+    started: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
+
+    def drive(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        ahead = [setup]
+        while True:
+            try:
+                number = waiting.get_nowait()
+            except queue.Empty:
+                return
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as reading will show
+                print(*map(json.dumps, (*ahead, tasks[number])), sep="\n", file=process.stdin, flush=True)
+            ahead, message = [], Message()
+            while not {"result", "raised"} & message.keys():
+                line = process.stdout.readline()
+                message = json.loads(line) if line else {"raised": "end", "code": process.wait()}
+                answers.put((number, message))
+            if "raised" in message:
+                return
+
+    try:
+        for _ in range(min(processes, len(tasks))):
+            started.append(_start(module, keep))
+            threads.append(threading.Thread(target=drive, args=(started[-1],), daemon=True))
+            threads[-1].start()
+        left = len(tasks)
+        while left:
+            number, message = answers.get()
+            if "raised" in message:
+                raise _failure(message, tasks[number])
+            left -= "result" in message
+            yield number, message
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        for thread in threads:
+            thread.join()
+        for process in started:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+
+
+def _start(module: str, keep: Sequence[int]) -> subprocess.Popen[str]:
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        env={**alone, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        pass_fds=tuple(keep),
+    )
+
+
+def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
+    """What to raise for a process that did not finish a task."""
+    if message["raised"] == "UserError":
+        return UserError(message["text"], message["code"])
+    if message["raised"] == "OSError":
+        return OSError(message["errno"], message["text"], message["filename"])
+    if message["raised"] == "end":
+        code = message["code"]
+        killed = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        return UserError(
+            f"the process that worked on {task.get('name', 'a task')} {killed}{memory}. What was done is kept: type "
+            "the same command again to go on, with fewer processes if it happens again."
+        )
+    return RuntimeError(f"a process that worked on {task.get('name', 'a task')} failed:\n{message['text']}")
+
+
+# --- the processes that do them --------------------------------------------------------------------
+
+
+def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
+    """Do tasks from standard input until it ends: `begin(setup)` gives the function that does one and returns its
+    result; it may say things meanwhile, each a message."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    sys.stdout = sys.stderr
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # the parent has no more tasks, or has died: then nothing half-done may be finished
+
+    threading.Thread(target=listen, daemon=True).start()
+
+    def say(message: Message) -> None:
+        print(json.dumps(message), file=wire, flush=True)
+
+    do = begin(json.loads(lines.get()))
+    while True:
+        task = json.loads(lines.get())
+        try:
+            say({"result": do(task, say)})
+        except UserError as mistake:
+            say({"raised": "UserError", "text": str(mistake), "code": mistake.exit_code})
+        except OSError as failure:
+            say({"raised": "OSError", "errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure),
+                 "filename": None if failure.filename is None else str(failure.filename)})  # fmt: skip
+        except Exception:  # the edge of a process: the parent raises it
+            say({"raised": "Exception", "text": traceback.format_exc()})

@@ -1,0 +1,1 @@
+"""What happens around the computation: ranks, signals, progress, figures, traces, costs."""

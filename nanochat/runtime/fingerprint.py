@@ -1,0 +1,94 @@
+"""Ranks that were not started alike are refused before the first step: they would hang, or train different models."""
+
+import functools
+import hashlib
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat.common import UserError, base_dir
+from nanochat.device import Compute
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("nanochat", "scripts", "tasks")
+NAMED = 4  # differences that the refusal names
+
+
+def code() -> dict[str, str]:
+    """A hash of every file of this project's packages, by its name."""
+    files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {path.relative_to(ROOT).as_posix(): _digest(path) for path in files}
+
+
+@functools.lru_cache(maxsize=1)
+def loaded() -> dict[str, str]:
+    """A hash of every file of those packages that this process runs, by its name, as it was at the first call."""
+    names = {
+        Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
+    }
+    folders = [ROOT / package for package in PACKAGES]
+    ours = [path for path in sorted(names) if any(folder in path.parents for folder in folders)]
+    return {path.relative_to(ROOT).as_posix(): _digest(path) for path in ours if path.suffix == ".py"}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+
+
+def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
+    """Refuse ranks with other flags (the seed is one), tokenizer, code, torch or number format, or another base
+    folder; every rank must call it. What it runs is looked at now, for checkpoints: it may be edited meanwhile."""
+    loaded()
+    if compute.world_size == 1:
+        return
+    started = {"torch": torch.__version__, "device": compute.device_type, "number format": str(compute.dtype),
+               "ranks on its host": os.environ.get("LOCAL_WORLD_SIZE")}  # fmt: skip
+    flags = {f"setting {name}": value for name, value in settings.items()}
+    check({**flags, **started, **code()}, compute)
+    _check_folder(compute)
+
+
+def check(facts: Mapping[str, Any], compute: Compute) -> None:
+    """UserError, on every rank, that names the ranks whose facts are not those of rank 0."""
+    if compute.world_size == 1:
+        return
+    mine = {name: str(value) for name, value in facts.items()}
+    ranks: list[dict[str, str]] = [{} for _ in range(compute.world_size)]
+    dist.all_gather_object(ranks, mine)
+    differences = [
+        f"{name} is {other.get(name, 'missing')} on rank {rank}, {ranks[0].get(name, 'missing')} on rank 0"
+        for rank, other in enumerate(ranks)
+        for name in sorted({*other, *ranks[0]})
+        if other.get(name) != ranks[0].get(name)
+    ]
+    if differences:
+        more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+        raise UserError(
+            f"the ranks were not started alike: {'; '.join(differences[:NAMED])}{more}. Start all of them with the "
+            "same command, code and data."
+        )
+
+
+def _check_folder(compute: Compute) -> None:
+    """UserError where a rank does not see the base folder of rank 0: checkpoints are written there by all."""
+    names = [f".start-{uuid.uuid4().hex}"]
+    token = base_dir() / names[0]
+    if compute.main:
+        token.touch()
+    try:
+        dist.broadcast_object_list(names, src=0)
+        seen = [False] * compute.world_size
+        dist.all_gather_object(seen, (base_dir() / names[0]).exists())
+    finally:
+        token.unlink(missing_ok=True)
+    if blind := [rank for rank, sees in enumerate(seen) if not sees]:
+        raise UserError(
+            f"rank(s) {', '.join(map(str, blind))} do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR to a "
+            f"folder on a disk that all hosts share; on rank {compute.rank} it is {base_dir()}."
+        )

@@ -1,0 +1,200 @@
+"""Many ranks: FSDP2 sharding, sums over ranks, whole tensors for checkpoints, unsharded copies to sample from.
+
+FSDP2 and DTensor are imported where they are used: they cost two seconds, which one rank need not pay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, TypeGuard
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat.common import UserError, log
+from nanochat.device import Compute, is_sharded, local
+from nanochat.runtime.placement import place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+Sharding = Literal["none", "grad", "full"]
+_EVERY_PASS = "reduces_in_every_pass"  # attribute of a sharded model
+
+
+def ranks_per_host(compute: Compute) -> int:
+    """How many ranks the launcher started on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", compute.world_size))
+
+
+def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
+    """(replicas, shards): copies of the parameters, and ranks that share one copy.
+
+    On several hosts each holds a copy (HSDP), so that only gradients cross the network, once a step; on hosts with
+    one rank each a copy is spread over all.
+    """
+    if mode == "none":
+        return compute.world_size, 1
+    here = ranks_per_host(compute)
+    if 1 < here < compute.world_size and compute.world_size % here == 0:
+        return compute.world_size // here, here
+    return 1, compute.world_size
+
+
+def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad") -> None:
+    """Spread a model over the ranks, in place; one rank keeps all.
+
+    "none" holds everything on every rank; "grad" shards masters, gradients and optimizer state (ZeRO-2): gathered once
+    a step, reduced once a step; "full" gives up gathered parameters after every use and reduces gradients in every
+    pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules gathered and reduced together:
+    layers, embeddings, head. Parameters stay fp32 masters; they are gathered in the compute dtype, and gradients are
+    reduced in fp32, while the backward pass goes on.
+    """
+    if compute.world_size == 1:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    replicas, shards = mesh_shape(mode, compute)
+    log(f"parameters: --shard={mode}, {replicas} replica(s) of {shards} shard(s)")
+    dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
+    mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    mixed = compute.dtype != torch.float32
+    # Inputs are left as they are: the models cast what they use, and RL's token weights must stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    if compute.backend == "gloo" and not _has_averages():
+        _mend_fsdp_on_hosts()
+    for module in [*groups, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full")
+    setattr(model, _EVERY_PASS, mode == "full")
+
+
+def _has_averages() -> bool:
+    """Whether the host's collectives have an average, which FSDP2 asks for; those of torch 2.7 do not."""
+    try:
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _mend_fsdp_on_hosts() -> None:
+    """Let FSDP2 of torch 2.7 train on CPUs, in both things it lacks there.
+
+    It asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a word; so it is told
+    to sum and divide, as it does for fp16. And with replicas it insists on an event that a host's stream never gave.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    def factors(
+        scattered: dist.ProcessGroup, replicated: dist.ProcessGroup | None, *_: object
+    ) -> tuple[float, float]:  # before and after the sum
+        return 1.0, float(scattered.size() * (replicated.size() if replicated is not None else 1))
+
+    _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
+    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[assignment,method-assign]
+
+
+def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Reduce gradients over ranks, and give up gathered parameters, only in the last pass of a step; see shard()."""
+    if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give up parameters that a pass without backward left gathered, in the compute dtype: they are not the masters."""
+    for module in model.modules():
+        if _is_fsdp(module):
+            module.reshard()
+
+
+def total(values: list[float], compute: Compute) -> list[float]:
+    """Sums over all ranks, of Python floats, over the host's collectives, in float64."""
+    if compute.world_size == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def least(value: int, compute: Compute) -> int:
+    """The smallest of all ranks' numbers, on every rank."""
+    if compute.world_size == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return int(tensor.item())
+
+
+def agree(value: int, compute: Compute) -> int:
+    """Rank 0's number, on every rank."""
+    if compute.world_size == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return int(tensor.item())
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and its whole value, gathered one at a time; every rank must walk through all."""
+    _reshard(model)
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        yield name, value.full_tensor() if is_sharded(value) else value
+
+
+def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and some of its rows, one rank's after another's, until it is whole; every rank must walk
+    through all. No more is held than the share of one rank of one parameter."""
+    _reshard(model)
+    for name, parameter in model.named_parameters():
+        here, place = local(parameter.detach()), place_of(parameter)
+        if place.shards == 1:
+            yield name, here
+            continue
+        for owner, rows in enumerate(place.row_counts(parameter.shape[0])):
+            if rows:
+                part = here if owner == place.shard else here.new_empty(rows, *parameter.shape[1:])
+                dist.broadcast(part, group=place.shard_group, group_src=owner)
+                yield name, part
+                del part
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Copy whole tensors into a model, sharded or not; names and shapes must agree."""
+    _reshard(model)
+    check_shapes(model, values)
+    for name, parameter in model.named_parameters():
+        here = local(parameter)
+        first = place_of(parameter).first_row(parameter.shape[0])
+        here.copy_(values[name][first : first + here.shape[0]])
+
+
+def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """UserError if tensors are not the parameters of a model by name and whole shape."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    given = {name: tuple(value.shape) for name, value in values.items()}
+    wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
+             for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip
+    if wrong:
+        raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
+
+
+@torch.no_grad()
+def refresh(replica: nn.Module, model: nn.Module) -> None:
+    """Copy a (sharded) model's parameters into an unsharded one, casting to its formats; every rank takes part."""
+    targets = dict(replica.named_parameters())
+    for name, value in whole_parameters(model):
+        targets[name].copy_(value)

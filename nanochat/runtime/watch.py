@@ -1,0 +1,198 @@
+"""Ranks that watch each other: one that died or hangs ends the others in time, with its number and step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from nanochat.common import UserError, log
+from nanochat.device import Compute, with_compute
+from nanochat.runtime import signals
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+BEAT_SECONDS = 1.0  # between signs of life
+GONE_SECONDS = 30.0  # without one a rank is taken for dead; a launcher waits as long for the others to end
+CONFIRM_SECONDS = 5.0  # the same, once a collective has failed
+HERE = Path(__file__).resolve().parent.parent.parent
+
+
+class Watch:
+    """A thread of each rank that says where the rank is, in the launcher's store, and looks where the others are.
+
+    A rank moves when it calls signals.alive(): at each step, pass of a measurement and tensor of a save. If it has not
+    for `seconds` the ranks compare how many collectives each has begun: those that wait in one have begun it, so the
+    rank that hangs has begun the fewest.
+    """
+
+    def __init__(self, compute: Compute, seconds: float):
+        self.compute, self.seconds = compute, seconds
+        self.store = c10d.PrefixStore("watch", c10d._get_default_store())
+        self._beats, self._over = 0, threading.Event()
+        self._main, self._parent = threading.main_thread().ident, os.getppid()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- what this rank says -------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._beats += 1
+        said = {"beats": self._beats, "calls": calls(), "step": signals.step(), "place": self._place()}
+        self.store.set(str(self.compute.rank), json.dumps(said))
+
+    def _place(self) -> str:
+        """The innermost line of this project's code that the main thread is in."""
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        innermost = frame
+        while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(HERE):
+            frame = frame.f_back
+        frame = frame or innermost
+        if frame is None:
+            return "unknown"
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+    # --- what it sees of the others --------------------------------------------------------------------
+
+    def said(self) -> dict[int, dict[str, Any]]:
+        """The last that each rank said."""
+        ranks = [str(rank) for rank in range(self.compute.world_size) if self.store.check([str(rank)])]
+        return {int(rank): json.loads(self.store.get(rank)) for rank in ranks}
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        except (RuntimeError, ValueError) as failure:  # the store went with the launcher
+            if not self._over.wait(BEAT_SECONDS) and os.getppid() == self._parent:
+                print(f"warning: rank {self.compute.rank} watches no longer: {failure}", file=sys.stderr, flush=True)
+        if (
+            not self._over.is_set() and os.getppid() != self._parent
+        ):  # nobody would end these ranks, or start them again
+            signals.ask("the launcher's end")
+
+    def _look(self) -> None:
+        neighbour = (self.compute.rank + 1) % self.compute.world_size
+        heard, beats = time.monotonic(), -1  # of the neighbour
+        moved, moments = time.monotonic(), 0  # of this rank
+        while not self._over.wait(min(BEAT_SECONDS, self.seconds / 5)):
+            now = time.monotonic()
+            if os.getppid() != self._parent:
+                return
+            self._beat()
+            if self.store.check(["verdict"]):
+                self._end(self.store.get("verdict").decode())
+            if signals.moments() != moments:
+                moved, moments = now, signals.moments()
+            said = json.loads(self.store.get(str(neighbour))) if self.store.check([str(neighbour)]) else {}
+            if said.get("beats", -1) != beats or not moments:
+                heard, beats = now, said.get("beats", -1)
+            if now - heard > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not said.get("over"):
+                self._judge(f"rank {neighbour} is gone in step {signals.step() + 1}: nothing was heard of it for "
+                            f"{now - heard:.0f} s, last at {said.get('place', 'its start')}")  # fmt: skip
+            if moments and now - moved > self.seconds:
+                self._judge(hanging(self.said(), now - moved))
+
+    def _judge(self, words: str) -> None:
+        """End every rank, with the words of whoever was first."""
+        self._end(self.store.compare_set("verdict", "", words).decode())
+
+    def _end(self, words: str) -> None:
+        if not self._over.is_set():
+            print(f"error: {words}. All ranks end; the same command goes on from the newest checkpoint. "
+                  f"(rank {self.compute.rank})", file=sys.stderr, flush=True)  # fmt: skip
+            os._exit(1)  # the main thread waits in a collective that will never end
+
+    def gone(self) -> str:
+        """After a collective failed: which ranks are dead, in words; "" if all are there."""
+        before, deadline = self.said(), time.monotonic() + CONFIRM_SECONDS
+        silent = {rank for rank in before if rank != self.compute.rank and not before[rank].get("over")}
+        while silent and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 4)
+            now = self.said()
+            silent = {rank for rank in silent if now[rank] == before[rank]}
+        step = signals.step() + 1  # what a rank says of itself may be a second old; all are in one step
+        return "; ".join(f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
+                         for rank in sorted(silent))  # fmt: skip
+
+
+def calls() -> int:
+    """How many collectives this rank has begun, over all groups that count them."""
+    begun = 0
+    for group in list(c10d._world.pg_map):
+        with suppress(RuntimeError):  # not all backends count
+            begun += group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+    return begun
+
+
+def hanging(said: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
+    """Which ranks hang, by what each last said; all of them where they wait in the same place."""
+    said = {rank: one for rank, one in said.items() if not one.get("over")}
+    fewest = min(one["calls"] for one in said.values())
+    behind = [rank for rank, one in said.items() if one["calls"] == fewest]
+    if len(behind) == len(said):
+        return f"all ranks hang in one place: no step for {seconds:.0f} s, rank 0 {_where(said[min(said)])}"
+    words = "; ".join(f"rank {rank} hangs {_where(said[rank])}" for rank in behind)
+    return f"{words}: the others have waited for {seconds:.0f} s"
+
+
+def _where(said: Mapping[str, Any]) -> str:
+    return f"in step {said['step'] + 1}, at {said['place']}"
+
+
+@contextmanager
+def over(compute: Compute, seconds: float) -> Iterator[None]:
+    """Watch the ranks while this lasts; 0 seconds, or one rank, is not to.
+
+    UserError in place of the error of a collective that failed since a rank is gone.
+    """
+    if compute.world_size == 1 or seconds <= 0:
+        yield
+        return
+    watch = Watch(compute, seconds)
+    watch.start()
+    try:
+        yield
+    except RuntimeError as failure:
+        words = watch.gone()
+        if not words:
+            raise
+        first = str(failure).splitlines()[0].partition(". ")[0]
+        raise UserError(
+            f"{words}. The same command goes on from the newest checkpoint. (A collective said: {first})"
+        ) from failure
+    finally:
+        watch.close()
+        with suppress(RuntimeError, ValueError):
+            watch.store.set(str(compute.rank), json.dumps({"over": True}))
+
+
+def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
+    """A main for a training script: signals save and stop, and ranks watch each other; see device.with_compute."""
+
+    def guard(cfg: Any, compute: Compute) -> None:
+        with signals.caught(), over(compute, cfg.hang_seconds):
+            try:
+                work(cfg, compute)
+            except signals.Stopped:
+                log("stopped by a signal before the first step")
+
+    return with_compute(guard)

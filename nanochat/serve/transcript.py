@@ -1,0 +1,61 @@
+"""A chat as a JSON file: what the terminal and the page save, and what they go on from."""
+
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import UserError, read_json, write_json
+from nanochat.data.conversation import Message, Part
+
+FORMAT = "nanochat-chat"
+
+
+def instructions(messages: list[Message]) -> list[Message]:
+    """The system turn that a chat begins with, if it has one."""
+    return [message for message in messages[:1] if message.role == "system"]
+
+
+def write_transcript(path: Path, messages: list[Message]) -> None:
+    """Write a chat as JSON: role and words of every turn, and for replies with calculator calls their parts too.
+
+    UserError if the file cannot be written.
+    """
+    written = []
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.role, "content": message.text}
+        if any(part.kind != "text" for part in message.parts):
+            entry["parts"] = [{"kind": part.kind, "text": part.text} for part in message.parts]
+        written.append(entry)
+    try:
+        write_json(path, {"format": FORMAT, "version": 1, "messages": written})
+    except OSError as failure:
+        raise UserError(f"{path} cannot be written: {failure.strerror}") from failure
+
+
+def read_transcript(path: Path) -> list[Message]:
+    """Read what write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole pairs of turns.
+
+    UserError if the file cannot be read or is something else.
+    """
+    try:
+        messages = [_read_message(entry) for entry in read_json(path)["messages"]]
+    except OSError as failure:
+        raise UserError(f"{path} cannot be read: {failure.strerror}") from failure
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise UserError(
+            f'{path} is no chat: it must be JSON of the form {{"messages": [{{"role": "user", "content": "..."}}, '
+            f'{{"role": "assistant", "content": "..."}}]}}'
+        ) from failure
+    turns = [message.role for message in messages[len(instructions(messages)) :]]
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        raise UserError(f"{path} is no chat: user and assistant must take turns, the assistant last")
+    return messages
+
+
+def _read_message(entry: dict[str, Any]) -> Message:
+    parts = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
+    read = tuple(Part(part["kind"], part["text"]) for part in parts)
+    if entry["role"] not in ("system", "user", "assistant") or not all(
+        part.kind in ("text", "python", "python_output") and isinstance(part.text, str) for part in read
+    ):
+        raise ValueError(entry["role"])
+    return Message(entry["role"], read)

@@ -1,0 +1,1 @@
+"""What the training scripts share: optimizers, schedules, sizes, compilation, one stage."""

@@ -1,0 +1,151 @@
+"""Parameter roles to optimizers: AdamW for tables, head and scalars, Muon (or AdamW too) for matrices in layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat.device import local
+from nanochat.nn import kernels
+from nanochat.runtime.placement import place_of
+from nanochat.train import schedule
+from nanochat.train.muon import Muon
+
+RatesT = TypeVar("RatesT", bound="Rates")  # Rates, or the flags of a script that has them
+State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of the roles, before schedules, and Muon's decay. Upstream HEAD's values."""
+
+    unembedding_lr: float = 0.008
+    """AdamW's learning rate of the head, at 768 channels"""
+    embedding_lr: float = 0.3
+    """AdamW's of the embedding, at 768 channels; value embeddings take half"""
+    matrix_lr: float = 0.02
+    """Muon's, of the matrices inside layers, in pretraining of less than 400 steps up to twice as much; AdamW takes a
+    part of it"""
+    matrix_optimizer: Literal["muon", "adamw"] = "muon"
+    """what steps the matrices inside layers"""
+    scalar_lr: float = 0.5
+    """AdamW's of the scalars of the residual stream; smear and backout take 0.4 of it"""
+    weight_decay: float = 0.28
+    """the decay of those matrices, before it is scaled to the length of the run"""
+
+
+def for_run(rates: RatesT, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> RatesT:
+    """Rates and decay for a batch and a horizon; the common factor on all rates is schedule.rate_scale."""
+    reference = target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS
+    further = schedule.matrix_scale(steps) if rates.matrix_optimizer == "muon" else 1.0
+    return replace(
+        rates,
+        weight_decay=schedule.weight_decay(rates.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
+        scalar_lr=rates.scalar_lr * schedule.scalar_scale(tokens_per_step),
+        matrix_lr=rates.matrix_lr * further,
+    )
+
+
+ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
+
+
+class Optimizers:
+    """AdamW and Muon side by side, stepped and scheduled together."""
+
+    def __init__(
+        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float,
+        dtype: torch.dtype, table_momentum: float = 0.8,
+    ):  # fmt: skip
+        """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in;
+        `table_momentum` is the first beta of embeddings and head (schedule.table_momentum)."""
+        width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
+        settings: dict[str, tuple[float, tuple[float, float], float, float]] = {  # role -> lr, betas, decay, eps
+            "head": (rates.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
+            "embedding": (rates.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
+            "value_embedding": (0.5 * rates.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
+            # While the projections are near zero, these scalars only scale the stream, which the last norm takes out:
+            # their first gradients are rounding errors, 1e-11, that upstream's eps of 1e-10 turns into full steps.
+            "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
+            "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
+            # 0.2, upstream's, at the default. Small batches need less as for x0: the backout runs away to 1, where the
+            # middle of the network takes out its end (dev/LOG.md).
+            "smear": (0.4 * rates.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
+        }
+        if rates.matrix_optimizer == "adamw":
+            settings["matrix"] = (ADAMW_SHARE * rates.matrix_lr * width, (0.8, 0.95), rates.weight_decay, 1e-8)
+        named: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, parameter in model.named_parameters():
+            named.setdefault(roles[name], []).append((name, parameter))
+        groups = []
+        for role, (lr, betas, decay, eps) in settings.items():
+            if role in named:
+                lr = lr * scale
+                shared = {"role": role, "lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay, "eps": eps}
+                groups.append({"params": [parameter for _, parameter in named[role]], **shared})
+        self.names = {parameter: name for members in named.values() for name, parameter in members}
+        self.adamw = torch.optim.AdamW(groups, fused=True)
+        self.muon = None
+        if rates.matrix_optimizer == "muon":
+            self.muon = Muon(
+                named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
+                stacked=kernels.asked() != "plain",
+            )  # fmt: skip
+        self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
+
+    def schedule(self, lr: float, momentum: float, decay: float) -> None:
+        """Set the factors of this step: on all learning rates, Muon's momentum itself, and on the matrices' decay."""
+        for group in self.adamw.param_groups:
+            group["lr"] = group["base_lr"] * lr
+            if group["role"] == "matrix":
+                group["weight_decay"] = self.base_decay * decay
+        if self.muon is None:
+            return
+        matrices = self.muon.param_groups[0]
+        matrices["lr"], matrices["momentum"] = self.base_matrix_lr * lr, momentum
+        matrices["weight_decay"] = self.base_decay * decay
+
+    def step(self) -> None:
+        """Update all parameters from their gradients."""
+        for optimizer in self._both():
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self._both():
+            optimizer.zero_grad(set_to_none=True)
+
+    def _both(self) -> list[torch.optim.Optimizer]:
+        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
+
+    def state(self) -> State:
+        """Everything a resume needs, by name: the tensors this rank holds and where they lie in the whole."""
+        state = {} if self.muon is None else self.muon.named_state()
+        for parameter, held in self._adamw_state().items():
+            name, start = self.names[parameter], place_of(parameter).first_row(parameter.shape[0])
+            for key in ("exp_avg", "exp_avg_sq"):
+                here = local(held[key])
+                state[f"{name}.{key}"] = (here, tuple(parameter.shape), start)
+            state[f"{name}.step"] = (held["step"].reshape(1), (1,), 0)
+        return state
+
+    def saved(self) -> State:
+        """The part of state() that this rank writes: of what replicas hold alike, each has a share."""
+        state, place = self.state(), place_of(next(iter(self.names)))
+        alike = [name for name in state if not name.endswith(".variance")]
+        mine = set(alike[place.replica :: place.replicas])
+        return {name: part for name, part in state.items() if name in mine or name not in alike}
+
+    def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """AdamW's state, made now where no step has been taken yet."""
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                if not self.adamw.state[parameter]:
+                    self.adamw.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return {parameter: self.adamw.state[parameter] for parameter in self.adamw.state}

@@ -1,0 +1,96 @@
+"""`--device_batch_size=auto` on an accelerator: passes of growing size until its memory is full."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+
+from nanochat.common import UserError, log
+from nanochat.device import Compute
+from nanochat.runtime import parallel
+from nanochat.train import memory
+from nanochat.train.optim import Optimizers
+from nanochat.train.sizes import Batch
+
+
+def fit(batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
+    """The split of a step into the largest passes that every rank's memory holds; every rank must call it.
+
+    Nothing is probed where a size was asked for, nor on a CPU, where larger passes are no faster. The model is as it
+    was afterwards.
+    """
+    if not batch.probe or compute.device_type == "cpu":
+        return batch
+    rows_of_rank = batch.rows_per_step // compute.world_size
+    optimizers.state()  # AdamW makes its moments in the first step: they must be there while passes are tried
+
+    def attempt(rows: int) -> int:
+        """One pass, or two where gradients add up, and the bytes they took."""
+        memory.start_watch(compute)
+        passes = min(rows_of_rank // rows, 2)
+        tokens = torch.zeros((rows, length), dtype=torch.long, device=compute.device)
+        for number in range(passes):
+            parallel.sync_gradients(model, number == passes - 1)
+            model(tokens, tokens, "sum").backward()
+        return memory.peak(compute)
+
+    try:
+        rows, why = largest(doublings(rows_of_rank), attempt, memory.budget(compute), compute)
+    finally:
+        optimizers.zero_grad()
+        memory.start_watch(compute)
+    passes = rows_of_rank // rows
+    log(f"device_batch_size: {rows} rows a pass, {passes} pass(es) a step ({why})")
+    return replace(batch, device_batch_size=rows, passes=passes, probe=False)
+
+
+def doublings(rows: int) -> list[int]:
+    """Divisors of a rank's rows of a step to try, each at least twice the one before, and all rows last."""
+    sizes = [1]
+    sizes += [size for size in range(2, rows + 1) if rows % size == 0]
+    kept = [1]
+    for size in sizes:
+        if size >= 2 * kept[-1]:
+            kept.append(size)
+    return kept
+
+
+def largest(sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute) -> tuple[int, str]:
+    """The largest size whose attempt takes no more than the budget on any rank, and why no larger one.
+
+    Ranks decide together before every attempt. From the third on, one that would not fit by the line through the last
+    two is left out: of ranks that wait for each other none may run out of memory alone.
+    """
+    budget = parallel.least(budget, compute)
+    tried: list[tuple[int, int]] = []  # size, the most bytes that a rank took
+    for size in sizes:
+        if len(tried) >= 2 and _expected(tried, size) > budget:
+            return tried[-1][0], f"{size} would take {_gib(_expected(tried, size))} of {_gib(budget)}"
+        try:
+            taken = attempt(size)
+        except RuntimeError as failure:
+            if not memory.ran_out(failure):
+                raise
+            if tried and compute.world_size == 1:
+                return tried[-1][0], f"{size} ran out of memory"
+            raise memory.advice(size, size) from failure
+        taken = -parallel.least(-taken, compute)
+        if taken > budget and not tried:
+            raise UserError(
+                f"one row takes {_gib(taken)}, but only {_gib(budget)} of this device may be taken: its memory may be "
+                "in use by another process. Free it, or take --shard=full, more devices, or a smaller --depth."
+            )
+        if taken > budget:
+            return tried[-1][0], f"{size} took {_gib(taken)} of {_gib(budget)}"
+        tried.append((size, taken))
+    return tried[-1][0], "a rank's rows of a step"
+
+
+def _expected(tried: Sequence[tuple[int, int]], size: int) -> float:
+    (small, least), (large, most) = tried[-2:]
+    return most + (most - least) * (size - large) / (large - small)
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,86 @@
+"""The benchmark of many ranks: bytes by hand-computed costs, and that it runs."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import ranks
+from bench.ranks import D4, Ranks, Task, Timed
+from bench.wire import Wire
+from nanochat.device import Compute
+from nanochat.gpt import GPT, GPTConfig
+from tests.support.ranks import run_ranks
+
+SMALL = GPTConfig(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
+
+
+def talk(compute: Compute) -> dict[str, Any]:
+    """One collective of each kind, of 12 fp32 numbers a rank."""
+    x, whole, mine = torch.ones(12), torch.empty(12 * compute.world_size), torch.empty(12 // compute.world_size)
+    alone = [dist.new_group([rank]) for rank in range(compute.world_size)][compute.rank]
+    with Wire() as wire:
+        dist.all_reduce(x)
+        dist.all_gather([torch.empty(12) for _ in range(compute.world_size)], x)
+        dist.all_gather_into_tensor(whole, x)
+        dist.reduce_scatter_tensor(mine, x)
+        sizes = [6, 6, 0, 0]
+        dist.all_to_all_single(torch.empty(4 * sizes[compute.rank]), x, [sizes[compute.rank]] * 4, sizes)
+        dist.broadcast(x, src=0)
+        dist.barrier()
+        dist.all_reduce(x, group=alone)  # of one rank: nothing is sent
+    return {"bytes": dict(wire.bytes), "calls": dict(wire.calls)}
+
+
+@pytest.mark.ranks
+def test_bytes_are_those_of_the_ring_algorithms() -> None:
+    for rank, found in enumerate(run_ranks(4, talk)):
+        assert found["bytes"] == {
+            "allreduce_": 48 * 2 * 3 / 4, "allgather_": 48 * 3, "_allgather_base_": 48 * 3,
+            "_reduce_scatter_base_": 12 * 3, "alltoall_base_": 24 if rank < 2 else 48,  # all but what it keeps
+            "broadcast_": 48 * 3 / 4, "barrier": 0,
+        }  # fmt: skip
+        assert set(found["calls"].values()) == {1}
+
+
+@pytest.mark.ranks
+def test_the_default_mode_sends_no_more_than_it_must() -> None:
+    """Four ranks, two passes: bf16 parameters gathered once, fp32 gradients reduced once, matrices there and back."""
+    shape = replace(D4, sequence_len=64)
+    model = GPT(shape)
+    counts = model.parameter_counts()
+    matrices, total = counts["matrix"], counts["total"]
+    expected = 0.75 * (2 + 4) + 2 * 0.75 * 2 * matrices / 4 / total
+    group = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
+    try:
+        group.step()
+        sent = [timed.wire_bytes for timed in group.step()]
+    finally:
+        group.close()
+    assert sum(sent) / 4 == pytest.approx(expected, rel=0.01)
+    assert max(sent) <= 5.3
+
+
+@pytest.mark.ranks
+def test_it_prints_a_table_and_one_json_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task
+    monkeypatch.setattr(ranks, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512}))
+    ranks.main(ranks.Config(quick=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two"]
+    found = json.loads(lines[-1])
+    assert found["benchmark"] == "ranks" and not found["compiled"]
+    assert found["two_ranks_of_ideal"] > 0 and found["two_ranks_of_ideal_cpu"] > 0
+    assert 4 < found["wire_bytes_per_parameter"] < 6
+
+
+def test_the_share_of_the_ideal_is_by_the_slowest_rank() -> None:
+    one = [[Timed(4.0, 3.0, 0)], [Timed(9.0, 9.0, 0)], [Timed(4.0, 3.0, 0)]]
+    two = [[Timed(2.5, 1.5, 0), Timed(2.0, 2.5, 0)]] * 3
+    assert ranks.share_of_ideal(one, two, "seconds") == pytest.approx(4 / 5)
+    assert ranks.share_of_ideal(one, two, "cpu_seconds") == pytest.approx(3 / 4)

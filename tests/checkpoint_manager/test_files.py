@@ -1,0 +1,156 @@
+"""Folders of steps on disk: named only when whole, damage found, disks that refuse, files that others may read."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanochat.checkpoint_manager import files as step_files
+from nanochat.checkpoint_manager.tensors import write_tensors
+from nanochat.common import UserError
+
+
+def make_step(folder: Path, step: int) -> Path:
+    """A step of two small files, sealed and published."""
+    temporary = folder / ".tmp-x"
+    temporary.mkdir(parents=True)
+    write_tensors({"a": torch.arange(6.0)}, temporary / "model.safetensors")
+    write_tensors({"m": torch.ones(6)}, temporary / "optim-00-of-01.safetensors", {"layout": "{}"})
+    files = {path.name: step_files.seal(path) for path in temporary.iterdir()}
+    (temporary / "meta.json").write_text(json.dumps({"format": step_files.FORMAT, "step": step, "files": files}))
+    step_files.publish(temporary, step_files.step_dir(folder, step))
+    return step_files.step_dir(folder, step)
+
+
+def test_steps_are_the_published_folders_in_order(tmp_path: Path) -> None:
+    assert step_files.steps(tmp_path / "nothing") == []
+    assert step_files.latest_step(tmp_path) is None
+    for step in (20, 1_000_000, 3):
+        make_step(tmp_path, step)
+    (tmp_path / "step_000099").mkdir()  # without meta.json
+    (tmp_path / ".tmp-step_000100").mkdir()
+    (tmp_path / "step_old").mkdir()
+    (tmp_path / "step_old" / "meta.json").write_text("{}")
+    assert step_files.steps(tmp_path) == [3, 20, 1_000_000]
+    assert step_files.latest_step(tmp_path) == 1_000_000
+
+
+def test_a_whole_step_has_nothing_wrong(tmp_path: Path) -> None:
+    where = make_step(tmp_path, 3)
+    assert step_files.verify(where) == ""
+    assert torch.equal(load_file(where / "model.safetensors")["a"], torch.arange(6.0))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 4
+    path.write_bytes(data)
+
+
+def rewrite(meta: Any) -> Any:
+    return lambda where: (where / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda where: flip_a_bit(where / "model.safetensors"), "model.safetensors has a wrong SHA-256"),
+        (
+            lambda where: flip_a_bit(where / "optim-00-of-01.safetensors"),
+            "optim-00-of-01.safetensors has a wrong SHA-256",
+        ),
+        (lambda where: os.truncate(where / "model.safetensors", 10), "model.safetensors has 10 bytes, not "),
+        (lambda where: (where / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda where: os.truncate(where / "meta.json", 30), "meta.json cannot be read"),
+        (lambda where: (where / "meta.json").write_bytes(b"\xff\xfe"), "meta.json cannot be read"),
+        (rewrite({}), "meta.json cannot be read"),
+        (rewrite([]), "meta.json cannot be read"),
+        (rewrite({"files": {"model.safetensors": 3}}), "meta.json cannot be read"),
+        (lambda where: (where / "meta.json").unlink(), "meta.json cannot be read"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path: Path, damage: Any, says: str) -> None:
+    where = make_step(tmp_path, 3)
+    damage(where)
+    assert says in step_files.verify(where)
+
+
+def test_the_optimizer_s_files_matter_only_for_training(tmp_path: Path) -> None:
+    where = make_step(tmp_path, 3)
+    (where / "optim-00-of-01.safetensors").unlink()
+    assert step_files.verify(where) == "optim-00-of-01.safetensors is missing"
+    assert step_files.verify(where, training=False) == ""
+
+
+def test_meta_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    where = make_step(tmp_path, 3)
+    assert step_files.read_meta(tmp_path, 3)["step"] == 3
+    (where / "meta.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="has checkpoint format 99, this version reads 1"):
+        step_files.read_meta(tmp_path, 3)
+    (where / "meta.json").write_text('{"for')
+    with pytest.raises(UserError, match=r"meta.json is damaged .* delete .*step_000003"):
+        step_files.read_meta(tmp_path, 3)
+
+
+def test_publishing_replaces_a_step_of_the_same_number(tmp_path: Path) -> None:
+    flip_a_bit(make_step(tmp_path, 3) / "model.safetensors")
+    assert step_files.verify(make_step(tmp_path, 3)) == ""
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step_000003"]
+
+
+def test_a_deletion_cut_short_leaves_no_half_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make_step(tmp_path, 3)
+    real = step_files.shutil.rmtree
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+        real(folder, ignore_errors)
+
+    monkeypatch.setattr(step_files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        step_files.delete(where)
+    assert step_files.steps(tmp_path) == []
+    monkeypatch.undo()
+    (tmp_path / ".tmp-step_000004").mkdir()
+    step_files.sweep(tmp_path)
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_what_is_set_aside_is_no_step_any_more_and_keeps_the_figures(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        make_step(tmp_path, step)
+    (tmp_path / "metrics.jsonl").write_text("the figures")
+    assert step_files.set_aside(tmp_path, 15) is None
+    place = step_files.set_aside(tmp_path, 5)
+    assert place is not None and place.parent == tmp_path
+    assert step_files.steps(tmp_path) == [5] and step_files.steps(place) == [10, 15]
+    assert (place / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text() == "the figures"
+    make_step(tmp_path, 6)
+    again = step_files.set_aside(tmp_path, 5)
+    assert again is not None and again != place and step_files.steps(again) == [6]
+
+
+def test_pruning_keeps_the_newest_and_counts_no_damaged_later_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 9):
+        make_step(tmp_path, step)
+    step_files.prune(tmp_path, 0, 4)
+    assert step_files.steps(tmp_path) == [1, 2, 3, 4, 9]
+    step_files.prune(tmp_path, 2, 4)  # a run that fell back from 9 has just saved 4
+    assert step_files.steps(tmp_path) == [3, 4, 9]
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = make_step(tmp_path, 3)
+
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(step_files, "sha256_of", broken)
+    assert "safetensors cannot be read (Input/output error)" in step_files.verify(where)

@@ -1,0 +1,146 @@
+"""Finding a checkpoint by stage and tag, and loading it: the right one, whole, with its tokenizer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat.checkpoint_manager import files as step_files
+from nanochat.checkpoint_manager.files import read_meta
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find, find_parent
+from nanochat.checkpoint_manager.resume import restore
+from nanochat.common import UserError
+from nanochat.tokenizer import Tokenizer
+from tests.support.tiny_model import TEXT, tiny_tokenizer
+from tests.support.tiny_training import CPU, VOCAB, flip_a_bit, make, save, train
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+# --- finding one ---------------------------------------------------------------------------------
+
+
+def put(stage: str, tag: str, step: int, tokenizer: Tokenizer) -> None:
+    save(checkpoint_dir(stage, tag), step, *make(), tokenizer, stage)
+
+
+def test_the_latest_stage_is_found_first_and_in_it_the_newest_tag(base_folder: Path, tokenizer: Tokenizer) -> None:
+    for stage, folder in (("base", "base"), ("mid", "mid"), ("sft", "chatsft"), ("rl", "chatrl")):
+        for tag in ("d9", "d4"):  # the newest, not the last or first by name
+            put(stage, tag, 1, tokenizer)
+            assert find(None, None) == (stage, base_folder / f"{folder}_checkpoints" / tag)
+    put("mid", "d9", 2, tokenizer)
+    assert find(None, None)[0] == "rl"
+    assert find("mid", None)[1].name == "d9"
+    assert find("mid", "d4")[1].name == "d4"
+    assert find(None, "d9") == ("rl", base_folder / "chatrl_checkpoints" / "d9")
+
+
+def test_a_stage_without_a_complete_step_is_passed_over(tokenizer: Tokenizer) -> None:
+    put("base", "d4", 1, tokenizer)
+    (checkpoint_dir("sft", "d4") / ".tmp-step_000001").mkdir(parents=True)
+    assert find(None, None)[0] == "base"
+
+
+@pytest.mark.parametrize(
+    ("stage", "tag", "says"),
+    [
+        (None, None, r"no checkpoint of any stage in .*`python -m scripts.base_train`.*`bash speedrun.sh`"),
+        ("sft", None, r"no checkpoint of stage sft in .*`python -m scripts.chat_sft`"),
+        ("mid", "d4", r"no checkpoint of stage mid with tag d4 in .*`python -m scripts.mid_train`"),
+        ("chat", None, "the stage must be one of base, mid, sft, rl, got 'chat'"),
+    ],
+)
+def test_a_missing_stage_is_a_wrong_command_and_the_maker_is_named(stage: str, tag: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        load_model(stage, tag, None, CPU)
+    assert refused.value.exit_code == 2
+
+
+def test_a_parent_is_the_finished_stage_before(tokenizer: Tokenizer) -> None:
+    put("base", "d4", 50, tokenizer)
+    with pytest.raises(
+        UserError, match=r"is at step 50 of 100: finish it with `python -m scripts.base_train`"
+    ) as refused:
+        find_parent("base", None, None)
+    assert refused.value.exit_code == 2
+    put("base", "d4", 100, tokenizer)
+    parent = find_parent("base", None, None)
+    assert (parent.tag, parent.step, parent.corpus) == ("d4", 100, "tinyworld")
+    assert find_parent("base", "d4", 50).step == 50
+    assert find_parent("base", "d4", 100).identity == parent.identity
+    with pytest.raises(UserError, match="has steps 50, 100, not 7"):
+        find_parent("base", "d4", 7)
+
+
+def test_the_identity_of_a_parent_changes_with_its_parameters(tokenizer: Tokenizer) -> None:
+    put("base", "d4", 100, tokenizer)
+    before = find_parent("base", None, None).identity
+    pair = make()
+    train(*pair, 0, 1)
+    save(checkpoint_dir("base", "d4"), 100, *pair, tokenizer)
+    assert find_parent("base", None, None).identity != before
+
+
+# --- loading one ---------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_computes_what_the_saved_one_did(tokenizer: Tokenizer) -> None:
+    pair = make()
+    train(*pair, 0, 3)
+    save(checkpoint_dir("sft", "d4"), 3, *pair, tokenizer, "sft")
+    loaded = load_model(None, None, None, CPU)
+    assert (loaded.stage, loaded.tag, loaded.step, loaded.meta["stage"]) == ("sft", "d4", 3, "sft")
+    assert loaded.tokenizer.encode("the cat") == tokenizer.encode("the cat")
+    assert not loaded.model.training
+    idx = torch.arange(16)[None]
+    assert torch.equal(loaded.model(idx), pair[0](idx))
+
+
+def test_the_format_of_a_loaded_model(tokenizer: Tokenizer) -> None:
+    put("base", "d4", 1, tokenizer)
+    half = load_model("base", None, None, replace(CPU, dtype=torch.bfloat16)).model
+    assert half.dtype == half.lm_head.weight.dtype == half.wte.weight.dtype == torch.bfloat16
+    assert half.x0_lambdas.dtype == torch.float32
+    masters = load_model("base", None, None, replace(CPU, dtype=torch.bfloat16), torch.float32).model
+    assert {p.dtype for p in masters.parameters()} == {torch.float32}
+    assert masters.dtype == torch.bfloat16
+
+
+def test_a_damaged_newest_step_falls_back_when_loaded(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    put("base", "d4", 1, tokenizer)
+    put("base", "d4", 2, tokenizer)
+    where = checkpoint_dir("base", "d4")
+    flip_a_bit(where / "step_000002" / "model.safetensors")
+    assert load_model("base", "d4", None, CPU).step == 1
+    assert "step_000002 is damaged: model.safetensors has a wrong SHA-256" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"step_000002 is damaged: model.safetensors has a wrong SHA-256.*base_train"):
+        load_model("base", "d4", 2, CPU)
+    with pytest.raises(UserError, match="has steps 1, 2, not 3"):
+        load_model("base", "d4", 3, CPU)
+    flip_a_bit(where / "step_000001" / "model.safetensors")
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged; train stage base again"):
+        load_model("base", "d4", None, CPU)
+
+
+def test_a_tokenizer_that_is_not_the_model_s_is_refused(tokenizer: Tokenizer) -> None:
+    """Put in its place with the hash of the file brought up to date: only the contents tell."""
+    put("base", "d4", 1, tokenizer)
+    where = checkpoint_dir("base", "d4") / "step_000001"
+    Tokenizer.train([TEXT.upper()] * 4, VOCAB).save(where)
+    meta = read_meta(where.parent, 1)
+    meta["files"]["tokenizer.json"] = step_files.seal(where / "tokenizer.json")
+    step_files.write_meta(where, {name: value for name, value in meta.items() if name != "sha256"})
+    with pytest.raises(UserError, match="the folder was changed"):
+        load_model("base", "d4", None, CPU)
+
+
+def test_a_model_of_another_shape_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    save(tmp_path / "run", 1, *make(), tokenizer)
+    with pytest.raises(UserError, match=r"the parameters do not fit the model: lm_head.weight"):
+        restore(tmp_path / "run", 1, *make(vocab_size=400))

@@ -1,0 +1,226 @@
+"""Checkpoints: exact over stops and kills, whole or not there, other settings refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.checkpoint_manager import files as step_files
+from nanochat.checkpoint_manager import save as saving
+from nanochat.checkpoint_manager.load import newest_whole
+from nanochat.checkpoint_manager.locate import make_meta
+from nanochat.checkpoint_manager.resume import Resumed, finished, restore, resume_stage
+from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.common import UserError
+from nanochat.gpt import GPTConfig
+from nanochat.runtime.tracking import Tracker
+from nanochat.tokenizer import Tokenizer
+from tests.support.tiny_model import tiny_tokenizer
+from tests.support.tiny_training import CPU, SETTINGS, equal, everything, flip_a_bit, make, save, train
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def test_a_run_stopped_and_gone_on_is_bit_equal_to_one_that_was_not(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    straight = make()
+    train(*straight, 0, 6)
+    begun = make()
+    train(*begun, 0, 3)
+    assert save(tmp_path / "run", 3, *begun, tokenizer) > 0
+    gone_on = make(seed=2)  # other values, all overwritten
+    resumed = resume_stage(tmp_path / "run", *gone_on, SETTINGS, CPU)
+    assert (resumed.step, resumed.state) == (3, {"row": 12})
+    assert equal(everything(*gone_on), everything(*begun))
+    train(*gone_on, 3, 6)
+    assert equal(everything(*gone_on), everything(*straight))
+
+
+def test_without_a_checkpoint_a_run_begins(tmp_path: Path) -> None:
+    pair = make()
+    before = everything(*pair)
+    assert resume_stage(tmp_path / "run", *pair, SETTINGS, CPU) == Resumed(0, {})
+    assert equal(before, everything(*pair))
+
+
+def test_a_checkpoint_says_what_it_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 3, *pair, tokenizer)
+    meta = step_files.read_meta(tmp_path / "run", 3)
+    assert (meta["step"], meta["steps"], meta["stage"], meta["world_size"]) == (3, 100, "base", 1)
+    assert meta["config"] == SETTINGS
+    assert GPTConfig(**meta["model"]) == pair[0].config
+    assert meta["tokenizer_hash"] == tokenizer.hash
+    names = {path.name for path in (tmp_path / "run" / "step_000003").iterdir()}
+    assert names == {"model.safetensors", "optim-00-of-01.safetensors", "tokenizer.json", "meta.json"}
+    assert names - {"meta.json"} == set(meta["files"])
+
+
+def test_the_three_newest_steps_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    for step in (1, 2, 3, 4, 10):
+        save(tmp_path / "run", step, *pair, tokenizer)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_000003", "step_000004", "step_000010"]
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optim-00-of-01.safetensors", "tokenizer.json", "meta.json"])
+def test_a_damaged_newest_step_is_named_and_passed_over(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = make()
+    train(*pair, 0, 1)
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    older = everything(*pair)
+    train(*pair, 1, 2)
+    save(tmp_path / "run", 2, *pair, tokenizer)
+    damaged = tmp_path / "run" / "step_000002" / name
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    other = make(seed=2)
+    assert resume_stage(tmp_path / "run", *other, SETTINGS, CPU).step == 1
+    assert equal(everything(*other), older)
+    said = capsys.readouterr().err
+    assert f"step_000002 is damaged: {name} " in said
+    assert "falling back to the step before it" in said
+
+
+def test_with_every_step_damaged_a_run_begins_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    flip_a_bit(tmp_path / "run" / "step_000001" / "model.safetensors")
+    assert resume_stage(tmp_path / "run", *pair, SETTINGS, CPU).step == 0
+
+
+def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    save(tmp_path / "run", 1, *pair, tokenizer)
+    (tmp_path / "run" / "step_000001" / "optim-00-of-01.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no complete optimizer state"):
+        restore(tmp_path / "run", 1, *pair)
+
+
+# --- saves that do not end -----------------------------------------------------------------------
+
+PHASES = [
+    (saving, "_write_files"), (saving.parallel, "parameter_rows"), (saving, "write_tensors"),
+    (Tokenizer, "save"), (saving, "seal"), (saving, "write_meta"), (saving, "publish"),
+    (step_files, "fsync_path"), (step_files.os, "rename"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name"), PHASES)
+def test_a_save_that_fails_leaves_the_old_step_and_nothing_else(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 1, *pair, tokenizer)
+    old = everything(*pair)
+    train(*pair, 0, 1)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(place, name, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, 2, *pair, tokenizer)
+    monkeypatch.undo()
+    assert [path.name for path in folder.iterdir()] == ["step_000001"]
+    other = make(seed=2)
+    assert resume_stage(folder, *other, SETTINGS, CPU).step == 1
+    assert equal(everything(*other), old)
+
+
+def test_old_steps_that_cannot_be_removed_do_not_end_a_run(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pair = tmp_path / "run", make()
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(step_files, "delete", fails)
+    for step in (1, 2, 3, 4):
+        save(folder, step, *pair, tokenizer)
+    assert newest_whole(folder, CPU) == 4
+    assert "step_000001 could not be removed ([Errno 5] Input/output error)" in capsys.readouterr().err
+
+
+# --- the same run, or another --------------------------------------------------------------------
+
+
+def test_a_stage_is_finished_at_its_last_step(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pair = tmp_path / "run", make()
+    assert not finished(folder, SETTINGS, CPU)
+    save(folder, 99, *pair, tokenizer)
+    assert not finished(folder, SETTINGS, CPU)
+    save(folder, 100, *pair, tokenizer)
+    assert finished(folder, SETTINGS, CPU)
+    assert f"already done: {folder} has all 100 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "meta.json"])
+def test_a_stage_whose_last_step_is_damaged_is_not_finished(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 99, *pair, tokenizer)
+    save(folder, 100, *pair, tokenizer)
+    flip_a_bit(folder / "step_000100" / name)
+    assert not finished(folder, SETTINGS, CPU)
+    assert resume_stage(folder, *pair, SETTINGS, CPU).step == 99
+    save(folder, 100, *pair, tokenizer)  # made again, in the place of the damaged one
+    assert finished(folder, SETTINGS, CPU)
+
+
+@pytest.mark.parametrize("step", [50, 100])
+def test_other_settings_are_refused_and_named(tmp_path: Path, tokenizer: Tokenizer, step: int) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, step, *pair, tokenizer)
+    other = {**SETTINGS, "depth": 3, "new": True}
+    for ask in (
+        lambda: finished(folder, other, CPU),
+        lambda: resume_stage(folder, *pair, other, CPU),
+    ):
+        with pytest.raises(UserError, match=r"--depth: 2 before, 3 now; --new: None before, True now.*--model_tag"):
+            ask()
+
+
+def test_other_data_is_refused_until_the_last_step(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pair = make()
+    for stage, step in (("base", 50), ("sft", 50), ("base", 100)):
+        meta = make_meta(stage, pair[0].config, SETTINGS, 100, {"row": 200, "data": "a1"})
+        save_checkpoint(tmp_path / f"{stage}{step}", step, *pair, tokenizer, meta, CPU)
+    resumed = resume_stage(tmp_path / "base50", *pair, SETTINGS, CPU, "a1")
+    assert resumed == Resumed(50, {"row": 200, "data": "a1"})
+    with pytest.raises(UserError, match=r"were a1, they are b2 now.* 50 of 100 .*--model_tag.* or delete the folder"):
+        resume_stage(tmp_path / "base50", *pair, SETTINGS, CPU, "b2")
+    with pytest.raises(UserError, match=r"they are b2 now.* or delete the folder") as refused:
+        resume_stage(tmp_path / "sft50", *pair, SETTINGS, CPU, "b2")
+    assert "--model_tag" not in str(refused.value)  # there it would name another parent
+    assert resume_stage(tmp_path / "base100", *pair, SETTINGS, CPU, "b2").step == 100
+
+
+def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder, pair = tmp_path / "run", make()
+    save(folder, 50, *pair, tokenizer)
+    other = {**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}
+    assert resume_stage(folder, *pair, other, CPU).step == 50
+
+
+def test_a_stage_whose_last_measurement_was_not_logged_is_not_finished(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model, optimizers = make()
+    line = {"step": 4, "loss": 1.0}
+    meta = make_meta("base", model.config, SETTINGS, 4, {"line": line})
+    save_checkpoint(tmp_path, 4, model, optimizers, tokenizer, meta, CPU)
+    assert not finished(tmp_path, SETTINGS, CPU)
+    tracker = Tracker(tmp_path, "dummy", {}, 4, main=True)
+    tracker.log(**line)
+    tracker.close()
+    assert finished(tmp_path, SETTINGS, CPU)

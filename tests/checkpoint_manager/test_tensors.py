@@ -1,0 +1,139 @@
+"""Tensors on disk: what safetensors itself reads, hashed as they are written, a tensor at a time."""
+
+import errno
+import hashlib
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanochat.checkpoint_manager import tensors as tensor_files
+from nanochat.common import sha256_of
+
+
+def test_the_published_library_reads_the_file_and_its_metadata(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(5), "a": torch.ones(3, 3), "c": torch.ones(7).bfloat16(), "h": torch.ones(2).half(),
+               "u": torch.arange(3, dtype=torch.uint8), "one": torch.tensor(3.0)}  # fmt: skip
+    tensor_files.write_tensors(tensors, tmp_path / "x.safetensors", {"layout": "猫"})
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"layout": "猫"}
+        assert set(file.keys()) == tensors.keys()
+        assert all(torch.equal(file.get_tensor(name), tensors[name]) for name in tensors)
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    assert all(theirs[name].dtype == value.dtype for name, value in load_file(tmp_path / "x.safetensors").items())
+
+
+def test_the_hash_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "BLOCK", 1000)  # many blocks, and flushes between them
+    tensors = {str(i): torch.randn(999, generator=torch.Generator().manual_seed(i)) for i in range(20)}
+    sealed = tensor_files.write_tensors(tensors, tmp_path / "x.safetensors")
+    path = tmp_path / "x.safetensors"
+    assert sealed == {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+
+
+def test_hashing_overlaps_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of a tensor waits here until its bytes are in the file: one after the other would never end."""
+    path, real_hash = tmp_path / "x.safetensors", hashlib.sha256
+
+    class Waits:
+        def __init__(self) -> None:
+            self.real = real_hash()
+
+        def update(self, data: memoryview) -> None:
+            end = time.monotonic() + 60
+            while len(data) > 10_000 and path.stat().st_size < len(data):
+                assert time.monotonic() < end, "the file did not grow while the hash was under way"
+                time.sleep(0.001)
+            self.real.update(data)
+
+        def hexdigest(self) -> str:
+            return self.real.hexdigest()
+
+    monkeypatch.setattr(tensor_files.hashlib, "sha256", Waits)
+    tensor_files.write_tensors({"a": torch.ones(10_000)}, path)
+    monkeypatch.undo()
+    assert torch.equal(load_file(path)["a"], torch.ones(10_000))
+
+
+def test_what_the_disk_says_in_between_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush reports an error once; the one at the end then succeeds."""
+    calls: Iterator[int] = iter(range(1000))
+
+    def flush(fd: int) -> None:
+        if next(calls) == 0:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tensor_files.os, "fsync", flush)
+    with pytest.raises(OSError, match="Input/output error"):
+        tensor_files.write_tensors({"a": torch.ones(10)}, tmp_path / "x.safetensors")
+
+
+def test_tensors_may_come_one_by_one_in_the_order_that_is_told(tmp_path: Path) -> None:
+    values = {"small": torch.ones(3).bfloat16(), "wide": torch.ones(2, 2)}
+    file = tensor_files.TensorFile(tmp_path / "x.safetensors", tensor_files.shapes_of(values.items()))
+    assert file.names == ["wide", "small"]
+    with pytest.raises(AssertionError):
+        file.add("small", values["small"])
+    for name in file.names:
+        file.add(name, values[name])
+    file.close()
+    assert load_file(tmp_path / "x.safetensors").keys() == values.keys()
+
+
+def test_a_tensor_may_come_by_its_rows(tmp_path: Path) -> None:
+    values = {"a": torch.randn(7, 3), "empty": torch.zeros(0, 3), "one": torch.tensor(2.0), "b": torch.arange(5.0)}
+    file = tensor_files.TensorFile(tmp_path / "x.safetensors", tensor_files.shapes_of(values.items()))
+    for rows in values["a"].split([4, 3]):
+        file.add("a", rows)
+    for name in ("empty", "one"):
+        file.add(name, values[name])
+    file.add("b", values["b"][:2])
+    with pytest.raises(AssertionError):  # more than there is
+        file.add("b", values["b"])
+    file.add("b", values["b"][2:])
+    file.close()
+    back = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(back[name], value) for name, value in values.items())
+
+
+def test_tensors_come_back_as_they_were_with_views_and_empty_ones(tmp_path: Path) -> None:
+    whole = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "row0": whole[0],
+        "row1": whole[1],
+        "turned": whole.T,
+        "none": torch.zeros(0, 4),
+        "half": whole.bfloat16(),
+    }
+    tensor_files.write_tensors(tensors, tmp_path / "x.safetensors")
+    back = load_file(tmp_path / "x.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0o775])
+def test_files_may_be_read_by_those_who_may_read_their_folder(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    folder.chmod(mode)
+    tensor_files.write_tensors({"a": torch.ones(2)}, folder / "x.safetensors")
+    assert (folder / "x.safetensors").stat().st_mode & 0o777 == mode & 0o666
+
+
+def test_a_disk_that_refuses_is_an_os_error_with_its_number(tmp_path: Path) -> None:
+    """The limit on a file's size makes the same call fail as a full disk does, with EFBIG in place of ENOSPC."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            tensor_files.write_tensors({"a": torch.ones(10_000)}, tmp_path / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert refused.value.errno == errno.EFBIG
+    assert refused.value.filename == str(tmp_path / "x.safetensors")

@@ -1,0 +1,163 @@
+"""Every script of the pipeline on the emulated NPU, on one card and on two: the losses of the CPU in fp32."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.runtime.tracking import read_metrics
+from tests.emulated_npu import worker
+from tests.scripts.test_ranks import a_rank as a_stage
+from tests.scripts.test_ranks import alone as alone  # the same few steps by one process on the CPU
+from tests.support.small_world import STAGES, stage_folder, up_to, words
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUNDLE = ROOT / "tests" / "support" / "files" / "eval_bundle"
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    worker.skip_without_compiler()
+
+
+def check_equal_metrics(one: Path, two: Path, stage: str) -> None:
+    lines = [read_metrics(stage_folder(base, stage)) for base in (one, two)]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
+    for name in ("loss", "grad_norm", "val_bpb", "reward", "accuracy"):
+        pairs = [(a[name], b[name]) for a, b in zip(*lines, strict=True) if name in a]
+        assert all(b == pytest.approx(a, abs=2e-4, rel=2e-4) for a, b in pairs), (name, pairs)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_learns_on_npus_what_it_learns_on_the_cpu(
+    stage: str, cards: int, alone: Path, base_folder: Path
+) -> None:
+    up_to(stage, alone, base_folder)
+    worker.run_ranks(cards, a_stage, stage)
+    check_equal_metrics(alone, base_folder, stage)
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Output of a script; its failure fails the test."""
+    environment = {"NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps those that it has asked itself
+
+
+def figures(base: Path, name: str) -> dict[str, float]:
+    """The numbers of a section of the report that a device should not change, by their place in it."""
+    found: dict[str, float] = {}
+
+    def walk(value: Any, place: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{place}/{key}")
+        elif isinstance(value, list):
+            for i, inner in enumerate(value):
+                walk(inner, f"{place}/{i}")
+        elif isinstance(value, int | float) and not any(word in place for word in LEFT_OUT):
+            found[place] = float(value)
+
+    walk(json.loads((base / "report" / "sections" / f"{name}.json").read_text()), "")
+    return found
+
+
+EVALUATIONS = {
+    "base_loss": ("base_loss", ["--model_tag=d2", "--split_tokens=2048"]),
+    "base_eval": ("base_eval", [f"--eval_bundle={BUNDLE}", "--max_per_task=4", "--split_tokens=2048"]),
+    "chat_eval": ("rl_eval", ["-a", "tinyworld_en", "--max_problems=8", "--max_new_tokens=16"]),
+}
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("script", EVALUATIONS)
+def test_a_measurement_on_npus_is_that_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
+    section, flags = EVALUATIONS[script]
+    measured = []
+    for device in ("cpu", "npu"):
+        base = tmp_path / device / "base"
+        shutil.copytree(alone, base)
+        host = worker.npu_environment(tmp_path / "host", devices=cards) if device == "npu" else dict(os.environ)
+        command = [f"scripts.{script}", *flags]
+        if device == "npu" and cards > 1:
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={cards}", "-m"]
+            command = [*launcher, command[0], "--", *flags]
+        said = run(command, {**host, "NANOCHAT_BASE_DIR": str(base)})
+        assert ("device: npu Ascend910B3" in said) == (device == "npu")
+        measured.append(figures(base, section))
+    assert len(measured[0]) > 3
+    assert measured[1] == pytest.approx(measured[0], abs=1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("chip", ["910B3", "910A", "310P"])
+def test_a_chat_on_every_chip_says_what_it_says_on_the_cpu(chip: str, alone: Path, tmp_path: Path) -> None:
+    command = ["scripts.chat_cli", "-i", "base", "-p", "the capital of France is", "-t", "0", "-m", "24"]
+    formats = {"910B3": "float32", "910A": "float32", "310P": "float16"}  # its attention takes nothing else
+    base = {"NANOCHAT_BASE_DIR": str(alone), "NANOCHAT_DTYPE": formats[chip]}
+    expected = run(command, {**os.environ, **base})
+    assert run(command, {**worker.npu_environment(tmp_path, chip, 1), **base}) == expected
+    assert expected.strip()
+
+
+def test_the_page_is_served_from_an_npu(alone: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**worker.npu_environment(tmp_path, devices=1), "NANOCHAT_BASE_DIR": str(alone)}
+    command = [sys.executable, "-m", "scripts.chat_web", f"--port={port}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as server:
+        try:
+            asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(asked).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            answer = None
+            end = time.monotonic() + 120
+            while answer is None and server.poll() is None and time.monotonic() < end:
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as response:
+                        answer = json.load(response)
+                except ConnectionError:
+                    time.sleep(0.2)
+                except urllib.error.URLError as failure:
+                    assert isinstance(failure.reason, ConnectionError), failure
+                    time.sleep(0.2)
+        finally:
+            server.terminate()
+            said = server.communicate(timeout=60)[0].decode()
+    assert answer is not None, said
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert "npu Ascend910B3" in said
+
+
+def test_a_910a_trains_in_fp16_with_a_loss_scale(alone: Path, base_folder: Path, tmp_path: Path) -> None:
+    up_to("base", alone, base_folder)
+    command = ["scripts.base_train", *words("base", num_iterations=12, eval_every=12)]
+    said = run(command, {**worker.npu_environment(tmp_path, "910A", 1), "NANOCHAT_DTYPE": ""})
+    assert "float16" in said
+    lines = read_metrics(stage_folder(base_folder, "base"))
+    assert lines[-1]["step"] == 12
+    assert lines[-1]["loss"] < lines[0]["loss"]

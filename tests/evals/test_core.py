@@ -1,0 +1,298 @@
+"""CORE: prompts as published, decisions those of one problem at a time, and a bundle that arrives whole or not."""
+
+import functools
+import http.server
+import io
+import json
+import math
+import shutil
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.common import UserError, base_dir
+from nanochat.data.download import Patience
+from nanochat.device import Compute
+from nanochat.evals import core as core_eval
+from nanochat.evals.core import IclTask, Row, choose_examples, common_prefix, make_rows
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+
+BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "a test")
+TOKENIZER = tiny_tokenizer()
+
+
+class Induction:
+    """A model that expects what followed the longest earlier match of the last tokens: it completes repetitions."""
+
+    device = torch.device("cpu")
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        x = torch.zeros(*idx.shape, TOKENIZER.vocab_size)
+        for b, row in enumerate(idx):
+            alike = torch.zeros(len(row))  # of each earlier token: how many tokens up to it are the last ones again
+            for t in range(1, len(row)):
+                alike = torch.where(row == row[t], torch.cat((torch.zeros(1), alike[:-1])) + 1, 0)
+                x[b, t].index_add_(0, row[1 : t + 1], alike[:t] + torch.arange(t) / 10_000)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x
+
+    def lm_head(self, x: Tensor, targets: Tensor, each: bool) -> Tensor:
+        assert each
+        return F.cross_entropy(x, targets, reduction="none")
+
+    def __call__(self, idx: Tensor) -> Tensor:
+        return self.hidden(idx)
+
+
+def task(kind: str, shots: int = 1, delimiter: str = " ") -> IclTask:
+    return IclTask("a task", kind, Path("none"), shots, delimiter, 0.25)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_a_multiple_choice_prompt_shows_examples_with_their_answers() -> None:
+    shown = {"query": "2 + 2", "choices": ["5", "4"], "gold": 1}
+    asked = {"query": "1 + 1", "choices": ["2", "3"], "gold": 0}
+    prompts = core_eval.render(task("multiple_choice", 2, "\nA: "), asked, [shown, shown])
+    assert prompts == ["2 + 2\nA: 4\n\n2 + 2\nA: 4\n\n1 + 1\nA: 2", "2 + 2\nA: 4\n\n2 + 2\nA: 4\n\n1 + 1\nA: 3"]
+
+
+def test_a_schema_prompt_varies_the_context() -> None:
+    shown = {"context_options": ["He", "She"], "continuation": "sings.", "gold": 1}
+    asked = {"context_options": ["It", "They"], "continuation": "rains.", "gold": 0}
+    assert core_eval.render(task("schema"), asked, [shown]) == [
+        "She sings.\n\nIt rains.",
+        "She sings.\n\nThey rains.",
+    ]
+
+
+def test_a_language_modeling_prompt_leaves_no_space_before_the_continuation() -> None:
+    shown = {"context": " one two ", "continuation": "three"}
+    asked = {"context": "  four five\n", "continuation": "six"}
+    prompts = core_eval.render(task("language_modeling"), asked, [shown])
+    assert prompts == ["one two three\n\nfour five", "one two three\n\nfour five six"]
+
+
+def test_examples_are_drawn_as_upstream_draws_them() -> None:
+    # random.Random(1234 + number).sample([i for i in range(9) if i != number], 3)
+    assert [choose_examples(9, number, 3) for number in (0, 4, 8)] == [[8, 1, 7], [0, 3, 1], [1, 4, 2]]
+    for number in range(50):
+        drawn = choose_examples(50, number, 49)
+        assert sorted(drawn) == [i for i in range(50) if i != number]
+
+
+def test_judged_is_what_differs() -> None:
+    assert common_prefix([[1, 2, 3], [1, 2, 4, 5], [1, 2]]) == 2
+    assert common_prefix([[7], [7]]) == 1
+    options = [[0, 1, 2, 3], [0, 1, 4]]
+    assert make_rows("multiple_choice", 5, options) == [Row(5, options[0], 2), Row(5, options[1], 2)]
+    contexts = [[0, 1, 8, 9], [0, 2, 3, 8, 9]]
+    assert make_rows("schema", 5, contexts) == [Row(5, contexts[0], 2), Row(5, contexts[1], 3)]
+    assert make_rows("language_modeling", 5, [[0, 1], [0, 1, 2, 3]]) == [Row(5, [0, 1, 2, 3], 2)]
+
+
+def test_at_least_one_token_is_judged_where_options_begin_alike() -> None:
+    assert [row.start for row in make_rows("multiple_choice", 0, [[0, 1], [0, 1, 2]])] == [1, 2]
+    assert [row.start for row in make_rows("multiple_choice", 0, [[0, 1], [0, 1]])] == [1, 1]
+    assert [row.start for row in make_rows("schema", 0, [[0, 1], [0, 2]])] == [1, 1]
+    assert [row.start for row in make_rows("language_modeling", 0, [[0, 1, 2], [0, 1, 3]])] == [2]
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def one_at_a_time(model: Any, wanted: IclTask) -> list[bool]:
+    """The slow reference: every prompt alone through the model, its loss from a softmax in float64."""
+    problems = core_eval.read_problems(wanted)
+    decisions = []
+    for number, problem in enumerate(problems):
+        examples = [problems[i] for i in choose_examples(len(problems), number, wanted.shots)]
+        prompts = [[TOKENIZER.bos, *TOKENIZER.encode(text)] for text in core_eval.render(wanted, problem, examples)]
+        scores = []
+        for row in make_rows(wanted.kind, 0, prompts):
+            with torch.no_grad():
+                logits = model(torch.tensor([row.tokens]))[0].double()
+            judged = range(row.start, len(row.tokens))
+            if wanted.kind == "language_modeling":
+                decisions.append(all(int(logits[t - 1].argmax()) == row.tokens[t] for t in judged))
+            else:
+                scores.append(-sum(float(logits[t - 1].log_softmax(0)[row.tokens[t]]) for t in judged) / len(judged))
+        if scores:
+            decisions.append(scores.index(min(scores)) == problem["gold"])
+    return decisions
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 500, 100_000])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_batched_decisions_are_those_of_one_problem_at_a_time(seed: int | None, tokens_per_batch: int) -> None:
+    model: Any = Induction() if seed is None else tiny_gpt(TOKENIZER.vocab_size, seed=seed)
+    for wanted in core_eval.read_bundle(BUNDLE):
+        problems = core_eval.read_problems(wanted)
+        numbers = range(len(problems))
+        batched = core_eval.judge(wanted, problems, numbers, model, TOKENIZER, tokens_per_batch)
+        assert batched == one_at_a_time(model, wanted)
+
+
+def test_the_reference_tells_models_apart() -> None:
+    tasks = {wanted.label: wanted for wanted in core_eval.read_bundle(BUNDLE)}
+    assert set(one_at_a_time(Induction(), tasks["finish"])) == {True, False}
+    decisions = [tuple(one_at_a_time(tiny_gpt(TOKENIZER.vocab_size, seed=seed), tasks["pick_two"])) for seed in (1, 2)]
+    assert decisions[0] != decisions[1]
+
+
+def test_core_is_the_mean_of_accuracies_above_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = Induction()
+    core = core_eval.evaluate_core(model, TOKENIZER, BUNDLE, CPU)
+    expected = []
+    for wanted in core_eval.read_bundle(BUNDLE):
+        decisions = one_at_a_time(model, wanted)
+        expected.append((sum(decisions) / len(decisions) - wanted.baseline) / (1 - wanted.baseline))
+    assert [score.centered for score in core.tasks] == pytest.approx(expected)
+    assert core.core == pytest.approx(sum(expected) / 4)
+    assert [score.problems for score in core.tasks] == [8, 8, 5, 6]
+    assert capsys.readouterr().out.count("| accuracy ") == 4
+
+
+def test_ranks_share_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_gpt(TOKENIZER.vocab_size, seed=2)
+    wanted = core_eval.read_bundle(BUNDLE)[0]
+    right = []
+
+    def total(values: list[float], compute: Compute) -> list[float]:
+        right.append(values[0])
+        return values
+
+    monkeypatch.setattr(core_eval.parallel, "total", total)
+    for rank in range(3):
+        compute = Compute(CPU.device, "cpu", "gloo", rank, rank, 3, torch.float32, "a test")
+        core_eval.evaluate_task(model, TOKENIZER, wanted, compute)
+    assert sum(right) == sum(one_at_a_time(model, wanted))
+
+
+def test_a_limit_takes_the_first_of_the_shuffled_problems() -> None:
+    wanted = core_eval.read_bundle(BUNDLE)[1]
+    assert core_eval.read_problems(wanted, 3) == core_eval.read_problems(wanted)[:3]
+    assert core_eval.evaluate_task(tiny_gpt(TOKENIZER.vocab_size), TOKENIZER, wanted, CPU, limit=3).problems == 3
+    with pytest.raises(UserError, match=r"pick_one shows 3 examples.*raise --max_per_task"):
+        core_eval.read_problems(core_eval.read_bundle(BUNDLE)[0], 3)
+
+
+def test_a_diverged_model_is_refused() -> None:
+    model = tiny_gpt(TOKENIZER.vocab_size)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        core_eval.evaluate_core(model, TOKENIZER, BUNDLE, CPU)
+
+
+# --- the bundle ----------------------------------------------------------------------------------
+
+
+def test_the_bundle_is_found_in_the_base_folder_or_where_the_flag_says(tmp_path: Path) -> None:
+    assert core_eval.find_bundle() is None
+    assert core_eval.find_bundle(BUNDLE) == BUNDLE
+    with pytest.raises(UserError, match=r"no core\.yaml") as refused:
+        core_eval.find_bundle(tmp_path)
+    assert refused.value.exit_code == 2
+    shutil.copytree(BUNDLE, base_dir() / "eval_bundle")
+    assert core_eval.find_bundle() == base_dir() / "eval_bundle"
+
+
+def test_read_bundle_gives_delimiters_and_baselines() -> None:
+    tasks = core_eval.read_bundle(BUNDLE)
+    assert [(one.label, one.shots, one.delimiter) for one in tasks] == [
+        ("pick_one", 3, "\nAnswer: "),
+        ("pick_two", 0, " "),
+        ("who", 2, " "),
+        ("finish", 1, " "),
+    ]
+    assert [one.baseline for one in tasks] == pytest.approx([1 / 3, 0.5, 0.5, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("core.yaml", "icl_tasks:", "icl_task:", "not as published: KeyError"),
+        ("core.yaml", "icl_tasks:", "icl_tasks: {", "not as published"),
+        ("core.yaml", "schema", "generation", "the kind must be one of"),
+        ("core.yaml", "language/who", "language/where", r"no file .*where\.jsonl"),
+        ("eval_meta_data.csv", "who,", "whose,", "not as published: KeyError"),
+        ("eval_meta_data.csv", ",50,TRUE,who", ",half,TRUE,who", "not as published"),
+    ],
+)
+def test_a_changed_bundle_is_refused(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+    folder = Path(shutil.copytree(BUNDLE, tmp_path / "bundle"))
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError, match=message):
+        core_eval.read_bundle(folder)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "5", '{"query": "", "choices": []}', '{"query": "", "choices": ["a"], "gold": 1}']
+)
+def test_a_broken_problem_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"query": "", "choices": ["a"], "gold": 0}) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"problems\.jsonl, line 2: "):
+        core_eval.read_problems(IclTask("a task", "multiple_choice", path, 0, " ", 0.0))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and the address it is served under."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def zipped(folder: Path) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for path in folder.rglob("*"):
+            archive.write(path, Path("eval_bundle") / path.relative_to(folder))
+    return held.getvalue()
+
+
+def test_a_downloaded_bundle_is_unpacked_in_place(site: tuple[Path, str]) -> None:
+    folder, address = site
+    (folder / "eval_bundle.zip").write_bytes(zipped(BUNDLE))
+    assert core_eval.download_bundle(f"{address}/eval_bundle.zip") == core_eval.find_bundle()
+    assert len(core_eval.read_bundle(base_dir() / "eval_bundle")) == 4
+    assert [path.name for path in base_dir().iterdir()] == ["eval_bundle"]
+
+
+def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(site: tuple[Path, str]) -> None:
+    folder, address = site
+    (folder / "eval_bundle.zip").write_text("<html>Please sign in</html>")
+    with pytest.raises(UserError, match="not a zip archive"):
+        core_eval.download_bundle(f"{address}/eval_bundle.zip", Patience(attempts=1))
+    assert core_eval.find_bundle() is None
+
+
+def test_a_missing_bundle_says_where_to_put_one_by_hand(site: tuple[Path, str]) -> None:
+    with pytest.raises(UserError, match=r"unpack it here as .*/eval_bundle, or give --eval_bundle"):
+        core_eval.download_bundle(f"{site[1]}/eval_bundle.zip", Patience(attempts=1))

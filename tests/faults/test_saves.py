@@ -1,0 +1,293 @@
+"""Faults T5, T6, T7, T9 and T18: kills, damage and a full disk around the files of a checkpoint."""
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from nanochat.checkpoint_manager import files as step_files
+from nanochat.checkpoint_manager import tensors as tensor_files
+from nanochat.checkpoint_manager.resume import resume_stage
+from nanochat.checkpoint_manager.save import KEEP
+from nanochat.device import Compute
+from tests.support.rank_pool import Pool
+from tests.support.tiny_model import tiny_tokenizer
+from tests.support.tiny_training import (
+    CPU,
+    SETTINGS,
+    equal,
+    everything,
+    flip_a_bit,
+    make,
+    parameters,
+    save,
+    state,
+    train,
+)
+
+pytestmark = pytest.mark.ranks
+
+KILLS = 30
+
+
+def begun(folder: Path, steps: int = 1) -> dict[int, dict[str, Tensor]]:
+    """A run of one rank with a save after each of so many steps; what was saved."""
+    pair, held = make(), {}
+    for step in range(1, steps + 1):
+        train(*pair, step - 1, step)
+        save(folder, step, *pair, tiny_tokenizer())
+        held[step] = everything(*pair)
+    return held
+
+
+def resumed(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    """Where a new start goes on, and with what."""
+    pair = make(seed=2)
+    step = resume_stage(folder, *pair, SETTINGS, CPU).step
+    return step, everything(*pair)
+
+
+def killed_saves(compute: Compute, folder: Path, kills: int) -> list[Path]:
+    """Folders in which the second step was being saved when a process was killed, each at another moment."""
+    pair, tokenizer, moments = make(seed=2), tiny_tokenizer(), random.Random(6)
+    resume_stage(folder, *pair, SETTINGS, compute)
+    train(*pair, 1, 2)
+    found: list[Path] = []
+
+    def run(kill_at: int) -> tuple[Path, int, int]:
+        """In a process of its own save a copy of the run; its folder, what ended it, how many events there were."""
+        copy, events = folder.with_name(f"{folder.name}-{len(found)}-{kill_at}"), 0
+        shutil.copytree(folder, copy)
+        read, write = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(write)
+            _, status = os.waitpid(child, 0)
+            with os.fdopen(read) as pipe:
+                return copy, os.WTERMSIG(status), int(pipe.read() or 0)
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal events
+            events += 1
+            if events == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(count)
+        save(copy, 2, *pair, tokenizer)
+        sys.setprofile(None)
+        os.write(write, str(events).encode())
+        os._exit(0)
+
+    _, _, events = run(-1)
+    while len(found) < kills:
+        copy, killed_by, _ = run(moments.randint(1, events))
+        if killed_by == signal.SIGKILL:  # not where this save had fewer events
+            found.append(copy)
+    return found
+
+
+def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool) -> None:
+    """T5. Injects: kill -9 at 30 random moments of a save. Must follow: the next start loads the step before, or the
+    new one if it has its name, bit for bit, and nothing half-written is left.
+
+    注入：在保存过程中的 30 个随机时刻 kill -9。必须：下次启动逐位读入前一步，或者已经定名的新一步；
+    不留下任何写了一半的东西。
+    """
+    folder = tmp_path / "run"
+    held = begun(folder)
+    pair = make()
+    train(*pair, 0, 2)
+    held[2] = everything(*pair)
+    (copies,) = pool.run(1, killed_saves, folder, KILLS)
+    assert len(copies) == KILLS
+    assert any(list(copy.glob(".tmp-*")) for copy in copies), "no kill hit a half-written step"
+    for copy in copies:
+        step, values = resumed(copy)
+        assert equal(values, held[step])
+        assert not list(copy.glob(".*"))
+
+
+def killed_at_its_name(compute: Compute, folder: Path) -> None:
+    """A step and its save, of which rank 0 is killed just before the folder gets its name."""
+    pair = make(1, compute)
+    resume_stage(folder, *pair, SETTINGS, compute)
+    train(*pair, 1, 2, compute)
+    if compute.main:
+        step_files.os = _Os(step_files.os)  # type: ignore[attr-defined]
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+
+
+class _Os:
+    """The module os, but for `rename`."""
+
+    def __init__(self, real: Any):
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def rename(self, source: Path, target: Path) -> None:
+        assert source.name.startswith(".tmp-") and (source / "meta.json").exists()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_step(compute: Compute, folder: Path) -> dict[str, Tensor]:
+    """A run of many ranks with a save after its first step; the parameters saved."""
+    pair = make(1, compute)
+    train(*pair, 0, 1, compute)
+    save(folder, 1, *pair, tiny_tokenizer(), compute=compute)
+    return parameters(pair[0])
+
+
+def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, str]:
+    """Where ranks go on, with which parameters and which optimizer state, and what they warn of."""
+    pair, said = make(2, compute), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        step = resume_stage(folder, *pair, SETTINGS, compute).step
+    return step, parameters(pair[0]), state(pair[1]), said.getvalue()
+
+
+def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool) -> None:
+    """T6. Injects: kill -9 of rank 0 of two when all files are written and the folder has not got its name. Must
+    follow: the other rank ends too; the next start goes on from the step before, and removes what is left.
+
+    注入：两个 rank 中的 rank 0 在文件都已写好、目录尚未定名时被 kill -9。必须：另一个 rank 也结束；
+    下次启动从前一步继续，并清除残留。
+    """
+    folder = tmp_path / "run"
+    (held, _) = pool.run(2, first_step, folder)
+    outcomes = pool.outcomes(2, killed_at_its_name, folder)
+    assert outcomes[0].killed_by == signal.SIGKILL and not outcomes[1].fine
+    assert (folder / ".tmp-step_000002" / "meta.json").exists() and not (folder / "step_000002").exists()
+    for step, values, _, _ in pool.run(2, go_on, folder):
+        assert step == 1 and equal(values, held)
+    assert [path.name for path in folder.iterdir()] == ["step_000001"]
+
+
+def flip_a_digit(path: Path) -> None:
+    """One bit of the last digit: of a number in JSON, which stays valid."""
+    data = bytearray(path.read_bytes())
+    place = max(data.rfind(digit) for digit in b"0123456789")
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FILES = ["model.safetensors", "optim-00-of-02.safetensors", "optim-01-of-02.safetensors", "tokenizer.json", "meta.json"]
+
+
+def two_steps(compute: Compute, folder: Path) -> Any:
+    """Two steps, each saved; the first."""
+    pair = make(1, compute)
+    train(*pair, 0, 1, compute)
+    save(folder, 1, *pair, tiny_tokenizer(), compute=compute)
+    held = parameters(pair[0]), state(pair[1])
+    train(*pair, 1, 2, compute)
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+    return held
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, flip_a_digit, truncated])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_file_falls_back_one_step(
+    tmp_path: Path, pool: Pool, name: str, damage: Callable[[Path], None]
+) -> None:
+    """T7. Injects: one bit of one file of the newest step is flipped, or half of it is cut off, for every file of two
+    ranks. Must follow: both ranks go on from the step before, bit for bit, and the damaged file is named.
+
+    注入：两个 rank 最新一步的每个文件，翻转一个比特，或截去一半。必须：两个 rank 都从前一步逐位继续，
+    并说出损坏的文件。
+    """
+    held = pool.run(2, two_steps, tmp_path / "run")
+    damage(tmp_path / "run" / "step_000002" / name)
+    found = pool.run(2, go_on, tmp_path / "run")
+    for (values, kept), (step, loaded, has, _) in zip(held, found, strict=True):
+        assert step == 1 and equal(loaded, values)
+        assert equal({n: v[0] for n, v in has.items()}, {n: v[0] for n, v in kept.items()})
+    said = found[0][3]
+    assert f"step_000002 is damaged: {name} " in said and "falling back to the step before it" in said
+
+
+def on_a_full_disk(compute: Compute, folder: Path, name: str) -> list[str]:
+    """A save while the disk has no room for one of the files, then one with room; what was left in between."""
+    pair = make(1, compute)
+    resume_stage(folder, *pair, SETTINGS, compute)
+    train(*pair, 1, 2, compute)
+
+    def full(path: Any, mode: str = "r", **rest: Any) -> Any:
+        if Path(path).name != name:
+            return builtins.open(path, mode, **rest)
+        Path(path).touch()
+        return builtins.open("/dev/full", mode, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_files, "open", full, raising=False)
+        with pytest.raises(OSError) as refused:
+            save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+        assert refused.value.errno == errno.ENOSPC and str(refused.value.filename).endswith(name)
+    left = sorted(path.name for path in folder.iterdir())
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+    return left
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optim-00-of-02.safetensors", "optim-01-of-02.safetensors"])
+def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, name: str) -> None:
+    """T9. Injects: the disk is full when one of two ranks writes its file. Must follow: the save fails on both ranks
+    with the name of that file, what was written is removed, the step before stays; with room the next save works.
+
+    注入：两个 rank 之一写文件时磁盘已满。必须：保存在两个 rank 上都失败并指出文件名，已写的部分被清除，前一步仍在；
+    有空间之后下一次保存成功。
+    """
+    folder = tmp_path / "run"
+    pool.run(2, first_step, folder)
+    assert pool.run(2, on_a_full_disk, folder, name) == [["step_000001"]] * 2
+    assert step_files.verify(folder / "step_000002") == ""
+
+
+def killed_while_removing(compute: Compute, folder: Path) -> None:
+    """One more step and its save, killed when one file of the oldest step is gone."""
+    pair = make(seed=2)
+    step = resume_stage(folder, *pair, SETTINGS, compute).step
+    train(*pair, step, step + 1)
+
+    def partly(doomed: Path, ignore_errors: bool = False) -> None:
+        if doomed.exists() and not ignore_errors:
+            assert step_files.steps(folder)[-1] == step + 1, "the new step must have its name first"
+            next(doomed.glob("model*")).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_files.shutil, "rmtree", partly)
+        save(folder, step + 1, *pair, tiny_tokenizer())
+
+
+def test_a_kill_while_old_steps_are_removed(tmp_path: Path, pool: Pool) -> None:
+    """T18. Injects: kill -9 in the middle of removing an old step. Must follow: the new step is whole and is gone on
+    from, bit for bit; the half that is left of the old one counts as no step and is removed.
+
+    注入：正在删除旧的一步时 kill -9。必须：新的一步完整，并由它逐位继续；旧的一步剩下的一半不算检查点，并被清除。
+    """
+    folder = tmp_path / "run"
+    begun(folder, KEEP)
+    (outcome,) = pool.outcomes(1, killed_while_removing, folder)
+    assert outcome.killed_by == signal.SIGKILL
+    assert [path.name for path in folder.glob(".*")] == [".deleted-step_000001"]
+    straight = make()
+    train(*straight, 0, KEEP + 1)
+    step, values = resumed(folder)
+    assert step == KEEP + 1 and equal(values, everything(*straight))
+    assert step_files.steps(folder) == [2, 3, 4] and not list(folder.glob(".*"))

@@ -1,0 +1,211 @@
+"""The NPU row with a pretended torch_npu: formats, order of initialisation, ports, peaks, errors."""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.device import Compute, compute_init
+from nanochat.platforms import ascend
+from nanochat.train import sizes
+
+GIB = 2**30
+
+
+@dataclass
+class Card:
+    """A pretended torch.npu that writes down what is asked of it."""
+
+    soc: int = 223
+    count: int = 8
+    free: int = 60 * GIB
+    broken: str = ""
+    calls: list[str] = field(default_factory=list)
+
+    def is_bf16_supported(self) -> bool:
+        return self.soc >= 220
+
+    def get_soc_version(self) -> int:
+        return self.soc
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, index: int) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        self.calls.append(f"set_device {index}")
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self.free, 64 * GIB
+
+    def get_device_name(self, index: int) -> str:
+        return f"Ascend910B3 {index}"
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    for name in ("NANOCHAT_DTYPE", "NANOCHAT_PEAK_TFLOPS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "HCCL_IF_BASE_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_WHITELIST_DISABLE", "HCCL_EVENT_TIMEOUT"):
+        monkeypatch.setenv(name, "1")  # so that what compute_init() sets is undone
+    made = Card()
+    monkeypatch.setattr(torch, "npu", made, raising=False)
+    monkeypatch.setitem(device.ROWS, "npu", replace(device.ROWS["npu"], unavailable=str))
+    monkeypatch.setattr(torch, "device", lambda name, index=0: f"{name}:{index}")  # no such device type without it
+    return made
+
+
+@pytest.mark.parametrize(
+    ("soc", "dtype", "why", "scaler"),
+    [
+        (223, torch.bfloat16, "the NPU has bf16", False),
+        (102, torch.float16, "a gradient scaler is used", True),
+        (202, torch.float16, "for inference only", True),
+    ],
+)
+def test_the_format_follows_the_chip(card: Card, soc: int, dtype: torch.dtype, why: str, scaler: bool) -> None:
+    card.soc = soc
+    compute = compute_init("npu")
+    assert compute.dtype == dtype
+    assert why in compute.dtype_reason
+    assert compute.scaler == scaler
+    assert compute.chip is ascend.chip_of(soc)
+
+
+def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
+    assert compute_init("npu").dtype == torch.bfloat16
+    card.soc = 104
+    with pytest.raises(UserError, match="NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16"):
+        compute_init("npu")
+
+
+def test_the_device_is_taken_before_the_process_group(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "3")
+    given: dict[str, Any] = {}
+
+    def init(both: str, timeout: datetime.timedelta) -> None:
+        card.calls.append(f"group {both}")
+        given["timeout"] = timeout
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    compute_init("npu")
+    assert card.calls == ["set_device 3", "group cpu:gloo,npu:hccl"]
+    assert given["timeout"] > datetime.timedelta(seconds=1836)
+
+
+def test_more_ranks_than_cards_are_refused(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.count = 2
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"shows 2 npu device\(s\).*use --nproc_per_node=2 or fewer"):
+        compute_init("npu")
+
+
+def test_a_card_that_cannot_be_opened_is_named(card: Card) -> None:
+    card.broken = "aclrtSetDevice failed, error code 507033"
+    with pytest.raises(UserError, match="NPU 0 cannot be opened: aclrtSetDevice failed"):
+        compute_init("npu")
+
+
+def test_a_card_in_use_is_a_warning(card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    card.free = 20 * GIB
+    compute_init("npu")
+    assert "NPU 0 is in use: 20 of 64 GiB are free" in "".join(capsys.readouterr())
+
+
+def test_a_taken_meeting_port_is_named_with_a_free_one(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+
+    def init(both: str, timeout: datetime.timedelta) -> None:
+        raise dist.DistNetworkError("The server socket has failed to listen ... errno: 98 EADDRINUSE")
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with pytest.raises(UserError, match=r"MASTER_PORT=29511 is taken by another process.*MASTER_PORT=[0-9]+"):
+        compute_init("npu")
+
+
+def test_a_taken_meeting_port_is_really_reported_so(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is taken"):
+            device._join("cpu", "gloo")
+
+
+def two_ranks(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Compute:
+    """Rank 2 + local_rank of four on two hosts; the other ranks' part of the exchange is pretended."""
+    monkeypatch.setattr(dist, "all_reduce", lambda blocks: blocks.add_(torch.tensor([61008, 0, 0, 0])))
+    return Compute("npu:0", "npu", "hccl", 2 + local_rank, local_rank, 4, torch.bfloat16, "test")  # type: ignore[arg-type]
+
+
+def test_a_host_chooses_a_free_block_of_ports(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend, "free_block", lambda hold: 61040)
+    device._choose_port_block(two_ranks(0, monkeypatch))
+    assert os.environ.pop("HCCL_IF_BASE_PORT") == "61040"  # this host's first rank is 2, its choice is not 61008
+
+
+def test_a_block_that_is_given_and_taken_is_refused(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ascend.free_block()
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", str(base))
+    device._choose_port_block(two_ranks(0, monkeypatch))
+    assert os.environ["HCCL_IF_BASE_PORT"] == str(base)
+    ascend.release_block(base)
+    with socket.socket() as other:
+        other.bind(("", base))
+        other.listen()
+        with pytest.raises(UserError, match=f"port {base} is taken by another"):
+            device._choose_port_block(two_ranks(0, monkeypatch))
+        device._choose_port_block(two_ranks(1, monkeypatch))  # a second rank of the host finds its fellow there
+
+
+def test_mfu_has_the_chips_peak_and_its_source(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = compute_init("npu")
+    assert device.peak_flops(compute) == (313e12, "910B3, data sheet, bf16 dense")
+    card.soc = 251
+    assert device.peak_flops(compute_init("npu"))[0] == 376e12
+    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "354")
+    assert device.peak_flops(compute) == (354e12, "NANOCHAT_PEAK_TFLOPS")
+
+
+def test_an_error_of_the_npu_becomes_a_message(card: Card) -> None:
+    def work(cfg: Any, compute: Compute) -> None:
+        raise RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    with pytest.raises(UserError, match=r"Lower --device_batch_size.*It said: NPU out of memory") as refused:
+        device.with_compute(work)(SimpleNamespace(device_type="npu"))
+    assert isinstance(refused.value.__cause__, RuntimeError)
+
+
+def test_an_unknown_error_is_not_dressed_up(card: Card) -> None:
+    def work(cfg: Any, compute: Compute) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        device.with_compute(work)(SimpleNamespace(device_type="npu"))
+
+
+def test_cards_are_counted_only_where_the_npu_is_the_device(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_type", "npu")
+    assert device.cards() == (ascend.chip_of(223), 8)
+    monkeypatch.setattr(device, "device_type", "cpu")
+    assert device.cards() == (None, 0)
+
+
+def test_rows_of_a_pass_follow_the_cards_memory(card: Card) -> None:
+    assert sizes.rows_that_fit(64 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 64
+    assert sizes.rows_that_fit(32 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 16

@@ -1,0 +1,68 @@
+"""Every way to share a model out, on emulated NPUs: the losses of CPU ranks, and no waiting but for the log."""
+
+from typing import Any
+
+import pytest
+
+from nanochat import device
+from nanochat.device import Compute
+from nanochat.gpt import GPT
+from nanochat.runtime import parallel
+from nanochat.train import loop
+from nanochat.train.optim import Optimizers, Rates
+from tests.emulated_npu import log, worker
+from tests.support import ranks
+from tests.support.rank_training import CONFIG, batches
+
+MODES = ("none", "grad", "full")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.npu]
+
+
+def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
+    """The losses of some steps of two passes; on an NPU also what the last one waited for and copied."""
+    model = GPT(CONFIG, compute.dtype)
+    model.init_weights(3)
+    model.to(compute.device)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, mode)
+    optimizers = Optimizers(model, model.parameter_roles(), CONFIG.n_embd, Rates(), 0.1, compute.dtype)
+    losses: list[float] = []
+
+    def take(step: int) -> None:
+        work = batches(step, 2, compute)
+        work.micro_batches = [
+            tuple(device.pin(x.contiguous(), compute) for x in columns) for columns in work.micro_batches
+        ]
+        device.synchronize(compute)
+        losses.append(loop.update(model, optimizers, work, loop.LossScale(), compute).loss)
+
+    for step in range(steps - 1):
+        take(step)
+    if compute.device_type == "cpu":
+        take(steps - 1)
+        return {"losses": losses}
+    with log.record() as seen:
+        take(steps - 1)
+    waits = {why: times for why, times in seen.synchronisations.items() if why != "synchronize"}  # that of take()
+    return {"losses": losses, "waits": waits, "copies": dict(seen.copies)}
+
+
+def all_modes(compute: Compute, steps: int) -> dict[str, Any]:
+    return {mode: train(compute, mode, steps) for mode in MODES}
+
+
+def check(ran: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(ran, reference, strict=True):
+        for mode in MODES:
+            assert mine[mode]["losses"] == pytest.approx(theirs[mode]["losses"], abs=1e-4), mode
+            assert mine[mode]["waits"] == {"copy to host": 1}, mode
+            assert mine[mode]["copies"] == {"host to device": 6, "device to host": 1}, mode  # three tensors a pass
+
+
+def test_two_npus_learn_what_two_cpu_ranks_do_and_wait_for_the_log_alone() -> None:
+    check(worker.run_ranks(2, all_modes, 4), ranks.run_ranks(2, all_modes, 4))
+
+
+def test_copies_on_two_hosts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check(worker.run_ranks(4, all_modes, 3), ranks.run_ranks(4, all_modes, 3))

@@ -1,0 +1,81 @@
+"""NVIDIA GPUs by name, and one that is taken: named before anything is computed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.platforms import nvidia as gpus
+from tests.support.tiny_model import on_cpu
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("Some GPU", None),
+    ],
+)  # fmt: skip
+def test_peaks_are_found_by_the_longest_name(name: str, peak: float | None) -> None:
+    assert gpus.peak_tflops(name) == peak
+
+
+def card(monkeypatch: pytest.MonkeyPatch, opens: bool, free: int) -> Any:
+    def set_device(index: int) -> None:
+        if not opens:
+            raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
+
+    return SimpleNamespace(set_device=set_device, mem_get_info=lambda: (free, 80 * 2**30))
+
+
+def test_a_gpu_that_another_process_holds_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"GPU 3 cannot be opened: .* busy or unavailable. Another process"):
+        device._take(card(monkeypatch, False, 0), "cuda", 3)
+
+
+@pytest.mark.parametrize(("free", "said"), [(20, "GPU 1 is in use: 20 of 80 GiB are free. `nvidia-smi`"), (79, "")])
+def test_a_gpu_whose_memory_others_hold_is_told(
+    free: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device._take(card(monkeypatch, True, free * 2**30), "cuda", 1)
+    words = "".join(capsys.readouterr())
+    assert said in words and bool(said) == bool(words)
+
+
+# --- copies and memory -----------------------------------------------------------------------------
+
+
+class HostTensor:
+    """A tensor of the host that says what is done with it."""
+
+    def __init__(self, pinned: bool = False):
+        self.pinned = pinned
+
+    def pin_memory(self) -> "HostTensor":
+        return HostTensor(pinned=True)
+
+    def to(self, where: torch.device, non_blocking: bool) -> tuple[torch.device, bool, bool]:
+        return where, self.pinned, non_blocking
+
+
+def test_batches_are_pinned_and_sent_without_waiting() -> None:
+    gpu = replace(on_cpu(), device=torch.device("cuda", 1), device_type="cuda", backend="nccl")
+    tensor: Any = HostTensor()
+    assert device.to_device(device.pin(tensor, gpu), gpu) == (torch.device("cuda", 1), True, True)
+
+
+def test_memory_that_runs_out_anywhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compute_init", lambda asked: on_cpu())
+
+    def work(cfg: Any, compute: device.Compute) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    with pytest.raises(
+        UserError, match=r"^out of memory. .* smaller --depth.* It said: CUDA out of memory. Tried .*GiB$"
+    ):
+        device.with_compute(work)(SimpleNamespace(device_type="cuda"))

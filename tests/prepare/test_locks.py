@@ -1,0 +1,134 @@
+"""pyproject.toml, the locks and CHANGELOG.md agree, and no file of the tree names a package registry."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOCKS = {"base": "requirements.lock", "torch": "requirements-torch.lock", "dev": "requirements-dev.lock"}
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+MACHINES = ("x86_64", "aarch64")
+SKIP = {".git", ".venv", "target", "node_modules", "wandb"}
+
+# In pieces, so that this file does not name them either.
+HOSTS = re.compile(
+    r"|".join(
+        re.escape(".".join(host.split()))
+        for host in """
+        pypi org|pythonhosted org|index crates io|static crates io|registry npmjs|download pytorch org|anaconda org
+        tuna tsinghua|mirrors aliyun|mirrors ustc|mirrors tencent|mirrors cloud|mirrors huaweicloud|repo huaweicloud
+        """.replace("\n", "|").split("|")
+        if host.strip()
+    )
+)
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def wanted(share: str) -> list[Requirement]:
+    """What pyproject.toml asks for in one of the locks."""
+    settings = project()
+    groups = settings["dependency-groups"]
+    if share != "base":
+        return [Requirement(line) for line in groups[share]]
+    run_time = [line for line in settings["project"]["dependencies"] if Requirement(line).name != "torch"]
+    return [Requirement(line) for line in [*run_time, *groups["build"]]]
+
+
+def locked(share: str) -> list[Requirement]:
+    lines = (ROOT / LOCKS[share]).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line.removesuffix("\\").strip()) for line in lines if not line.startswith(" ")]
+
+
+def pins(share: str, python: str, machine: str) -> dict[str, str]:
+    """Name and version of what a lock installs on one kind of Linux machine."""
+    place = {
+        "python_version": python,
+        "python_full_version": f"{python}.4",
+        "platform_machine": machine,
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found: dict[str, str] = {}
+    for line in locked(share):
+        if line.marker is None or line.marker.evaluate(place):
+            name = canonicalize_name(line.name)
+            assert name not in found, f"{LOCKS[share]}: two versions of {name} for Python {python}, {machine}"
+            found[name] = str(line.specifier).removeprefix("==")
+    return found
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_locks_hold_what_the_project_asks_for(python: str, machine: str) -> None:
+    for share, lock in LOCKS.items():
+        found = pins(share, python, machine)
+        for requirement in wanted(share):
+            if requirement.marker and not requirement.marker.evaluate({"platform_machine": machine}):
+                continue
+            version = found.get(canonicalize_name(requirement.name))
+            assert version and requirement.specifier.contains(version), f"{lock}: {requirement}, not {version}"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_locks_agree_with_each_other(python: str, machine: str) -> None:
+    versions: dict[str, set[str]] = {}
+    for share in LOCKS:
+        for name, version in pins(share, python, machine).items():
+            versions.setdefault(name, set()).add(version)
+    assert {name: found for name, found in versions.items() if len(found) > 1} == {}
+
+
+def test_torch_comes_from_its_own_lock_only() -> None:
+    for share in ("base", "dev"):
+        names = {line.name for line in locked(share)}
+        assert not [name for name in names if re.match(r"torch$|triton|nvidia-|cuda-", name)]
+
+
+@pytest.mark.parametrize("lock", LOCKS.values())
+def test_every_pin_has_hashes_and_no_index_is_named(lock: str) -> None:
+    blocks = re.split(r"\n(?=\S)", (ROOT / lock).read_text(encoding="utf-8").strip())
+    assert not [block for block in blocks if "==" not in block or "--hash=sha256:" not in block]
+    assert not [block for block in blocks if re.search(r"://|--(extra-)?index|--find-links", block)]
+
+
+def test_every_dependency_has_a_reason() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {name for line in re.findall(r"^- ([\w, -]+?)(?: \([^)]*\))?: ", text, re.M) for name in line.split(", ")}
+    asked = {requirement.name for share in LOCKS for requirement in wanted(share)}
+    assert asked - named == set(), "give each a line in CHANGELOG.md"
+
+
+def text_files() -> Iterator[Path]:
+    folders = [ROOT]
+    while folders:
+        for entry in folders.pop().iterdir():
+            if entry.is_dir() and entry.name not in SKIP and not entry.name.endswith("_cache"):
+                folders.append(entry)
+            elif entry.is_file() and entry.stat().st_size < 1 << 20 and entry.suffix not in (".pyc", ".so"):
+                yield entry
+
+
+def test_no_file_names_a_package_registry() -> None:
+    named = []
+    for file in text_files():
+        for found in HOSTS.findall(file.read_text(encoding="utf-8", errors="replace")):
+            named.append(f"{file.relative_to(ROOT)}: {found}")
+    assert not named
+    assert HOSTS.search("https://" + "py" + "pi.org/simple")

@@ -1,0 +1,320 @@
+"""The rules of DESIGN.md and the style guide that a machine can check, and the checks of the checker."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import pytest
+
+from dev import house
+from dev.house import FLOOR, FOR_TASKS, ROOT, imports, room_of
+
+VENDOR = re.compile(r"\b(torch_npu|cuda|npu|nccl|hccl)\b")
+MAY_NAME_A_VENDOR = ("nanochat/platforms/", "nanochat/device.py", "nanochat/nn/kernels.py")
+MAY_WORK_ON_IMPORT = {"nanochat/device.py", "nanochat/__init__.py", "scripts/__init__.py", "tasks/__init__.py"}
+MAY_EXEC = {"nanochat/evals/sandbox_child.py"}  # runs the model's programs, in a process of its own with limits
+
+FILE_LINES, FUNCTION_LINES, TRAIN_LINES = 400, 60, 120
+# What a module-level value may call: things that only compute, and constructors (capitalised names).
+PURE_CALLS = """
+    bytes cast chr compile dict enumerate field float frozenset fromkeys getLogger int items join keys len list local
+    lower map max min namedtuple ord range replace resolve round set sorted split splitlines str strip sum tuple
+    upper values with_name zip
+"""
+
+
+def package_of(path: str) -> str:
+    return path.split("/")[0]
+
+
+def check_floors(path: str, tree: ast.Module) -> Iterator[str]:
+    """Who may import whom."""
+    package = package_of(path)
+    known = package != "nanochat" or path == "nanochat/__init__.py" or room_of(path) in FLOOR
+    if not known:
+        yield f"{path}: {room_of(path)} has no floor; give it one in FLOORS of dev/house.py"
+        return
+    for line, name in imports(path, tree):
+        target, _, rest = name.partition(".")
+        room = rest.split(".")[0]
+        place = f"{path}:{line}: imports {name}"
+        if package in ("nanochat", "tasks", "scripts") and target in ("bench", "tests", "dev"):
+            yield f"{place}: {package} does not depend on {target}"
+        if package == "nanochat" and target in ("tasks", "scripts"):
+            yield f"{place}: nanochat never imports {target}"
+        if package == "tasks" and target == "scripts":
+            yield f"{place}: tasks never import scripts"
+        if package == "scripts" and target == "scripts":
+            yield f"{place}: scripts never import scripts; shared code belongs into nanochat"
+        if target != "nanochat" or not room or package not in ("nanochat", "tasks", "scripts"):
+            continue
+        if room not in FLOOR:
+            yield f"{place}: {room} has no floor; give it one in FLOORS of dev/house.py"
+        elif package == "tasks" and not rest.startswith(FOR_TASKS):
+            yield f"{place}: tasks import only {', '.join(FOR_TASKS)} of nanochat"
+        elif package == "nanochat" and path != "nanochat/__init__.py":
+            own = room_of(path)
+            if room != own and FLOOR[room] >= FLOOR[own] and (own, room) not in house.NOT_YET:
+                yield f"{place}: floor {FLOOR[room]} from floor {FLOOR[own]}; only lower floors"
+
+
+def check_vendors(path: str, tree: ast.Module) -> Iterator[str]:
+    """Everything that differs between devices lives in device.py and kernels.py; prose may name a vendor."""
+    if path.startswith(MAY_NAME_A_VENDOR):
+        return
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        word = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            word = node.value
+        elif isinstance(node, ast.Attribute):
+            word = node.attr
+        elif isinstance(node, ast.Name):
+            word = node.id
+        if found := VENDOR.search(word):
+            yield f"{path}:{node.lineno}: names a vendor ({found.group()}); ask device.py instead"
+    for line, name in imports(path, tree):
+        if found := VENDOR.search(name):
+            yield f"{path}:{line}: imports {name}: names a vendor ({found.group()})"
+
+
+def check_forbidden(path: str, tree: ast.Module) -> Iterator[str]:
+    """No global, exec, eval, bare except, pickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"{path}:{node.lineno}: global; pass the value, or keep it in an object"
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{path}:{node.lineno}: bare except; name the exception"
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if is_call and node.func.id in ("exec", "eval") and path not in MAY_EXEC:
+            yield f"{path}:{node.lineno}: {node.func.id}"
+    for line, name in imports(path, tree):
+        if name.split(".")[0] in ("pickle", "cPickle", "dill", "marshal", "shelve") and package_of(path) != "tests":
+            yield f"{path}:{line}: imports {name}; files are JSON, parquet or safetensors"
+
+
+def check_size(path: str, tree: ast.Module, source: str) -> Iterator[str]:
+    """File and function lengths."""
+    lines = source.count("\n")
+    if lines > FILE_LINES:
+        yield f"{path}: {lines} lines, at most {FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            limit = TRAIN_LINES if package_of(path) == "scripts" and node.name == "train" else FUNCTION_LINES
+            size = (node.end_lineno or 0) - node.lineno + 1
+            if size > limit:
+                yield f"{path}:{node.lineno}: {node.name} has {size} lines, at most {limit}"
+
+
+def is_pure(value: ast.AST) -> bool:
+    """Whether a module-level value only computes: no call but of constructors and of a few known functions."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name not in PURE_CALLS.split() and not name.lstrip("_")[:1].isupper():
+                return False
+        if isinstance(node, ast.Attribute) and node.attr == "environ":
+            return False
+    return True
+
+
+def is_guard(test: ast.expr) -> bool:
+    return "__name__" in ast.dump(test) or "TYPE_CHECKING" in ast.dump(test)
+
+
+def check_import_work(path: str, tree: ast.Module) -> Iterator[str]:
+    """Importing a module does nothing."""
+    if path in MAY_WORK_ON_IMPORT:
+        return
+    harmless = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in tree.body:
+        fine = isinstance(node, harmless)
+        fine = fine or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        fine = fine or (isinstance(node, ast.If) and is_guard(node.test))
+        fine = fine or (isinstance(node, ast.Assign | ast.AnnAssign) and (node.value is None or is_pure(node.value)))
+        if not fine:
+            yield f"{path}:{node.lineno}: works on import: {ast.unparse(node)[:60]}"
+
+
+def missing_annotations(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> list[str]:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    if method and arguments and not any(getattr(d, "id", "") == "staticmethod" for d in function.decorator_list):
+        arguments = arguments[1:]
+    missing = [a.arg for a in arguments if a.annotation is None]
+    if function.returns is None and function.name != "__init__":
+        missing.append("return")
+    return missing
+
+
+def check_public(path: str, tree: ast.Module) -> Iterator[str]:
+    """Public functions and classes of nanochat: a docstring, and annotations, on public methods too."""
+    if package_of(path) != "nanochat":
+        return
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node):
+            yield f"{path}:{node.lineno}: {node.name} has no docstring"
+        functions = node.body if isinstance(node, ast.ClassDef) else [node]
+        for function in functions:
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if function.name.startswith("_") and function.name != "__init__":
+                continue
+            if missing := missing_annotations(function, method=function is not node):
+                yield f"{path}:{function.lineno}: {function.name} has no annotation for {', '.join(missing)}"
+
+
+def check_docstring(path: str, tree: ast.Module) -> Iterator[str]:
+    """Every module says in its first line what it is for."""
+    if tree.body and not ast.get_docstring(tree):
+        yield f"{path}: no module docstring"
+
+
+Check = Callable[[str, ast.Module], Iterator[str]]
+IN_PACKAGES: list[Check] = [check_floors, check_vendors, check_import_work, check_public]
+EVERYWHERE: list[Check] = [check_forbidden, check_docstring]
+
+
+def problems(path: str, source: str) -> list[str]:
+    """All that is wrong with one file, each as `path:line: what`."""
+    tree = ast.parse(source)
+    found = [line for check in EVERYWHERE for line in check(path, tree)]
+    found += check_size(path, tree, source)
+    if package_of(path) in ("nanochat", "scripts", "tasks"):
+        found += [line for check in IN_PACKAGES for line in check(path, tree)]
+    return found
+
+
+def python_files() -> list[str]:
+    folders = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests", "dev")
+    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
+    return sorted(file.relative_to(ROOT).as_posix() for file in files)
+
+
+@pytest.mark.parametrize("path", python_files())
+def test_file_follows_the_rules(path: str) -> None:
+    found = problems(path, (ROOT / path).read_text(encoding="utf-8"))
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "words"),
+    [
+        ("nanochat/gpt.py", "import nanochat.engine", "only lower floors"),
+        ("nanochat/gpt.py", "def f() -> None:\n    from nanochat.train import optim", "only lower floors"),
+        ("nanochat/gpt.py", "from .engine import Engine", "only lower floors"),
+        ("nanochat/gpt.py", "from . import engine", "only lower floors"),
+        ("nanochat/data/tinyworld/facts.py", "from ...gpt import GPT", "only lower floors"),
+        ("nanochat/gpt.py", "import importlib\ndef f():\n    importlib.import_module('nanochat.engine')", "only lower"),
+        ("nanochat/newcomer.py", "", "has no floor"),
+        ("nanochat/gpt.py", "from nanochat import newcomer", "has no floor"),
+        ("nanochat/gpt.py", "from tasks.arc import Arc", "never imports tasks"),
+        ("nanochat/gpt.py", "import bench.train", "does not depend on bench"),
+        ("scripts/mid_train.py", "from scripts import base_train", "scripts never import scripts"),
+        ("tasks/arc.py", "from nanochat.gpt import GPT", "tasks import only common, data"),
+        ("tasks/arc.py", "import scripts.base_train", "tasks never import scripts"),
+        ("nanochat/gpt.py", "def _f(x):\n    return x.device.type == 'cuda'", "names a vendor"),
+        ("nanochat/gpt.py", "import torch\ndef _f():\n    torch.cuda.synchronize()", "names a vendor"),
+        ("nanochat/gpt.py", "def _f(n):\n    return f'npu:{n}'", "names a vendor"),
+        ("scripts/base_train.py", "import torch_npu", "names a vendor"),
+        ("tasks/arc.py", "def f():\n    global x\n    x = 1", "global"),
+        ("bench/train.py", "exec('1')", "exec"),
+        ("tests/test_x.py", "try:\n    x = 1\nexcept:\n    x = 2", "bare except"),
+        ("nanochat/gpt.py", "import pickle", "imports pickle"),
+        ("nanochat/gpt.py", "x = 1\n" * 401, "401 lines, at most 400"),
+        ("nanochat/gpt.py", "def _f():\n" + "    x = 1\n" * 60, "has 61 lines, at most 60"),
+        ("scripts/base_train.py", "def train():\n" + "    x = 1\n" * 120, "has 121 lines, at most 120"),
+        ("nanochat/gpt.py", "print('hello')", "works on import"),
+        ("nanochat/gpt.py", "X = open('file').read()", "works on import"),
+        ("nanochat/gpt.py", "import os\nX = os.environ['HOME']", "works on import"),
+        ("nanochat/gpt.py", "for i in range(3):\n    pass", "works on import"),
+        ("nanochat/gpt.py", "def f() -> None:\n    return", "f has no docstring"),
+        ("nanochat/gpt.py", "class C:\n    x = 1", "C has no docstring"),
+        ("nanochat/gpt.py", "def f(x):\n    'Doc.'", "no annotation for x, return"),
+        (
+            "nanochat/gpt.py",
+            "class C:\n    'Doc.'\n    def f(self, x: int):\n        return x",
+            "no annotation for return",
+        ),
+        ("nanochat/gpt.py", "x = 1", "no module docstring"),
+    ],
+)
+def test_checker_finds(path: str, source: str, words: str) -> None:
+    assert any(words in line for line in problems(path, source)), problems(path, source)
+
+
+GOOD = '''"""A module."""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanochat.nn import kernels
+from nanochat.common import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+WORDS = frozenset(re.compile(r"[a-z]+").pattern.split("+"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings."""
+
+    device: str = ""
+    """npu, cuda or cpu"""
+
+    def longer(self, by: int) -> "Config":
+        return self
+
+
+DEFAULT = Config()
+
+
+def run(model: "torch.nn.Module") -> None:  # cuda is named in a comment only
+    """Run, on cuda too."""
+    model.eval()
+    raise UserError(f"run check_npu.py {kernels}")
+
+
+if __name__ == "__main__":
+    run(None)
+'''
+
+
+def test_checker_lets_good_code_pass() -> None:
+    assert problems("nanochat/gpt.py", GOOD) == []
+    assert problems("scripts/base_train.py", '"""Doc."""\ndef train():\n' + "    x = 1\n" * 119) == []
+    assert problems("nanochat/device.py", '"""Doc."""\nimport torch_npu\nprint("cuda")\n') == []
+    assert problems("nanochat/data/tinyworld/facts.py", '"""Doc."""\nfrom nanochat.data.tinyworld import words\n') == []
+    assert problems("nanochat/evals/sandbox_child.py", '"""Doc."""\ndef _f():\n    exec("1")\n') == []
+
+
+def test_no_room_has_two_floors() -> None:
+    assert len(FLOOR) == sum(map(len, house.FLOORS))
+
+
+def test_every_folder_has_few_entries() -> None:
+    for folder, count in house.measure().entries.items():
+        limit = house.MOST_ENTRIES_AT_THE_TOP if folder == house.PACKAGE else house.MOST_ENTRIES
+        assert count <= limit, f"{folder} has {count} entries, at most {limit}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert house.measure().circles == []
+
+
+def test_half_of_the_files_are_short() -> None:
+    assert median(house.measure().lines) <= house.MEDIAN_LINES
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in house.sources("nanochat", "tasks", "tests") if path.endswith("__init__.py"))
+)
+def test_a_folders_init_only_says_what_the_folder_is(path: str) -> None:
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    if path not in MAY_WORK_ON_IMPORT and "stub" not in path:
+        assert len(body) <= 1 and all(isinstance(node, ast.Expr) for node in body)

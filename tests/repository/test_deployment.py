@@ -1,0 +1,229 @@
+"""What runs elsewhere: the scripts of runs/, the images, the examples for ModelArts and Kubernetes."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.repository.test_docs import commands, problem
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+BASES = {"Dockerfile": "python:3.11-slim-bookworm", "Dockerfile.ascend": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11"}
+
+# --- the scripts of runs/ --------------------------------------------------------------------------
+
+PYTHON = r"""#!/bin/bash
+case "$*" in
+"-m nanochat.device") echo "${FAKE_DEVICE:-npu} bfloat16 ${FAKE_CARDS:-8}"; exit ;;
+"-m nanochat.planner"*) echo "--depth=12 --total_batch_size=262144 --device_batch_size=16"; exit ;;
+esac
+echo "${0##*/} $*"
+"""
+
+
+class Clone:
+    """The scripts with stubs for what they call; `setup_ascend.sh` ends with the code that is asked for."""
+
+    def __init__(self, folder: Path):
+        self.root, self.stubs = folder / "clone", folder / "bin"
+        (self.root / "runs").mkdir(parents=True)
+        self.stubs.mkdir()
+        for script in (ROOT / "runs").glob("*.sh"):
+            (self.root / "runs" / script.name).write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+        (self.root / "setup_ascend.sh").write_text('echo "setup_ascend [$*]"; return "${FAKE_SETUP:-0}"\n')
+        (self.root / "setup_env.sh").write_text("setup_env() { echo setup_env; }\n")
+        for name in ("python", "torchrun"):
+            (self.stubs / name).write_text(PYTHON)
+            (self.stubs / name).chmod(0o755)
+
+    def run(self, script: str, *flags: str, **environment: str) -> tuple[int, list[str], str]:
+        """Exit code, lines of standard output, standard error."""
+        base = {"PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.root)}
+        done = subprocess.run(["bash", str(self.root / "runs" / script), *flags], env=base | environment,
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+def test_every_stage_of_the_fineweb_guide_is_launched_with_flags_that_its_script_takes(clone: Clone) -> None:
+    said = []
+    for script in ("download_fineweb_data.sh", "quick_fineweb_test.sh", "train_with_fineweb.sh"):
+        code, lines, errors = clone.run(script)
+        assert code == 0, errors
+        said += [line for line in lines if line.startswith(("python", "torchrun"))]
+    assert [why for line in said if (why := problem(shlex.split(line)))] == []
+    assert said[0] == "python -m nanochat.dataset -n 200"
+    quick, whole = (line for line in said if "base_train" in line)
+    assert quick.startswith("torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- ")
+    assert "--depth=8" in quick and "--num_iterations=100" in quick
+    for flag in ("--depth=12", "--total_batch_size=262144", "--num_iterations=5000", "--device_batch_size=16"):
+        assert flag in whole
+    trained = [line.partition(" -m ")[2] for line in said if "tok_train" in line]
+    assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model that is being trained"
+
+
+def test_a_script_hands_its_flags_on_and_not_to_the_set_up(clone: Clone) -> None:
+    _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
+    assert lines[0] == "setup_ascend []"
+    assert lines[-1].startswith("python -m scripts.base_train ") and lines[-1].endswith("--num_iterations=10000")
+    assert clone.run("download_fineweb_data.sh", "8")[1] == ["setup_ascend []", "python -m nanochat.dataset -n 8"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "first"),
+    [
+        ({"FAKE_SETUP": "3", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_ascend []"),  # no NPU: another device
+        ({"NANOCHAT_DEVICE": "cpu", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_env"),
+        ({"NANOCHAT_DEVICE": "npu", "FAKE_SETUP": "3"}, 1, "setup_ascend []"),  # asked for and not there
+        ({"FAKE_SETUP": "1"}, 1, "setup_ascend []"),  # NPUs that cannot be used are not passed over
+        ({"NPROC_PER_NODE": "9"}, 2, "setup_ascend []"),
+        ({"NPROC_PER_NODE": "x"}, 2, "setup_ascend []"),
+    ],
+)
+def test_the_device_of_the_host_decides(clone: Clone, environment: dict[str, str], code: int, first: str) -> None:
+    got, lines, errors = clone.run("quick_fineweb_test.sh", **environment)
+    assert (got, lines[0]) == (code, first), errors
+    assert (code == 0) == lines[-1].startswith("python -m scripts.base_train ")
+    assert code == 0 or "error:" in errors
+
+
+VOLCANO = {"VC_WORKER_NUM": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
+MODELARTS = {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
+BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "job-worker-0.job"}
+
+
+@pytest.mark.parametrize("environment", [VOLCANO, MODELARTS, BY_HAND, VOLCANO | {"MA_NUM_HOSTS": "2"}])
+def test_hosts_meet_at_the_first(clone: Clone, environment: dict[str, str]) -> None:
+    code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", "--depth=20", **environment)
+    assert code == 0, errors
+    assert lines[-1] == (
+        "torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=job-worker-0.job --master_port=29500 "
+        "-m scripts.base_train -- --depth=20"
+    )
+    assert problem(shlex.split(lines[-1])) is None
+
+
+def test_what_is_given_by_hand_wins_over_the_platform(clone: Clone) -> None:
+    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600", "NODE_RANK": "0", "NPROC_PER_NODE": "4"}
+    _, lines, _ = clone.run("multinode_npu.sh", "scripts.base_train", **(VOLCANO | given))
+    assert "--node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 --master_port=29600" in lines[-1]
+
+
+def test_one_host_needs_no_address(clone: Clone) -> None:
+    _, lines, _ = clone.run("multinode_npu.sh", "scripts.base_train", "--depth=12")
+    assert lines[-1] == "torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"NNODES": "two"}, "NNODES must be the number of hosts, got two"),
+        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK must be this host's number, from 0 to 1, got ''"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "from 0 to 1, got '2'"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the address of the host with NODE_RANK=0"),
+    ],
+)
+def test_what_hosts_need_is_asked_for(clone: Clone, environment: dict[str, str], words: str) -> None:
+    code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", **environment)
+    assert (code, lines) == (2, []) and words in errors
+    assert clone.run("multinode_npu.sh")[0] == 2
+
+
+# --- images ----------------------------------------------------------------------------------------
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(instruction, rest) of a Dockerfile, lines joined, comments left out."""
+    lines = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    words = "\n".join(lines).replace("\\\n", " ").split("\n")
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in words if line.strip())]
+
+
+def image_problems(name: str) -> list[str]:
+    """What is wrong with a Dockerfile."""
+    said = instructions(name)
+    found = [f"unknown instruction {word}" for word, _ in said
+             if word not in ("ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "VOLUME", "EXPOSE", "CMD")]  # fmt: skip
+    if said[:2] != [("ARG", f"BASE={BASES[name]}"), ("FROM", "${BASE}")]:
+        found.append("the base image")
+    for word, rest in said:
+        if word == "RUN":
+            shell = subprocess.run(["bash", "-n"], input=rest, text=True, capture_output=True)
+            found += [shell.stderr] if shell.returncode else []
+            found += [why for command in commands(rest) if (why := problem(command))]
+        elif word == "CMD":
+            found += filter(None, [problem(json.loads(rest))])
+    return found
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_an_image_is_built_of_what_is_there(name: str) -> None:
+    assert image_problems(name) == []
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not re.search(r"https?://|\w\.(io|com|org|cn)\b", text), "no host of a registry"
+    for line in text.splitlines():
+        if line.startswith("# ") and (found := re.search(r"docker build .*-f (\S+)", line)):
+            assert (ROOT / found[1]).exists()
+
+
+def test_a_file_that_the_build_needs_is_not_left_out_of_its_context() -> None:
+    left_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert ".venv" in left_out and ".git" in left_out
+    for file in tracked:
+        assert not any(file == name or file.startswith(f"{name}/") for name in left_out), file
+
+
+# --- examples --------------------------------------------------------------------------------------
+
+
+def shell_problems(text: str) -> list[str]:
+    """What is wrong with a command line of an example."""
+    shell = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    found = [shell.stderr] if shell.returncode else []
+    return [*found, *(why for words in commands(text) if (why := problem(words)))]
+
+
+def test_the_volcano_job_is_whole() -> None:
+    (job,) = yaml.safe_load_all((EXAMPLES / "volcano-job.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
+    spec = job["spec"]
+    assert spec["schedulerName"] == "volcano" and set(spec["plugins"]) == {"env", "svc"}
+    (task,) = spec["tasks"]
+    assert task["name"] == "worker" and task["replicas"] == spec["minAvailable"]
+    pod: dict[str, Any] = task["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"] == {"huawei.com/Ascend910": 8}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert all(isinstance(variable["value"], str) for variable in container["env"])
+    assert container["command"][:2] == ["bash", "-c"]
+    assert shell_problems(container["command"][2]) == []
+
+
+def test_the_modelarts_job_is_whole() -> None:
+    job = json.loads((EXAMPLES / "modelarts-job.json").read_text(encoding="utf-8"))
+    assert job["kind"] == "job" and re.fullmatch(r"[\w-]{1,64}", job["metadata"]["name"])
+    algorithm, spec = job["algorithm"], job["spec"]
+    assert algorithm["engine"]["image_url"] and spec["resource"]["flavor_id"] and spec["resource"]["node_count"] == 1
+    assert all(isinstance(value, str) for value in algorithm["environments"].values())
+    assert not any(name.startswith("MA_") for name in algorithm["environments"]), "the platform's own names"
+    folder = spec["volumes"][0]["nfs"]["local_path"]
+    assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == folder
+    assert shell_problems(algorithm["command"]) == []
+    workdir = next(rest for word, rest in instructions("Dockerfile.ascend") if word == "WORKDIR")
+    assert f"cd {workdir}" in algorithm["command"]
+
+
+def test_what_is_wrong_with_an_example_is_found() -> None:
+    assert shell_problems("bash no_such_file.sh") and shell_problems("if then")
+    assert shell_problems("bash runs/multinode_npu.sh scripts.base_train --no_such_flag=1")

@@ -1,0 +1,342 @@
+"""The documents hold what they promise: commands parse, links lead somewhere, the two languages match."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+
+from dev.house import FLOOR
+from nanochat import common
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHELL = ("bash", "sh", "shell")
+COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
+OURS = ("nanochat", "scripts", "bench")
+NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_side")  # they read no flags
+EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
+# Scripts that hand their flags on: to the module that is their first word, or to one of their own.
+HANDS_ON = {"runs/multinode_npu.sh": "", "runs/train_with_fineweb.sh": "scripts.base_train"}
+
+# Documents whose twin is not called X.zh.md or X.en.md.
+TWINS = {
+    "华为昇腾运行指南.md": "docs/en/ascend-guide.md",
+    "故障排除手册.md": "docs/en/troubleshooting.md",
+    "NPU使用技巧.md": "docs/en/npu-tips.md",
+}
+
+# What the documents may name as a variable although nothing of ours reads it, by who does.
+FOREIGN_VARIABLES = {
+    "torch_npu": """
+        TASK_QUEUE_ENABLE CPU_AFFINITY_CONF PYTORCH_NPU_ALLOC_CONF TORCH_NPU_FALLBACK_CPU_DISABLE HCCL_EVENT_TIMEOUT
+    """,
+    "torch": """
+        PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF TORCH_DEVICE_BACKEND_AUTOLOAD TORCHINDUCTOR_CACHE_DIR
+        CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING GLOO_SOCKET_IFNAME OMP_NUM_THREADS OMP_WAIT_POLICY LOCAL_RANK
+        WORLD_SIZE MASTER_ADDR MASTER_PORT
+    """,
+    "CANN": """
+        ASCEND_RT_VISIBLE_DEVICES ASCEND_LAUNCH_BLOCKING ASCEND_GLOBAL_LOG_LEVEL ASCEND_SLOG_PRINT_TO_STDOUT
+        ASCEND_PROCESS_LOG_PATH ASCEND_WORK_PATH HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_BUFFSIZE
+        HCCL_IF_BASE_PORT HCCL_WHITELIST_DISABLE HCCL_IF_IP HCCL_SOCKET_IFNAME ASCEND_HOME_PATH ASCEND_OPP_PATH
+        LD_LIBRARY_PATH
+    """,
+    "the hub's client, wandb": "HF_ENDPOINT HF_TOKEN HF_HOME WANDB_MODE",
+    "pip": "PIP_INDEX_URL PIP_NO_INDEX PIP_FIND_LINKS",
+    "the tokenizer's trainer": "RAYON_NUM_THREADS",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """What the tests compare, in order: heading levels, code blocks as (language, text), links, code in lines."""
+
+    headings: tuple[int, ...]
+    blocks: tuple[tuple[str, str], ...]
+    links: tuple[str, ...]
+    inline: tuple[str, ...]
+
+
+def read(text: str) -> Document:
+    tokens = MarkdownIt("commonmark").parse(text)
+    inline = [child for token in tokens for child in token.children or []]
+    return Document(
+        tuple(int(token.tag[1]) for token in tokens if token.type == "heading_open"),
+        tuple((token.info.strip(), token.content) for token in tokens if token.type == "fence"),
+        tuple(
+            unquote(str(t.attrs.get("href") or t.attrs.get("src"))) for t in inline if t.type in ("link_open", "image")
+        ),
+        tuple(t.content for t in inline if t.type == "code_inline"),
+    )
+
+
+def documents() -> list[str]:
+    folders = [ROOT, ROOT / "docs", ROOT / "docs/en", ROOT / "dev", ROOT / "rustbpe"]
+    return sorted(file.relative_to(ROOT).as_posix() for folder in folders for file in folder.glob("*.md"))
+
+
+def twins() -> list[tuple[str, str]]:
+    """Pairs of one document in two languages: X.md with X.zh.md or X.en.md, and those of TWINS."""
+    pairs = [(re.sub(r"\.(zh|en)\.md$", ".md", name), name) for name in documents()]
+    return [*((plain, other) for plain, other in pairs if plain != other), *TWINS.items()]
+
+
+def without_comments(block: tuple[str, str]) -> tuple[str, str]:
+    """A code block without its comments, which are translated."""
+    language, text = block
+    lines = [re.sub(r"(^|\s)#(?!!).*", "", line).rstrip() for line in text.splitlines()]
+    return language, "\n".join(line for line in lines if line)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The simple commands of a shell block as words: lines joined, comments, variables and pipes taken off."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words: list[str] = []
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        for word in [*lexer, ";"]:
+            if set(word) <= set("();<>|&"):
+                while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def launched(words: list[str]) -> tuple[str, list[str]] | None:
+    """The module that `python -m M ARGS` or `torchrun FLAGS -m M -- ARGS` runs, and what it is given."""
+    program = words[0].rsplit("/", 1)[-1]
+    if program not in ("python", "python3", "torchrun") or "-m" not in words:
+        return None
+    at = words.index("-m")
+    return words[at + 1], words[at + 2 :]
+
+
+def problem(words: list[str]) -> str | None:
+    """What is wrong with a command of the documents; None if it would be understood."""
+    if run := launched(words):
+        module, arguments = run
+        if module == EMULATOR and "--" in arguments:
+            return problem(arguments[arguments.index("--") + 1 :])
+        if module.split(".")[0] not in OURS:
+            return None
+        if importlib.util.find_spec(module) is None:
+            return f"no module {module}"
+        return parse_problem(module, arguments)
+    files = [word for word in words[:2] if re.fullmatch(r"(\./)?[\w./-]+\.(sh|py)", word)]
+    missing = [word for word in files if not (ROOT / word).exists()]
+    if missing or not files:
+        return f"no file {missing[0]}" if missing else None
+    rest = words[words.index(files[0]) + 1 :]
+    if (handed := HANDS_ON.get(files[0].removeprefix("./"))) is not None:
+        return problem(["python", "-m", *([handed] if handed else []), *rest])
+    known = said_by(ROOT / files[0])
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"{files[0]} knows no {unknown[0]}" if unknown else None
+
+
+def said_by(script: Path) -> str:
+    """A script, with the Python module that it hands its flags to."""
+    text = script.read_text(encoding="utf-8")
+    module = re.search(r"from (tools_npu\.\w+) import main", text)
+    return text + ((ROOT / f"{module[1].replace('.', '/')}.py").read_text(encoding="utf-8") if module else "")
+
+
+def parse_problem(module: str, arguments: list[str]) -> str | None:
+    """What the module's own command line says to the arguments."""
+    if module in NO_CONFIG:
+        return None
+    found = importlib.import_module(module)
+    if hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.__main__"):  # a folder that can be launched
+        found = importlib.import_module(f"{module}.__main__")
+    config = getattr(found, "Config", None)
+    if not inspect.isclass(config):
+        return f"{module} has no Config, so it cannot be launched"
+    try:
+        common.parse(config, arguments)
+    except SystemExit as refusal:
+        return f"{module} refuses {shlex.join(arguments)}" if refusal.code else None
+    except common.UserError as refusal:
+        return f"{module} refuses {shlex.join(arguments)}: {refusal}"
+    return None
+
+
+@pytest.mark.parametrize("name", documents())
+def test_commands_are_understood(name: str) -> None:
+    document = read((ROOT / name).read_text(encoding="utf-8"))
+    for text in [
+        *(text for language, text in document.blocks if language in SHELL),
+        *filter(COMMAND.match, document.inline),
+    ]:
+        shell = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert shell.returncode == 0, f"{name}: {shell.stderr}\n{text}"
+        found = [f"{shlex.join(words)}: {why}" for words in commands(text) if (why := problem(words))]
+        assert not found, "\n".join([name, *found])
+
+
+NAME = r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+"
+
+
+def variables(document: Document) -> set[str]:
+    """Environment variables that a document names: as `NAME` or `NAME=value`, or in its shell blocks."""
+    named = {found[1] for text in document.inline if (found := re.fullmatch(rf"\$?({NAME})(=.*)?", text))}
+    for language, text in document.blocks:
+        if language in SHELL:
+            named |= set(re.findall(rf"(?:^|\s|-e )({NAME})=", text)) | set(re.findall(rf"\$\{{?({NAME})", text))
+    return named
+
+
+def read_by_us() -> set[str]:
+    """Variables that a program of ours reads, or a script."""
+    folders = ("nanochat", "scripts", "tasks", "tools_npu", "bench", "tests/emulated_npu", "runs", "dev")
+    python = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
+    shell = [*ROOT.glob("*.sh"), *(file for folder in folders for file in (ROOT / folder).glob("*.sh"))]
+    quoted = (name for file in python for name in re.findall(rf"[\"']({NAME})[\"']", file.read_text(encoding="utf-8")))
+    expanded = (name for file in shell for name in re.findall(rf"\$\{{?({NAME})", file.read_text(encoding="utf-8")))
+    return {*quoted, *expanded}
+
+
+@pytest.mark.parametrize("name", documents())
+def test_variables_that_are_named_are_read_by_something(name: str) -> None:
+    known = read_by_us() | {word for words in FOREIGN_VARIABLES.values() for word in words.split()}
+    assert variables(read((ROOT / name).read_text(encoding="utf-8"))) - known == set()
+
+
+def launch_lines() -> Iterator[tuple[str, str]]:
+    """The commands in the docstrings of modules, which --help shows: (file, line)."""
+    for package in OURS:
+        for file in sorted((ROOT / package).glob("*.py")):
+            lines = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()
+            yield from ((file.relative_to(ROOT).as_posix(), line) for line in lines if COMMAND.match(line))
+
+
+def test_launch_lines_of_modules_are_understood() -> None:
+    lines = list(launch_lines())
+    assert [
+        f"{file}: {line}: {why}" for file, line in lines for words in commands(line) if (why := problem(words))
+    ] == []
+    launchable = {file for file, _ in lines if file.startswith("scripts/")}
+    assert launchable == {f"scripts/{file.name}" for file in (ROOT / "scripts").glob("[!_]*.py")}
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/architecture.zh.md"])
+def test_the_tree_has_every_file_on_its_floor(name: str) -> None:
+    tree = read((ROOT / name).read_text(encoding="utf-8")).blocks[0][1].partition("\nscripts/")[0]
+    told: dict[str, int] = {}
+    floor, room = -1, ""
+    for line in tree.splitlines()[1:]:
+        depth, word = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        if word == "floor":
+            floor = int(line.split()[1])
+            continue
+        room = word if depth == 2 else room
+        told[word if depth == 2 else room + word] = floor
+    files = {path.relative_to(ROOT / "nanochat").as_posix() for path in (ROOT / "nanochat").glob("**/*.py")}
+    seen = {path for path in files if path.count("/") < 2 and not path.endswith("__init__.py")}
+    assert {path: FLOOR[path.split("/")[0].removesuffix(".py")] for path in seen} == {
+        path: number for path, number in told.items() if path.endswith(".py")
+    }
+
+
+def anchors(text: str) -> set[str]:
+    """What `#` of a link may name: headings in lower case, blanks as hyphens, without punctuation."""
+    tokens = MarkdownIt("commonmark").parse(text)
+    titles = (tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open")
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", documents())
+def test_links_lead_to_files_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = read(text).links
+    assert {link[1:] for link in links if link.startswith("#")} <= anchors(text) | {""}
+    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
+    missing = [link for link in local if link and not ((ROOT / name).parent / link).exists()]
+    assert not missing, f"{name}: {missing}"
+
+
+def test_a_translation_has_its_original() -> None:
+    assert [other for plain, other in twins() if plain not in documents()] == []
+
+
+@pytest.mark.parametrize(("plain", "other"), twins())
+def test_two_languages_match(plain: str, other: str) -> None:
+    one, two = (read((ROOT / name).read_text(encoding="utf-8")) for name in (plain, other))
+    assert one.headings == two.headings, f"heading levels of {plain} and {other}"
+    assert [without_comments(b) for b in one.blocks] == [without_comments(b) for b in two.blocks], "code blocks"
+
+
+# --- the checks themselves -----------------------------------------------------------------------
+
+
+def test_commands_are_read_as_a_shell_reads_them() -> None:
+    text = "A=1 B='x y' torchrun --nproc_per_node=2 \\\n  -m scripts.x -- --depth=2  # why\ncd a && bash b.sh | tail\n"
+    assert list(commands(text)) == [
+        ["torchrun", "--nproc_per_node=2", "-m", "scripts.x", "--", "--depth=2"],
+        ["cd", "a"],
+        ["bash", "b.sh"],
+        ["tail"],
+    ]
+    assert launched(["torchrun", "--standalone", "-m", "scripts.x", "--", "-n", "1"]) == (
+        "scripts.x",
+        ["--", "-n", "1"],
+    )
+    assert launched([".venv/bin/python", "-m", "bench.train"]) == ("bench.train", [])
+    assert launched(["python", "check_npu.py"]) is None
+
+
+def test_what_is_not_there_is_found() -> None:
+    assert problem(["python", "-m", "scripts.no_such_stage"]) == "no module scripts.no_such_stage"
+    assert problem(["bash", "no_such_file.sh"]) == "no file no_such_file.sh"
+    assert problem(["bash", "test.sh", "--quick"]) is None
+    assert problem(["bash", "speedrun.sh", "--no_such_flag", "1"]) == "speedrun.sh knows no --no_such_flag"
+    assert "has no Config" in str(problem(["python", "-m", "nanochat.gpt"]))
+    assert problem(["python", "-m", "pip", "install", "x"]) is None
+
+
+def test_flags_that_a_script_hands_on_are_looked_at() -> None:
+    emulated = ["python", "-m", "tests.emulated_npu", "--devices", "2", "--"]
+    assert problem([*emulated, "bash", "no_such_file.sh"]) == "no file no_such_file.sh"
+    assert problem([*emulated, "python", "check_npu.py", "--json"]) is None
+    assert problem(["source", "setup_ascend.sh", "--fix"]) is None
+    assert problem(["bash", "setup_ascend.sh", "--mend"]) == "setup_ascend.sh knows no --mend"
+    assert "refuses --width=2" in str(problem(["bash", "runs/multinode_npu.sh", "scripts.base_train", "--width=2"]))
+    assert problem(["bash", "./runs/train_with_fineweb.sh", "--num_iterations=10"]) is None
+    assert "refuses --width=2" in str(problem(["./runs/train_with_fineweb.sh", "--width=2"]))
+
+
+def test_variables_are_found_where_they_are_named() -> None:
+    text = "`NO_SUCH_NAME` `A_B=1` `x = Y_Z` C_D\n\n```bash\nexport E_F=1\necho $G_H ${I_J}\n```\n"
+    assert variables(read(text)) == {"NO_SUCH_NAME", "A_B", "E_F", "G_H", "I_J"}
+    assert "NANOCHAT_BASE_DIR" in read_by_us() and "NO_SUCH_NAME" not in read_by_us()
+
+
+def test_a_refused_flag_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Config:
+        depth: int = 4
+
+    monkeypatch.setattr(common, "Config", Config)
+    assert problem(["python", "-m", "nanochat.common", "--depth=2"]) is None
+    assert "refuses --width=2" in str(problem(["python", "-m", "nanochat.common", "--width=2"]))
+    assert "refuses --depth=x" in str(problem(["python", "-m", "nanochat.common", "--depth=x"]))
+
+
+def test_blocks_that_differ_in_more_than_comments_are_found() -> None:
+    english, chinese = (
+        read(f"# A\n\n```bash\nls  # {word}\n{more}```\n") for word, more in [("all", ""), ("全部", "")]
+    )
+    assert [without_comments(b) for b in english.blocks] == [without_comments(b) for b in chinese.blocks]
+    longer = read("# A\n\n```bash\nls\npwd\n```\n")
+    assert without_comments(english.blocks[0]) != without_comments(longer.blocks[0])

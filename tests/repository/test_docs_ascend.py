@@ -1,0 +1,123 @@
+"""What the Ascend documents say in tables and chapters is what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nanochat import planner
+from nanochat.platforms import ascend
+from tests.repository.test_docs import read
+from tools_npu import versions
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MAIN = ("README_ASCEND.md", "README_ASCEND.en.md")
+TROUBLESHOOTING = ("故障排除手册.md", "docs/en/troubleshooting.md")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of all tables, as cells."""
+    lines = (line.strip() for line in text.splitlines())
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_table_of_chips_is_that_of_the_code(name: str) -> None:
+    told = {row[0]: row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 7}
+    for chip in ascend.CHIPS:
+        (row,) = (row for first, row in told.items() if re.match(rf"{re.escape(chip.name)}(?![\w-])", first))
+        socs = f"{chip.socs[0]}–{chip.socs[-1]}" if len(chip.socs) > 1 else str(chip.socs[0])
+        assert (row[1], row[4]) == (socs, f"{chip.tflops:g}")
+        assert row[2].startswith("bf16" if chip.bf16 else "fp16")
+        assert row[3] == (f"{chip.memory_gib:g} GB" if chip.trains else "LPDDR")
+        estimate = "estimate" in chip.source
+        assert ("估算" in row[5] or "estimate" in row[5]) == estimate
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_table_of_versions_is_that_of_the_set_up(name: str) -> None:
+    found = {row[0]: row[1:] for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 3}
+    for cann in {row.cann for row in versions.TABLE}:
+        first, others = found[cann]
+        fit = [row.torch_npu for row in versions.TABLE if row.cann == cann]
+        assert versions.resolve(cann).torch_npu == first == fit[0]
+        assert re.split(r"、|, ", others) == fit[1:]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert versions.NEWEST.torch_npu in text and versions.CANN_FLOOR in text
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_paper_model_is_that_of_the_planner(name: str) -> None:
+    told = {row[0]: row[1:] for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 8}
+    expected = [row for row in rows(planner.table(32_768)) if row[0] in {chip.name for chip in ascend.CHIPS}]
+    assert len(expected) > 5
+    for chip, _, *cells in expected:
+        assert told[chip] == cells
+
+
+@pytest.mark.parametrize("name", ["NPU使用技巧.md", "docs/en/npu-tips.md"])
+def test_the_tips_repeat_the_counts_of_the_page_on_speed(name: str) -> None:
+    counted = {row[0]: row[1:] for row in rows((ROOT / "docs/npu-speed.md").read_text(encoding="utf-8"))}["step"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert counted[0] in text and counted[1] in text
+
+
+@pytest.mark.parametrize("name", TROUBLESHOOTING)
+def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    patterns = [pattern for pattern, *_ in (*ascend.TROUBLES, *ascend.LOADING)]
+    words = {word for pattern in patterns for word in pattern.split("|")} - {"No module named 'torch_npu'"}
+    assert {"EI0006", "libascend_hal"} <= words
+    assert [word for word in sorted(words) if not re.search(word, text)] == []
+
+
+# What the project says to a bad input, as the code has it and as a reader will look for it.
+REFUSALS = """
+    but the launcher started local rank|NPROC_PER_NODE must be from 1 to|--kernels fused was asked for, but
+    NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16|, update skipped
+    more than six sigma above the last 128
+    is for inference only, it cannot train|--compile was asked for, but cannot be used
+    total_batch_size must be a multiple of|npu-smi: not found|no CANN was found|Python 3.10 or later is needed
+"""
+
+
+@pytest.mark.parametrize("name", TROUBLESHOOTING)
+def test_every_refusal_can_be_looked_up_by_its_words(name: str) -> None:
+    sources = [*ROOT.glob("*.sh"), *(ROOT / "nanochat").rglob("*.py"), *(ROOT / "tools_npu").glob("*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for words in re.split(r"[|\n]", REFUSALS.strip()):
+        assert words.strip() in code, words
+        assert words.strip() in text, words
+    both = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_NPU_ALLOC_CONF": ""}
+    said = [
+        ascend.in_use(0, 0, 64 << 30)[: len("NPU 0 is in use")],
+        ascend.cannot_open(3, "")[: len("NPU 3 cannot be opened")],
+        ascend.port_words("29500").partition(";")[0],
+        ascend.prepare_loading("2.13", both).partition(",")[0],
+        versions.resolve("8.0.0").refusal[0].partition(":")[0],
+        versions.asked("2.1.0").refusal[0].partition(":")[0],
+    ]
+    assert [words for words in said if not words or words not in text] == []
+
+
+@pytest.mark.parametrize("name", TROUBLESHOOTING)
+def test_every_chapter_has_symptom_cause_command_and_remedy(name: str) -> None:
+    chapters = re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)[1:]
+    numbered = [chapter for chapter in chapters if re.match(r"\d+ ", chapter)]
+    assert [int(chapter.split()[0]) for chapter in numbered] == list(range(1, len(numbered) + 1))
+    words = ("现象", "原因", "命令", "处理") if name.startswith("故障") else ("Symptom", "Cause", "Command", "Remedy")
+    for chapter in numbered:
+        places = [chapter.find(f"**{word}**") for word in words]
+        assert places == sorted(places) and places[0] > 0, chapter.splitlines()[0]
+        assert "```bash" in chapter, chapter.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_every_ascend_document_is_linked_from_the_first(name: str) -> None:
+    links = {(ROOT / name).parent / link for link in read((ROOT / name).read_text(encoding="utf-8")).links}
+    guides = ["华为昇腾运行指南.md", "故障排除手册.md", "NPU使用技巧.md"]
+    english = ["docs/en/ascend-guide.md", "docs/en/troubleshooting.md", "docs/en/npu-tips.md"]
+    assert {ROOT / guide for guide in (english if name.endswith("en.md") else guides)} <= links
+    project = ROOT / ("README.md" if name.endswith("en.md") else "README.zh.md")
+    assert name in read(project.read_text(encoding="utf-8")).links

@@ -1,0 +1,72 @@
+"""Two launchers, as on two hosts, on this one: they meet, train what one process trains, and go on in another mode."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.runtime.tracking import read_metrics
+from tests.support.small_world import make_corpus
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FLAGS = "--depth=2 --num_iterations=12 --total_batch_size=4096 --max_seq_len=256 --no_compile --save_seconds=0".split()
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(hosts: int, ranks: int, *flags: str, last: str = "") -> list[subprocess.CompletedProcess[str]]:
+    """The command that the README shows, once for each host, the last one with a flag more; what each launcher said."""
+    meeting = f"--nnodes={hosts} --rdzv_backend=c10d --rdzv_endpoint=localhost:{free_port()} --rdzv_id=test"
+    words = [sys.executable, "-m", "torch.distributed.run", *meeting.split(), f"--nproc_per_node={ranks}",
+             "-m", "scripts.base_train", "--", *FLAGS, *flags]  # fmt: skip
+    environment = {**os.environ, "NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [*words, *([last] if last and host == hosts - 1 else [])], cwd=ROOT, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for host in range(hosts)
+    ]  # fmt: skip
+    ended = []
+    try:
+        for process in started:
+            said, complained = process.communicate(timeout=300)
+            ended.append(subprocess.CompletedProcess(words, process.returncode, said, complained))
+    finally:
+        for process in started:
+            process.kill()
+    return ended
+
+
+def test_two_launchers_train_what_one_process_trains(base_folder: Path) -> None:
+    make_corpus(base_folder)
+    first = launch(2, 2, "--model_tag=two", "--stop_at=7")
+    assert [done.returncode for done in first] == [0, 0], first[0].stderr + first[1].stderr
+    together = "".join(done.stdout for done in first)
+    assert "parameters: --shard=grad, 2 replica(s) of 2 shard(s)" in together
+    assert together.count("step 00007/00012") == 1  # rank 0 speaks for both hosts
+    rest = launch(2, 1, "--model_tag=two", "--shard=full")
+    assert [done.returncode for done in rest] == [0, 0], rest[0].stderr + rest[1].stderr
+    assert "parameters: --shard=full, 1 replica(s) of 2 shard(s)" in "".join(done.stdout for done in rest)
+    alone = launch(1, 1, "--model_tag=one")
+    assert alone[0].returncode == 0, alone[0].stderr
+    two, one = (read_metrics(base_folder / "base_checkpoints" / tag) for tag in ("two", "one"))
+    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 13))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-4)
+
+
+def test_a_host_with_another_command_is_refused(base_folder: Path) -> None:
+    make_corpus(base_folder)
+    ended = launch(2, 1, "--model_tag=two", last="--seed=7")
+    assert all(done.returncode for done in ended)
+    assert "setting seed is " in ended[0].stderr + ended[1].stderr
+    assert not (base_folder / "base_checkpoints").exists()

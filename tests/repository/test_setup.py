@@ -1,0 +1,369 @@
+"""setup_env.sh on fake machines: what each refuses, what each goes on without, and what a kill leaves behind."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Commands that set-up takes from the system; whatever else it finds on PATH is a stub of the test.
+SYSTEM = "awk bash cat cksum cp cut dirname env find flock grep head kill mkdir mv rm sed sleep sort tail touch"
+
+# A Python that makes "environments" of itself, and a uv that does as told. Every call is written down.
+PYTHON = r"""#!/bin/bash
+version="${version:-3 11 1}"
+echo "python $*" >>"$CALLS"
+case "$1 $2" in
+*ensurepip*) echo "$version" ;;
+*sys.version*) echo "python 3.11.0" ;;
+*Python.h*) exit "${FAKE_NO_HEADERS:-0}" ;;
+*find_spec*) exit "${FAKE_NO_TORCH_NPU:-0}" ;;
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip")
+    case "$*" in
+    *"config list") printf '%s\n' "${FAKE_PIP_CONFIG:-}" ;;
+    *uv.lock) [ "${FAKE_UV:-}" != absent ] && cp "$STUBS/uv.stub" "${0%python}uv" ;;
+    *install*) [ "${FAKE_PIP:-}" != broken ] || { echo "pip: no such index"; exit 1; } ;;
+    esac ;;
+esac
+"""
+UV = r"""#!/bin/bash
+echo "uv $* index=$UV_DEFAULT_INDEX extra=$UV_INDEX links=$UV_FIND_LINKS insecure=$UV_INSECURE_HOST" >>"$CALLS"
+case "${FAKE_UV:-}" in
+broken) echo "uv: no such index"; exit 2 ;;
+slow) sleep 0.2 ;;
+deadly) kill -9 $PPID ;;
+esac
+case "$*" in */rustbpe) exit "${FAKE_RUSTBPE:-0}" ;; esac
+"""
+DF = r"""#!/bin/bash
+echo Filesystem 1024-blocks Used Available Capacity Mounted on
+echo /dev/fake 9 9 $((${FAKE_GB:-100} * 1048576)) 9% /
+"""
+
+
+class Machine:
+    """A folder with set-up in it, and a PATH that holds nothing but stubs and a few system commands."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "clone"
+        self.stubs = folder / "bin"
+        self.calls = folder / "calls"
+        self.environment: dict[str, str] = {}
+        self.root.mkdir()
+        self.stubs.mkdir()
+        self.calls.touch()
+        for name in ("setup_env.sh", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.root)
+        (self.root / "requirements.lock").write_text(
+            "numpy==1 \\\n    --hash=sha256:1\nuv==1.0 \\\n    --hash=sha256:2\n"
+        )
+        (self.root / "requirements-torch.lock").write_text("torch==1\n")
+        (self.root / "requirements-dev.lock").write_text("pytest==1\n")
+        (self.root / "rustbpe").mkdir()
+        (self.root / "rustbpe" / "Cargo.toml").write_text("[package]\n")
+        for command in SYSTEM.split():
+            if place := shutil.which(command):
+                (self.stubs / command).symlink_to(place)
+        self.stub("uv.stub", UV)
+        self.stub("df", DF)
+        self.stub("python3", PYTHON)
+        self.stub("cargo")
+        self.stub("g++")
+
+    def stub(self, name: str, text: str = "#!/bin/bash\n") -> None:
+        path = self.stubs / name
+        path.unlink(missing_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def python(self, name: str, version: str) -> None:
+        """A stub Python under `name`, of a version `major minor whole`."""
+        self.stub(name, PYTHON.replace("${version:-3 11 1}", version))
+
+    def start(self, *flags: str, **environment: str) -> subprocess.Popen[str]:
+        base = {"PATH": str(self.stubs), "HOME": str(self.root), "CALLS": str(self.calls), "STUBS": str(self.stubs)}
+        return subprocess.Popen(
+            ["bash", str(self.root / "setup_env.sh"), *flags],
+            env=base | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.root.parent,
+        )
+
+    def run(self, *flags: str, **environment: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error of one set-up."""
+        process = self.start(*flags, **environment)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def called(self, words: str) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if words in line]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_everything_there_installs_the_locks_with_uv(machine: Machine) -> None:
+    code, out, err = machine.run()
+    assert (code, err) == (0, "")
+    locks = [line.split("-r ")[1].split()[0].split("/")[-1] for line in machine.called("uv pip") if "-r " in line]
+    assert locks == ["requirements.lock", "requirements-torch.lock"]
+    assert all("--require-hashes" in line for line in machine.called("-r "))
+    assert machine.called("--no-deps --no-build-isolation --editable")
+    assert machine.called("--no-deps --no-build-isolation " + str(machine.root / "rustbpe"))
+    assert "ready" in out
+    assert not (machine.root / ".venv" / "setup.busy").exists()
+
+
+def test_dev_adds_the_test_tools_and_a_later_plain_call_keeps_them(machine: Machine) -> None:
+    machine.run()
+    assert machine.run("--dev")[0] == 0
+    assert machine.called("requirements-dev.lock")
+    calls = len(machine.called(" pip "))
+    assert machine.run()[:2] == (0, "")
+    assert len(machine.called(" pip ")) == calls
+
+
+def test_second_call_does_nothing(machine: Machine) -> None:
+    machine.run()
+    calls = len(machine.called(" pip "))
+    stamp = machine.root / ".venv" / "setup.stamp"
+    before = stamp.stat().st_mtime_ns
+    assert machine.run() == (0, "", "")
+    assert len(machine.called(" pip ")) == calls
+    assert stamp.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "pyproject.toml", "rustbpe/Cargo.toml"])
+def test_a_changed_input_installs_again(machine: Machine, name: str) -> None:
+    machine.run()
+    calls = len(machine.called("uv pip"))
+    with open(machine.root / name, "a") as f:
+        f.write("# changed\n")
+    assert machine.run()[0] == 0
+    assert len(machine.called("uv pip")) == 2 * calls
+
+
+def test_python_too_old(machine: Machine) -> None:
+    machine.python("python3", "3 8 1")
+    code, _, err = machine.run()
+    assert code == 1
+    assert "Python 3.10 or later is needed; the newest on PATH is 3.8" in err
+    assert "apt-get install -y python3.11" in err
+    assert "错误：需要 Python 3.10 或更高版本" in err
+    assert not (machine.root / ".venv").exists()
+
+
+def test_no_python(machine: Machine) -> None:
+    (machine.stubs / "python3").unlink()
+    code, _, err = machine.run()
+    assert code == 1
+    assert "none was found" in err
+
+
+def test_newest_python_that_can_make_an_environment_is_taken(machine: Machine) -> None:
+    machine.python("python3", "3 8 1")
+    machine.python("python3.10", "3 10 1")
+    machine.python("python3.11", "3 11 1")
+    machine.python("python3.12", "3 12 0")
+    machine.stub("python3.13", "#!/bin/bash\necho 'not enabled here' >&2\nexit 127\n")
+    code, out, _ = machine.run()
+    assert code == 0
+    assert "Python 3.11" in out
+
+
+def test_a_python_newer_than_those_tried_is_taken_only_if_there_is_no_other(machine: Machine) -> None:
+    machine.python("python3", "3 15 1")
+    assert "Python 3.15" in machine.run()[1]
+    shutil.rmtree(machine.root / ".venv")
+    machine.python("python3.12", "3 12 1")
+    assert "Python 3.12" in machine.run()[1]
+
+
+def test_venv_missing_names_the_package(machine: Machine) -> None:
+    machine.python("python3", "3 12 0")
+    code, _, err = machine.run()
+    assert code == 1
+    assert "apt-get install -y python3.12-venv" in err
+    assert "无法创建虚拟环境" in err
+    assert not (machine.root / ".venv").exists()
+
+
+def test_disk_too_full(machine: Machine) -> None:
+    code, _, err = machine.run(FAKE_GB="3")
+    assert code == 1
+    assert "has 3 GB free; the environment needs 8 GB" in err
+    assert "剩余 3 GB" in err
+    assert not (machine.root / ".venv").exists()
+
+
+def test_little_disk_is_enough_once_torch_is_there(machine: Machine) -> None:
+    machine.run()
+    (machine.root / ".venv/lib/python3.11/site-packages/torch").mkdir(parents=True)
+    assert machine.run("--dev", FAKE_GB="3")[0] == 0
+
+
+def test_no_cargo_goes_on_with_the_published_wheel(machine: Machine) -> None:
+    (machine.stubs / "cargo").unlink()
+    code, out, _ = machine.run()
+    assert code == 0
+    assert "no Rust toolchain (cargo): going on with the published rustbpe wheel" in out
+    assert "没有 Rust 工具链" in out
+    assert not machine.called("/rustbpe ")
+    machine.stub("cargo")
+    machine.run()
+    assert machine.called("/rustbpe "), "a toolchain installed later is used"
+
+
+def test_rustbpe_that_does_not_build_falls_back_to_the_wheel(machine: Machine) -> None:
+    code, out, _ = machine.run(FAKE_RUSTBPE="1")
+    assert code == 0
+    assert "rustbpe could not be built" in out
+    assert [line.split("/")[-1].split()[0] for line in machine.called("uv pip")][-2:] == [
+        "rustbpe",
+        "requirements.lock",
+    ]
+
+
+@pytest.mark.parametrize(("missing", "named"), [("compiler", "g++"), ("headers", "python3-dev")])
+def test_no_compiler_goes_on_uncompiled(machine: Machine, missing: str, named: str) -> None:
+    if missing == "compiler":
+        (machine.stubs / "g++").unlink()
+    code, out, _ = machine.run(FAKE_NO_HEADERS=str(int(missing == "headers")))
+    assert code == 0
+    assert "models run uncompiled" in out
+    assert f"apt-get install -y {named} mends it" in out
+
+
+def test_a_compiler_is_not_mentioned_when_there_is_one(machine: Machine) -> None:
+    assert "compil" not in machine.run()[1]
+
+
+@pytest.mark.parametrize("uv", ["absent", "broken"])
+def test_where_uv_fails_pip_goes_on(machine: Machine, uv: str) -> None:
+    code, out, _ = machine.run(FAKE_UV=uv)
+    assert code == 0
+    assert "pip goes on" in out
+    installed = [line for line in machine.called("python -m pip install") if "uv.lock" not in line]
+    assert len([line for line in installed if "--require-hashes -r" in line]) == 2
+    assert any("--editable" in line for line in installed)
+
+
+def test_no_index_at_all_says_how_to_name_one_and_the_next_call_goes_on(machine: Machine) -> None:
+    code, _, err = machine.run(FAKE_UV="broken", FAKE_PIP="broken")
+    assert code == 1
+    assert "pip: no such index" in err, "the end of the log is shown"
+    assert "pip config set global.index-url URL" in err
+    assert "设置镜像" in err
+    assert str(machine.root / ".venv" / "setup.log") in err
+    environments = len(machine.called("-m venv"))
+    assert machine.run()[0] == 0
+    assert len(machine.called("-m venv")) == environments, "a refusal leaves the environment in use"
+
+
+def test_what_is_set_for_pip_is_handed_on_to_uv(machine: Machine) -> None:
+    config = "\n".join(
+        [
+            ":env:.index-url='https://mirror.example/simple'",
+            "global.extra-index-url='\\nhttps://one.example\\nhttps://two.example'",
+            "global.find-links='/wheels /more'",
+            "global.index-url='https://other.example'",
+            "global.trusted-host='mirror.example'",
+        ]
+    )
+    machine.run(FAKE_PIP_CONFIG=config)
+    line = machine.called("requirements.lock")[0]
+    assert "index=https://mirror.example/simple extra=https://one.example https://two.example" in line
+    assert "links=/wheels,/more insecure=mirror.example" in line
+
+
+def test_uv_settings_of_the_user_win(machine: Machine) -> None:
+    machine.run(FAKE_PIP_CONFIG="global.index-url='https://pip.example'", UV_DEFAULT_INDEX="https://uv.example")
+    assert "index=https://uv.example" in machine.called("requirements.lock")[0]
+
+
+def test_killed_in_the_middle_and_typed_again(machine: Machine) -> None:
+    assert machine.run(FAKE_UV="deadly")[0] == -9
+    half = machine.root / ".venv" / "half-written"
+    half.touch()
+    code, out, _ = machine.run()
+    assert code == 0
+    assert "ready" in out
+    assert not half.exists(), "what a killed set-up left is not trusted"
+    assert machine.run() == (0, "", "")
+
+
+def test_two_at_once_install_once(machine: Machine) -> None:
+    processes = [machine.start(FAKE_UV="slow") for _ in range(3)]
+    output = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], output
+    assert sum("ready" in out for out, _ in output) == 1
+    assert len(machine.called("-m venv")) == 1
+
+
+def test_moved_folder_makes_the_environment_anew(machine: Machine) -> None:
+    machine.run()
+    machine.root = machine.root.rename(machine.root.parent / "elsewhere")
+    assert "ready" in machine.run()[1]
+    assert len(machine.called("-m venv")) == 2
+
+
+def test_environment_whose_python_is_gone_is_made_anew(machine: Machine) -> None:
+    machine.run()
+    (machine.root / ".venv/bin/python").unlink()
+    assert "ready" in machine.run()[1]
+    assert len(machine.called("-m venv")) == 2
+
+
+def test_environment_of_the_user_is_left_alone(machine: Machine) -> None:
+    own = machine.root / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    code, _, err = machine.run()
+    assert code == 1
+    assert "was not made by this script" in err
+    assert "不是由本脚本创建的" in err
+    assert own.exists()
+
+
+def test_ascend_host_keeps_its_own_torch(machine: Machine) -> None:
+    code, _, err = machine.run(NANOCHAT_DEVICE="npu", FAKE_NO_TORCH_NPU="1")
+    assert code == 1
+    assert "must be of one release that fits its CANN" in err
+    assert machine.run(NANOCHAT_DEVICE="npu")[0] == 0
+    assert not machine.called("requirements-torch.lock")
+
+
+def test_unknown_flag_is_named(machine: Machine) -> None:
+    code, _, err = machine.run("--fast")
+    assert code == 1
+    assert "takes --dev, got --fast" in err
+
+
+def test_sourced_it_activates_the_environment(machine: Machine) -> None:
+    script = f'source "{machine.root}/setup_env.sh" && setup_env >/dev/null && command -v python'
+    env = {"PATH": str(machine.stubs), "HOME": "/", "CALLS": str(machine.calls), "STUBS": str(machine.stubs)}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{machine.root}/.venv/bin/python\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_real_environment_runs_the_package(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    ignore = shutil.ignore_patterns(".git", ".venv*", "target", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, clone, ignore=ignore)
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment["CARGO_TARGET_DIR"] = str(ROOT / "rustbpe" / "target")  # what is compiled already serves here too
+    done = subprocess.run(["bash", "setup_env.sh"], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = "import nanochat.common, torch; print(nanochat.__file__)"
+    shown = subprocess.run([clone / ".venv/bin/python", "-c", code], cwd="/", capture_output=True, text=True)
+    assert shown.stdout.strip() == str(clone / "nanochat/__init__.py"), shown.stderr
+    assert subprocess.run(["bash", "setup_env.sh"], cwd=clone, capture_output=True, env=environment).stdout == b""

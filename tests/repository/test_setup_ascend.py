@@ -1,0 +1,363 @@
+"""setup_ascend.sh on pretended hosts: every layout of CANN, every floor, what it exports, what it leaves behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ascend_hosts import Host, install_cann, make_host
+from tools_npu import host, setup
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# set-up has tests of its own: here it writes down how it was called, and makes a Python with the pair it was asked for
+SETUP = r"""
+setup_env() {
+    echo "setup_env $*" >>"$CALLS"
+    if [ "${FAKE_SETUP:-}" = fails ]; then echo "error: no such index" >&2; exit 1; fi
+    mkdir -p "$ROOT_OF_CLONE/.venv/bin"
+    touch "$ROOT_OF_CLONE/.venv/setup.stamp"
+    if [ "${1:-}" = --npu ]; then
+        echo "${FAKE_AFTER:-$2}" >"$ROOT_OF_CLONE/.venv/torch_npu"
+        cp "$STUBS/python.stub" "$ROOT_OF_CLONE/.venv/bin/python"
+    fi
+}
+"""
+# The Python of .venv: real, but for the question which torch and torch_npu it has.
+PYTHON = r"""#!/bin/bash
+case "$2" in
+*"import torch_npu"*)
+    version=$(cat "${0%/bin/python}/torch_npu")
+    case $version in
+    broken) echo torch 2.9.0; echo "ImportError: undefined symbol: _ZN2at" >&2; exit 1 ;;
+    no-hal) echo torch 2.9.0; echo "ImportError: libascend_hal.so: cannot open shared object file" >&2; exit 1 ;;
+    esac
+    echo "torch ${version%%.post*}"
+    echo "torch_npu $version"
+    ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+class Clone:
+    """The scripts in a folder of their own, and a pretended host."""
+
+    def __init__(self, folder: Path):
+        self.root, self.stubs, self.calls = folder / "clone", folder / "bin", folder / "calls"
+        self.host_root = folder / "host"
+        self.root.mkdir()
+        self.stubs.mkdir()
+        self.calls.touch()
+        shutil.copy(ROOT / "setup_ascend.sh", self.root)
+        shutil.copytree(ROOT / "tools_npu", self.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "setup_env.sh").write_text(SETUP)
+        (self.stubs / "python.stub").write_text(PYTHON.replace("REAL", sys.executable))
+        (self.stubs / "python.stub").chmod(0o755)
+        (self.stubs / "python3").symlink_to(sys.executable)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {
+            "PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.host_root / "home"), "CALLS": str(self.calls),
+            "STUBS": str(self.stubs), "ROOT_OF_CLONE": str(self.root), "ASCEND_ROOT_PREFIX": str(self.host_root),
+            **more,
+        }  # fmt: skip
+
+    def make_host(self, **options: object) -> Host:
+        return make_host(self.host_root, **options)  # type: ignore[arg-type]
+
+    def run(self, *flags: str, **more: str) -> tuple[int, str]:
+        """Exit code and output of `bash setup_ascend.sh`."""
+        done = subprocess.run(["bash", str(self.root / "setup_ascend.sh"), *flags], env=self.environment(**more),
+                              capture_output=True, text=True, cwd="/")  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    def shell(self, script: str, shell: str = "bash", **more: str) -> tuple[int, str]:
+        """Exit code and output of a script in which $SETUP is the file to source."""
+        env = self.environment(SETUP=str(self.root / "setup_ascend.sh"), **more)
+        done = subprocess.run([shell, "-c", script], env=env, capture_output=True, text=True, cwd=self.root)
+        return done.returncode, done.stdout + done.stderr
+
+    def has_pair(self, torch_npu: str) -> None:
+        """A .venv with this torch_npu."""
+        folder = self.root / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        shutil.copy(self.stubs / "python.stub", folder / "python")
+        (folder.parent / "torch_npu").write_text(torch_npu)
+        (folder.parent / "setup.stamp").touch()
+
+    @property
+    def called(self) -> list[str]:
+        return self.calls.read_text().splitlines()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+# --- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["cann", "ascend-toolkit", "nnae", "latest", "home"])
+def test_every_layout_of_cann_is_found(clone: Clone, layout: str) -> None:
+    made = clone.make_host(layout=layout, cann="8.5.0")
+    code, out = clone.run()
+    assert code == 0, out
+    assert f"CANN 8.5.0 in {made.home}" in out
+    assert "driver 24.1.rc1" in out and "2 card(s) davinci0 davinci1" in out
+    assert "CANN 8.5.0 -> torch_npu 2.9.0 -> torch 2.9.0" in out
+    assert clone.called == ["setup_env --npu 2.9.0 --python-max 12"]
+
+
+def test_the_newest_of_several_canns_is_taken_but_that_of_the_environment_first(clone: Clone) -> None:
+    made = clone.make_host(layout="cann", cann="9.0.0")
+    old, _ = install_cann(clone.host_root / "usr/local/Ascend", "ascend-toolkit", "8.3.RC1")
+    env = clone.environment()
+    assert [cann.version for cann in host.find_canns(env)] == ["9.0.0", "8.3.RC1"]
+    env["ASCEND_HOME_PATH"] = str(old)
+    assert [(cann.version, cann.layout) for cann in host.find_canns(env)] == [
+        ("8.3.RC1", "environment"), ("9.0.0", "cann")]  # fmt: skip
+    assert host.find_canns(env)[0].set_env == str(old.parent / "set_env.sh")
+    assert made.set_env.exists()
+
+
+# --- versions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cann", ["8.2.RC1", "8.0.0", "7.0.0"])
+def test_cann_below_the_floor_is_refused(clone: Clone, cann: str) -> None:
+    clone.make_host(layout="ascend-toolkit", cann=cann)
+    code, out = clone.run()
+    assert code == 1
+    assert f"CANN {cann} is too old: 8.3.RC1 or later is needed" in out and f"CANN {cann} 版本过低" in out
+    assert clone.called == []
+
+
+def test_cann_newer_than_the_table_goes_on_with_a_warning(clone: Clone) -> None:
+    clone.make_host(cann="9.4.0")
+    code, out = clone.run()
+    assert code == 0
+    assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.13.0" in out
+    assert clone.called == ["setup_env --npu 2.13.0 --python-max 14"]
+
+
+def test_cann_whose_version_cannot_be_read_asks_for_the_torch_npu(clone: Clone) -> None:
+    clone.make_host(layout="ascend-toolkit", cann="")
+    code, out = clone.run()
+    assert (code, "--torch-npu VERSION" in out) == (1, True)
+    assert clone.run("--torch-npu", "2.8.0.post2")[0] == 0
+    assert clone.called == ["setup_env --npu 2.8.0.post2 --python-max 12"]
+
+
+def test_a_torch_npu_that_is_asked_for_is_taken_above_the_floor(clone: Clone) -> None:
+    clone.make_host()
+    code, out = clone.run("--torch-npu", "2.6.0.post5")
+    assert (code, "torch_npu 2.6.0.post5 is too old: 2.7 or later is needed" in out) == (1, True)
+    assert clone.run(NANOCHAT_TORCH_NPU="2.9.0.post4")[0] == 0
+    assert clone.called == ["setup_env --npu 2.9.0.post4 --python-max 13"]
+
+
+def test_old_glibc_is_refused(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone.make_host()
+    monkeypatch.setattr(setup, "glibc", lambda: (2, 27))
+    monkeypatch.setenv("ASCEND_ROOT_PREFIX", str(clone.host_root))
+    assert setup.main(["--dry-run"]) == 1
+    assert "glibc 2.27 is too old: 2.28 or later" in capsys.readouterr().err
+
+
+# --- hosts that lack something ---------------------------------------------------------------------
+
+
+def test_a_host_without_npu_is_said_to_be_one(clone: Clone) -> None:
+    code, out = clone.run()
+    assert code == 3
+    assert "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN" in out and "本机没有昇腾 NPU" in out
+
+
+def test_cards_without_cann_name_where_it_was_looked_for(clone: Clone) -> None:
+    made = clone.make_host(layout="cann")
+    shutil.rmtree(made.root / "usr/local/Ascend/cann-8.5.0")
+    code, out = clone.run()
+    assert code == 1
+    assert "no CANN was found" in out and "/usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}" in out
+
+
+def test_cann_without_cards_is_set_up_all_the_same_as_in_an_image(clone: Clone) -> None:
+    clone.make_host(cards=0)
+    code, out = clone.run(FAKE_AFTER="no-hal")
+    assert code == 0, out
+    assert "no card is visible" in out
+    assert "torch_npu does not load (libascend_hal.so)" in out, "told, but no error without cards"
+
+
+def test_a_torch_npu_that_does_not_load_names_the_missing_library(clone: Clone) -> None:
+    clone.make_host()
+    code, out = clone.run(FAKE_AFTER="no-hal")
+    assert code == 1
+    assert "torch_npu does not load (libascend_hal.so)" in out and "check_npu.py" in out
+
+
+def test_a_failed_installation_ends_with_1(clone: Clone) -> None:
+    clone.make_host()
+    code, out = clone.run(FAKE_SETUP="fails")
+    assert code == 1
+    assert "no such index" in out and "the environment could not be made" in out
+
+
+def test_no_python_at_all(clone: Clone) -> None:
+    (clone.stubs / "python3").unlink()
+    for command in ("bash", "dirname", "mktemp", "rm"):
+        (clone.stubs / command).symlink_to(shutil.which(command) or "")
+    code, out = clone.run(PATH=str(clone.stubs))
+    assert (code, "Python 3.10 or later is needed" in out) == (1, True)
+
+
+# --- what is there already -------------------------------------------------------------------------
+
+
+def test_a_pair_that_loads_and_fits_is_kept(clone: Clone) -> None:
+    clone.make_host(cann="9.0.0")
+    clone.has_pair("2.8.0.post4")
+    code, out = clone.run()
+    assert code == 0
+    assert "torch 2.8.0 and torch_npu 2.8.0.post4 load and fit CANN 9.0.0: kept" in out
+    assert clone.called == ["setup_env "]
+
+
+@pytest.mark.parametrize("there", ["2.12.0", "broken"])
+def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) -> None:
+    clone.make_host(cann="9.0.0")
+    clone.has_pair(there)
+    assert clone.run()[0] == 0
+    assert clone.called == ["setup_env --npu 2.9.0.post2 --python-max 13"]
+
+
+def test_fix_makes_a_broken_environment_anew(clone: Clone) -> None:
+    clone.make_host()
+    clone.has_pair("broken")
+    assert clone.run("--fix")[0] == 0
+    assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh throws away what bears this mark"
+
+
+def test_dry_run_prints_and_changes_nothing(clone: Clone) -> None:
+    made = clone.make_host()
+    code, out = clone.run("--dry-run")
+    assert code == 0
+    assert "would run: bash -c" in out and "setup_env --npu 2.9.0 --python-max 12" in out
+    assert "export TASK_QUEUE_ENABLE=2" in out and f"export ASCEND_HOME_PATH={made.home}" in out
+    assert "nothing was changed" in out
+    assert clone.called == [] and not (clone.root / ".venv").exists()
+
+
+def test_a_wrong_flag_ends_with_2(clone: Clone) -> None:
+    assert clone.run("--fast")[0] == 2
+
+
+# --- the shell that sources it ---------------------------------------------------------------------
+
+SHELLS = [shell for shell in ("bash", "zsh", "dash") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_sourced_it_sets_the_variables(clone: Clone, shell: str) -> None:
+    made = clone.make_host()
+    script = '. "$SETUP" >/dev/null; echo "code $?"; env'
+    if shell == "dash":
+        script = script.replace('"$SETUP"', "./setup_ascend.sh")
+    code, out = clone.shell(script, shell, LD_LIBRARY_PATH="/own")
+    assert code == 0
+    lines = out.splitlines()
+    driver = made.root / "usr/local/Ascend/driver/lib64"
+    assert "code 0" in lines
+    for line in [
+        "TASK_QUEUE_ENABLE=2",
+        "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
+        "CPU_AFFINITY_CONF=2",
+        "HCCL_CONNECT_TIMEOUT=1200",
+        "HCCL_EXEC_TIMEOUT=1836",
+        "HCCL_WHITELIST_DISABLE=1",
+        f"ASCEND_OPP_PATH={made.home}/opp",
+        f"LD_LIBRARY_PATH={driver}/common:{driver}/driver:{driver}:{made.home}/lib64:/own",
+        f"VIRTUAL_ENV={clone.root}/.venv",
+    ]:
+        assert line in lines, out
+    assert any(line.startswith(f"PATH={clone.root}/.venv/bin:{made.home}/bin:") for line in lines)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_sourced_it_leaves_options_names_and_the_shell_alive(clone: Clone, shell: str) -> None:
+    clone.make_host(cann="8.2.RC1")
+    source = ". ./setup_ascend.sh" if shell == "dash" else '. "$SETUP"'
+    for options in ("set +e", "set -u"):
+        script = (
+            f'{options}; before=$-; {source} >/dev/null 2>&1; echo "code $?"; [ "$before" = "$-" ] && echo same; set'
+        )
+        _, out = clone.shell(script, shell)
+        assert "code 1" in out.splitlines() and "same" in out.splitlines(), out
+        assert [line for line in out.splitlines() if line.startswith("nanochat_")] == []
+    assert clone.shell(f"{source} >/dev/null 2>&1 || echo alive", shell) == (0, "alive\n")
+
+
+def test_sourced_under_strict_options_it_works_and_they_stay(clone: Clone) -> None:
+    clone.make_host()
+    script = 'set -euo pipefail; source "$SETUP" >/dev/null; echo "$TASK_QUEUE_ENABLE $-"'
+    code, out = clone.shell(script)
+    assert (code, out.split()[0]) == (0, "2"), out
+    assert "e" in out.split()[1] and "u" in out.split()[1]
+
+
+def test_sourced_twice_paths_are_there_once(clone: Clone) -> None:
+    made = clone.make_host()
+    script = """source "$SETUP" >/dev/null; one="$PATH $LD_LIBRARY_PATH"; source "$SETUP"
+[ "$one" = "$PATH $LD_LIBRARY_PATH" ]"""
+    code, out = clone.shell(script)
+    assert code == 0, out
+    assert str(made.home) in out and "kept" in out
+
+
+def test_variables_of_the_user_win(clone: Clone) -> None:
+    clone.make_host()
+    script = 'source "$SETUP" >/dev/null; echo "$HCCL_CONNECT_TIMEOUT $PYTORCH_NPU_ALLOC_CONF"'
+    words = clone.shell(script, HCCL_CONNECT_TIMEOUT="600", PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1]
+    assert words == "600 max_split_size_mb:64\n"
+
+
+def test_the_allocator_variable_gets_the_name_that_this_torch_npu_reads(clone: Clone) -> None:
+    clone.make_host(cann="9.4.0")
+    script = 'source "$SETUP" >/dev/null; echo "$PYTORCH_ALLOC_CONF ${PYTORCH_NPU_ALLOC_CONF-unset}"'
+    assert clone.shell(script, PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1] == "max_split_size_mb:64 unset\n"
+
+
+def test_fix_takes_harmful_variables_away_and_without_it_they_are_named(clone: Clone) -> None:
+    clone.make_host()
+    harmful = {"ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "HCCL_CONNECT_TIMEOUT": "9"}
+    code, out = clone.run(**harmful)
+    assert code == 0
+    for name in harmful:
+        assert f"warning: {name}=" in out
+    shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT"'
+    script = f'source "$SETUP" --fix >/dev/null; echo {shown}'
+    assert clone.shell(script, **harmful)[1] == "gone 3 1200\n"
+
+
+def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
+    old: dict[str, str] = {"A": "1", "C": "gone", "BASH_FUNC_f%%": "() { :; }"}
+    lines = setup.changes(old, {"A": "1", "B": 'it\'s "two" words $HOME'})
+    assert [line for line in lines if not line.startswith("ulimit")] == [
+        "export B='it'\"'\"'s \"two\" words $HOME'",
+        "unset C",
+    ]
+
+
+def test_the_real_host_of_the_tests_is_not_looked_at(clone: Clone) -> None:
+    clone.make_host()
+    assert {str(card.path) for card in host.find_devices(clone.environment())[0]} == {
+        str(clone.host_root / "dev" / name) for name in ("davinci0", "davinci1")
+    }
+    assert os.environ.get("ASCEND_ROOT_PREFIX") is None

@@ -1,0 +1,68 @@
+"""setup_env.sh --npu on fake machines: the pair of torch and torch_npu, and a Python that has wheels of it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.repository.test_setup import PYTHON, UV, Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def versions(machine: Machine) -> list[str]:
+    """What was installed by name, in order."""
+    words = [word for line in machine.called("uv pip install") for word in line.split()]
+    return [word for word in words if word.startswith(("torch==", "torch_npu=="))]
+
+
+def test_the_pair_that_is_asked_for_is_installed(machine: Machine) -> None:
+    machine.stub("uname", "#!/bin/bash\necho aarch64\n")
+    assert machine.run("--npu", "2.9.0.post2", "--python-max", "13")[0] == 0
+    assert versions(machine) == ["torch==2.9.0", "torch_npu==2.9.0.post2"]
+    assert "--no-deps" in machine.called("torch_npu==")[0], "it asks for a build of torch that indexes lack"
+    assert machine.called("decorator attrs psutil scipy cffi absl-py pyyaml")
+    assert not machine.called("requirements-torch.lock")
+    calls = len(machine.called(" pip "))
+    assert machine.run()[:2] == (0, ""), "a later plain call, as of speedrun.sh, leaves the pair alone"
+    assert len(machine.called(" pip ")) == calls
+    assert machine.run("--dev")[0] == 0
+    assert versions(machine)[2:] == ["torch==2.9.0", "torch_npu==2.9.0.post2"], "and so does one that adds tools"
+    assert machine.run("--npu", "2.12.0", "--python-max", "13")[0] == 0
+    assert versions(machine)[4:] == ["torch==2.12.0", "torch_npu==2.12.0"]
+
+
+def test_on_x86_the_torch_without_cuda_is_taken_where_an_index_has_it(machine: Machine) -> None:
+    machine.stub("uname", "#!/bin/bash\necho x86_64\n")
+    assert machine.run("--npu", "2.9.0", "--python-max", "12")[0] == 0
+    assert versions(machine) == ["torch==2.9.0+cpu", "torch_npu==2.9.0"]
+    machine.stub("uv.stub", UV.replace("case", 'case "$*" in *+cpu) echo no such version; exit 1 ;; esac\ncase', 1))
+    shutil.rmtree(machine.root / ".venv")
+    code, out, _ = machine.run("--npu", "2.9.0", "--python-max", "12")
+    assert (code, "pip goes on" in out) == (0, False)
+    assert versions(machine)[2:] == ["torch==2.9.0+cpu", "torch==2.9.0", "torch_npu==2.9.0"]
+
+
+def test_a_python_that_has_a_wheel_of_the_torch_npu_is_taken(machine: Machine) -> None:
+    for minor in (10, 11, 12, 13):
+        machine.python(f"python3.{minor}", f"3 {minor} 1")
+    assert "Python 3.11" in machine.run("--npu", "2.8.0", "--python-max", "11")[1]
+
+
+def test_an_environment_of_a_newer_python_is_made_anew_for_the_torch_npu(machine: Machine) -> None:
+    machine.run()
+    python = machine.root / ".venv/bin/python"
+    python.write_text(PYTHON.replace('"$1 $2" in', '"$1 $2" in\n*version_info*) exit 1 ;;', 1))
+    assert "ready" in machine.run("--npu", "2.8.0", "--python-max", "11")[1]
+    assert len(machine.called("-m venv")) == 2
+
+
+def test_no_python_with_a_wheel_of_the_torch_npu_names_one(machine: Machine) -> None:
+    machine.python("python3", "3 13 1")
+    code, _, err = machine.run("--npu", "2.8.0", "--python-max", "11")
+    assert code == 1
+    assert "torch_npu 2.8.0 has wheels for Python 3.10 to 3.11, and PATH has only 3.13" in err
+    assert "apt-get install -y python3.11" in err and "请用上面的命令安装，或升级 CANN" in err

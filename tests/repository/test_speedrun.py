@@ -1,0 +1,170 @@
+"""speedrun.sh from nothing to the report on the smoke preset, killed in every stage on the way."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nanochat.runtime.tracking import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMAND = ["bash", "speedrun.sh", "--preset", "smoke"]
+
+# Set-up has tests of its own; here `python` is the one that runs the tests.
+SETUP = f"setup_env() {{ export PATH={str(Path(sys.executable).parent)!r}:$PATH; }}\n"
+
+# Where the run is killed, in the order of the pipeline: a line of the log, and whether only the shell is killed.
+KILLS = [
+    ("step 00007/00020", False),  # base
+    ("step 00003/00010", True),  # mid: its last stage goes on alone, and the next speedrun waits for it
+    ("== mid_eval", False),
+    ("step 00006/00010", False),  # sft
+    ("step 00001/00003", False),  # rl
+]
+
+
+@dataclass
+class Clone:
+    """A copy of the tree, and a base folder."""
+
+    root: Path
+    base: Path
+
+    def start(self, *flags: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "NANOCHAT_BASE_DIR": str(self.base),
+            "NANOCHAT_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        log = open(self.root / "log", "w", encoding="utf-8")  # noqa: SIM115 - the process writes it
+        return subprocess.Popen(
+            [*COMMAND, *flags], cwd=self.root, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return (self.root / "log").read_text(encoding="utf-8", errors="replace")
+
+    def run(self, *flags: str) -> int:
+        return self.start(*flags).wait(timeout=500)
+
+    def kill_at(self, words: str, shell_only: bool) -> None:
+        """Start, and kill with -9 when the log has these words; `shell_only` leaves the running stage alive."""
+        process = self.start()
+        while words not in self.log:
+            assert process.poll() is None, f"ended before {words!r}:\n{self.log}"
+            time.sleep(0.05)
+        if shell_only:
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def press_ctrl_c_at(self, words: str) -> int:
+        """Start, and send what a terminal sends to all of a job when the log has these words; the exit code."""
+        process = self.start()
+        while words not in self.log:
+            assert process.poll() is None, f"ended before {words!r}:\n{self.log}"
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        return process.wait(timeout=120)
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Every file's time of change and content."""
+        found = (path for path in sorted(self.base.rglob("*")) if path.is_file())
+        return {str(path.relative_to(self.base)): (path.stat().st_mtime_ns, sha256(path)) for path in found}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def make_clone(folder: Path) -> Clone:
+    root = folder / "clone"
+    root.mkdir()
+    for name in ("nanochat", "scripts", "tasks"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "speedrun.sh", root)
+    (root / "setup_env.sh").write_text(SETUP)
+    return Clone(root, folder / "base")
+
+
+def the_report_has_what_it_promises(clone: Clone) -> None:
+    report = json.loads((clone.base / "report" / "report.json").read_text(encoding="utf-8"))
+    for name in ("tinyworld_en", "tinyworld_zh", "calculator"):
+        assert 0 <= report["summary"][name] <= 1
+        assert {"mid", "sft", "rl"} <= set(report["table"][name])
+    assert set(report["table"]["validation bits per byte"]) == {"base", "mid", "sft"}
+    assert report["summary"]["minutes"] > 0.2 and report["summary"]["cpu_minutes"] > 0.2
+    assert 0.1 < report["summary"]["memory_gb"] <= 2.5
+    assert {"base_train", "mid_train", "sft_train", "rl_train", "tok_train", "sft_eval"} <= set(report["sections"])
+    text = (clone.base / "report" / "report.md").read_text(encoding="utf-8")
+    assert "## Samples" in text and "base_train.png" in text
+
+
+def costs_cover_every_stage_and_count_its_runs(clone: Clone) -> None:
+    stages = json.loads((clone.base / "report" / "stages.json").read_text(encoding="utf-8"))
+    training = ["base_train", "mid_train", "chat_sft", "chat_rl"]
+    assert [name for name in stages if name in training] == training
+    assert stages["dataset"]["runs"] == 1 + len(KILLS) + 1  # Ctrl-C, kills, and the last
+
+
+def kills_left_every_step_once(clone: Clone) -> None:
+    for folder, first, last in [("base", 1, 20), ("mid", 1, 10), ("chatsft", 1, 10), ("chatrl", 0, 3)]:
+        found = clone.base / f"{folder}_checkpoints" / "smoke"
+        assert [line["step"] for line in read_metrics(found)] == list(range(first, last + 1))
+        assert (found / f"step_{last:06d}" / "meta.json").exists()
+
+
+def kills_left_nothing_half_written(clone: Clone) -> None:
+    leftovers = [name for name in clone.files() if ".tmp" in name or ".deleted" in name or name.endswith(".part")]
+    assert leftovers == []
+
+
+def the_end_says_what_to_type_next(clone: Clone) -> None:
+    assert "python -m scripts.chat_cli" in clone.log and "python -m scripts.chat_web" in clone.log
+    assert "tinyworld_zh" in clone.log
+
+
+def typed_again_it_changes_no_file_and_says_so(clone: Clone) -> None:
+    before = clone.files()
+    assert clone.run() == 0
+    assert "Everything is done already" in clone.log and "== " not in clone.log
+    assert "python -m scripts.chat_cli" in clone.log
+    assert clone.files() == before
+
+
+def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
+    for flags in (["--presets", "smoke"], ["--preset", "none"], ["--data"]):
+        assert clone.run(*flags) == 2
+        assert "error: " in clone.log
+
+
+@pytest.mark.smoke
+@pytest.mark.timeout(900)
+def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) -> None:
+    """One test, since tests of a module may be spread over processes, and each would need a run of its own."""
+    clone = make_clone(tmp_path)
+    assert clone.press_ctrl_c_at("step 00003/00020") == 130
+    assert "SIGINT: saved step" in clone.log and "speedrun: stopped in the stage base_train" in clone.log
+    assert "== base_loss" not in clone.log
+    for words, shell_only in KILLS:
+        clone.kill_at(words, shell_only)
+    assert clone.run() == 0, clone.log
+    the_report_has_what_it_promises(clone)
+    costs_cover_every_stage_and_count_its_runs(clone)
+    kills_left_every_step_once(clone)
+    kills_left_nothing_half_written(clone)
+    the_end_says_what_to_type_next(clone)
+    typed_again_it_changes_no_file_and_says_so(clone)
+    a_wrong_flag_is_refused_before_anything_happens(clone)

@@ -1,0 +1,198 @@
+"""speedrun_npu.sh: the published flags on so many cards, what it does without, and the whole of it on two emulated."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.runtime.tracking import read_metrics
+from scripts import base_train, chat_rl, chat_sft, mid_train
+from tests.repository.test_speedrun import SETUP, make_clone
+from tests.support.ascend_hosts import make_host
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# What the stages would be: a python and a torchrun that write down how they were called.
+PYTHON = r"""#!/bin/bash
+case "$*" in
+*"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
+*tools_npu.setup*) exec REAL "$@" ;;
+*version_info*) exit 0 ;;
+"-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8}"; exit ;;
+"-m nanochat.planner"*)
+    echo "$*" >>"$CALLS"
+    if [ "${FAKE_CHIP:-}" = 310P ]; then echo "error: 310P cards are for inference only" >&2; exit 1; fi
+    echo "--depth=12 --total_batch_size=262144 --device_batch_size=32"
+    exit
+    ;;
+"-m nanochat.report finished"*) exit "${FAKE_FINISHED:-1}" ;;
+"-m nanochat.report"*) exit ;;
+esac
+echo "${0##*/} $* [$TASK_QUEUE_ENABLE $HF_ENDPOINT]" >>"$CALLS"
+"""
+
+
+class Clone:
+    """The scripts and a host in folders of their own, and a PATH that begins with stubs."""
+
+    def __init__(self, folder: Path):
+        self.root, self.stubs, self.calls, self.host = (folder / name for name in ("clone", "bin", "calls", "host"))
+        self.root.mkdir()
+        self.stubs.mkdir()
+        self.calls.touch()
+        for name in ("speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh"):
+            shutil.copy(ROOT / name, self.root)
+        shutil.copytree(ROOT / "tools_npu", self.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "setup_env.sh").write_text("setup_env() { :; }\n")
+        for name in ("python", "python3", "torchrun"):
+            (self.stubs / name).write_text(PYTHON.replace("REAL", sys.executable))
+            (self.stubs / name).chmod(0o755)
+
+    def run(self, *flags: str, **environment: str) -> tuple[int, str]:
+        base = {
+            "PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.host / "home"), "CALLS": str(self.calls),
+            "NANOCHAT_BASE_DIR": str(self.root / "base"), "ASCEND_ROOT_PREFIX": str(self.host),
+        }  # fmt: skip
+        done = subprocess.run(["bash", str(self.root / "speedrun_npu.sh"), *flags], env=base | environment,
+                              capture_output=True, text=True, cwd="/")  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    def called(self, module: str) -> str:
+        """How the one stage of a module was called."""
+        (line,) = [line for line in self.calls.read_text().splitlines() if f" -m {module} " in line]
+        return line
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+@pytest.mark.parametrize(("cards", "used"), [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (8, 8), (16, 16)])
+def test_the_published_pipeline_runs_on_so_many_cards(clone: Clone, cards: int, used: int) -> None:
+    make_host(clone.host, cards=cards)
+    code, out = clone.run(FAKE_CARDS=str(cards))
+    assert code == 0, out
+    launcher = f"torchrun --standalone --nproc_per_node={used} -m" if used > 1 else "python -m"
+    base = clone.called("scripts.base_train")
+    assert launcher in base and "--data fineweb --depth=12 --total_batch_size=262144 --device_batch_size=32" in base
+    assert "--model_tag=d12 --total_batch_size=262144 --device_batch_size=32" in clone.called("scripts.mid_train")
+    assert "--device_batch_size=8 --target_examples_per_step=32" in clone.called("scripts.chat_sft")
+    assert "--device_batch_size=4 --examples_per_step=16" in clone.called("scripts.chat_rl")
+    assert "--vocab_size=65536" in clone.called("scripts.tok_train")
+    assert f"--vocab_size=65536 --ranks={used}\n" in clone.calls.read_text()
+    assert (f"{used} of {cards} devices" in out) == (used < cards)
+    assert "[2 " in base, "the variables of setup_ascend.sh are there"
+
+
+def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
+    from nanochat.common import parse
+
+    make_host(clone.host)
+    clone.run(FAKE_CARDS="2")
+    for script in (base_train, mid_train, chat_sft, chat_rl):
+        words = shlex.split(clone.called(script.__name__).partition(" [")[0])
+        assert parse(script.Config, words[words.index(script.__name__) + 1 :]).model_tag in (None, "d12")
+
+
+def test_cards_and_mirror_that_the_user_names_are_honoured(clone: Clone) -> None:
+    make_host(clone.host, cards=8)
+    assert clone.run(FAKE_CARDS="8", NPROC_PER_NODE="4", HF_ENDPOINT="https://hf-mirror.com")[0] == 0
+    assert "--nproc_per_node=4" in clone.called("scripts.base_train")
+    assert "https://hf-mirror.com]" in clone.called("nanochat.dataset")
+
+
+@pytest.mark.parametrize("asked", ["4", "0", "many"])
+def test_more_ranks_than_visible_cards_are_refused(clone: Clone, asked: str) -> None:
+    make_host(clone.host, cards=2)
+    code, out = clone.run(FAKE_CARDS="2", NPROC_PER_NODE=asked)
+    assert code == 2
+    assert f"NPROC_PER_NODE must be from 1 to 2, the npu device(s) that are visible, got {asked}" in out
+    assert clone.calls.read_text() == ""
+
+
+def test_flags_are_handed_on_and_a_preset_of_the_user_wins(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run("--data", "tinyworld", "--preset=smoke", FAKE_CARDS="2")
+    assert code == 0, out
+    assert "preset smoke, corpus tinyworld, on npu in bfloat16 (2 device(s))" in out
+    assert "--num_iterations=20" in clone.called("scripts.base_train")
+    assert "preset tinyworld, corpus tinyworld" in clone.run("--data=tinyworld")[1]
+
+
+def test_changed_code_is_accepted_for_all_training_stages_and_for_them_alone(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run("--data", "tinyworld", "--other_code", FAKE_CARDS="2")
+    assert code == 0, out
+    calls = clone.calls.read_text().splitlines()
+    stages = {line.split(" -m ")[-1].split()[0] for line in calls if "--other_code" in line}
+    assert stages == {"scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"}
+
+
+def test_without_an_npu_it_says_so_and_goes_on_as_speedrun(clone: Clone) -> None:
+    code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
+    assert code == 0, out
+    assert "no Ascend NPU was found, so a GPU or this CPU trains; going on as speedrun.sh" in out
+    assert "没有找到昇腾 NPU" in out and "preset smoke, corpus tinyworld, on cpu" in out
+
+
+def test_cann_without_a_card_goes_on_as_speedrun(clone: Clone) -> None:
+    make_host(clone.host, cards=0)
+    code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
+    assert (code, "no card is visible; going on as speedrun.sh" in out) == (0, True)
+
+
+def test_npus_that_cannot_be_used_yet_stop_it_instead_of_training_on_the_cpu(clone: Clone) -> None:
+    make_host(clone.host, cann="8.1.RC1")
+    code, out = clone.run()
+    assert code == 1
+    assert "CANN 8.1.RC1 is too old" in out and "the NPUs of this host cannot be used yet" in out
+    assert clone.calls.read_text() == ""
+    code, out = clone.run("--preset", "smoke", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
+    assert (code, "NANOCHAT_DEVICE=cpu; going on as speedrun.sh" in out) == (0, True)
+
+
+def test_inference_cards_stop_it_before_any_training(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run(FAKE_CHIP="310P", FAKE_CARDS="2")
+    assert (code, "310P cards are for inference only" in out) == (1, True)
+    assert "scripts." not in clone.calls.read_text()
+
+
+def test_done_already_it_says_so(clone: Clone) -> None:
+    make_host(clone.host)
+    code, out = clone.run(FAKE_FINISHED="0")
+    assert (code, "Everything is done already" in out) == (0, True)
+
+
+def test_help_names_the_flags(clone: Clone) -> None:
+    code, out = clone.run("--help")
+    assert code == 0 and "ASCEND_RT_VISIBLE_DEVICES" in out and "set -euo" not in out
+
+
+@pytest.mark.npu
+@pytest.mark.smoke
+@pytest.mark.timeout(1800)
+def test_the_smoke_preset_on_two_emulated_npus(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path)
+    for name in ("speedrun_npu.sh", "setup_ascend.sh"):
+        shutil.copy(ROOT / name, clone.root)
+    shutil.copytree(ROOT / "tools_npu", clone.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
+    (clone.root / "setup_env.sh").write_text(SETUP)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(clone.base), "OMP_NUM_THREADS": "1", "PATH": path}
+    command = [sys.executable, "-m", "tests.emulated_npu", "--devices", "2", "--", "bash",
+               str(clone.root / "speedrun_npu.sh"), "--data", "tinyworld", "--preset", "smoke"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "preset smoke, corpus tinyworld, on npu in bfloat16 (2 device(s))" in done.stdout
+    assert "2 ranks over hccl" in done.stdout
+    for folder, last in [("base", 20), ("mid", 10), ("chatsft", 10), ("chatrl", 3)]:
+        found = clone.base / f"{folder}_checkpoints" / "smoke"
+        assert read_metrics(found)[-1]["step"] == last
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and "Everything is done already" in again.stdout

@@ -1,0 +1,138 @@
+"""test.sh and .ci/run with every tool a stub: what they run, what they print, and with which code they end."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOOL = """#!/bin/bash
+name=$(basename "$0")
+echo "$name $*" >>"$CALLS"
+case "$*" in *sched_getaffinity*) echo 2; exit ;; esac
+if [[ " $FAIL " == *" $name "* ]]; then echo "what $name says"; exit 1; fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "test.sh", tmp_path)
+    (tmp_path / "setup_env.sh").write_text('setup_env() { echo "setup $*" >>"$CALLS"; }\n')
+    for folder in ("bin", ".ci", "dev", "rustbpe"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rustbpe" / "Cargo.toml").touch()
+    for tool in ("ruff", "pyright", "shellcheck", "cargo", "python"):
+        path = tmp_path / "bin" / tool
+        path.write_text(TOOL)
+        path.chmod(0o755)
+    return tmp_path
+
+
+def run(clone: Path, *flags: str, fail: str = "", ci: str = "") -> tuple[int, str, str]:
+    """Exit code, output, and the calls of the tools."""
+    calls = clone / "calls"
+    calls.write_text("")
+    path = f"{clone / 'bin'}:/usr/bin:/bin"
+    environment = os.environ | {"PATH": path, "CALLS": str(calls), "FAIL": fail, "CI": ci}
+    done = subprocess.run(["bash", "test.sh", *flags], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.returncode, done.stdout, calls.read_text()
+
+
+def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
+    code, out, calls = run(clone)
+    assert code == 0
+    assert out.splitlines()[-1].startswith("test.sh: all 8 checks passed in ")
+    for words in ("setup --dev", "ruff format --check", "ruff check", "pyright", "shellcheck", "cargo fmt"):
+        assert words in calls
+    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2 --dist worksteal\n"):
+        assert words in calls
+
+
+def test_quick_leaves_the_slow_marks_out_and_hands_the_rest_to_pytest(clone: Path) -> None:
+    calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
+    marks = "not (slow or ranks or smoke or browser or contract or npu)"
+    assert f"python -m pytest -n 2 --dist worksteal -m {marks} tests/test_common.py -k a b\n" in calls
+
+
+def test_lint_runs_no_tests(clone: Path) -> None:
+    code, out, calls = run(clone, "--lint")
+    assert (code, "pytest" in calls, "cargo test" in calls) == (0, False, False)
+    assert "all 6 checks passed" in out
+
+
+def test_a_failure_is_shown_and_the_others_run(clone: Path) -> None:
+    code, out, calls = run(clone, fail="ruff pyright")
+    assert code == 1
+    assert "what pyright says" in out
+    assert "test.sh: 5 checks passed, 3 FAILED (ruff format, ruff check, pyright) in " in out.splitlines()[-1]
+    assert "python -m pytest" in calls
+
+
+def test_failing_tests_fail_the_run(clone: Path) -> None:
+    code, out, _ = run(clone, fail="python")
+    assert code == 1
+    assert "FAILED (pytest)" in out.splitlines()[-1]
+
+
+def test_without_cargo_and_shellcheck_it_says_what_is_left_out(clone: Path) -> None:
+    (clone / "bin" / "cargo").unlink()
+    (clone / "bin" / "shellcheck").unlink()
+    code, out, calls = run(clone)
+    assert code == 0
+    assert "skipped: cargo fmt, clippy and test: no Rust toolchain" in out
+    assert "skipped: shellcheck: no wheel for this machine" in out
+    assert "cargo" not in calls
+
+
+def test_in_ci_nothing_is_left_out(clone: Path) -> None:
+    (clone / "bin" / "cargo").unlink()
+    code, out, _ = run(clone, ci="true")
+    assert code == 1
+    assert "FAILED (cargo fmt, clippy and test)" in out.splitlines()[-1]
+
+
+@pytest.fixture
+def ci_machine(tmp_path: Path) -> Path:
+    """A machine with nothing but what .ci/run itself needs; test.sh says whether CI is set."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "test.sh").write_text('echo "tests with CI=$CI and $# arguments"\n')
+    for command in ("bash", "dirname", "mktemp", "tail", "rm"):
+        (tmp_path / "bin" / command).symlink_to(shutil.which(command) or "")
+    return tmp_path
+
+
+def run_ci(machine: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(machine / "bin"), "CALLS": str(machine / "calls")}
+    return subprocess.run(["bash", ".ci/run"], cwd=machine, env=environment, capture_output=True, text=True)
+
+
+def test_ci_installs_what_is_missing_and_calls_test_sh(ci_machine: Path) -> None:
+    apt = ci_machine / "bin" / "apt-get"
+    apt.write_text('#!/bin/bash\necho "$*" >>"$CALLS"\n')
+    apt.chmod(0o755)
+    done = run_ci(ci_machine)
+    assert done.stdout.endswith("tests with CI=true and 0 arguments\n")
+    update, install = (ci_machine / "calls").read_text().splitlines()
+    assert update == "update"
+    assert {"chromium", "g++", "python3-dev"} < set(install.split())
+
+
+def test_ci_without_apt_says_what_it_needs(ci_machine: Path) -> None:
+    done = run_ci(ci_machine)
+    assert done.returncode == 1
+    assert "need chromium g++" in done.stderr
+    assert done.stdout == ""
+
+
+def test_ci_says_why_apt_failed(ci_machine: Path) -> None:
+    apt = ci_machine / "bin" / "apt-get"
+    apt.write_text("#!/bin/bash\necho no such package\nexit 100\n")
+    apt.chmod(0o755)
+    done = run_ci(ci_machine)
+    assert done.returncode == 1
+    assert "no such package" in done.stderr

@@ -1,0 +1,222 @@
+"""Training on several ranks against one process: the same losses, parameters and state."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.gpt import GPT
+from nanochat.runtime import parallel
+from nanochat.train import compile as compiling
+from nanochat.train import loop
+from nanochat.train.muon import Muon
+from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
+from tests.support.ranks import run_ranks
+
+STEPS = 10
+
+
+def train(compute: Compute, passes: int) -> dict[str, Any]:
+    """Ten steps with schedules; the losses, gradient norms and whole parameters."""
+    model, optimizers = make(compute)
+    outcomes = []
+    for step in range(STEPS):
+        optimizers.schedule(1.0 - 0.05 * step, 0.85 + 0.01 * step, 1.0 - 0.1 * step)
+        outcomes.append(loop.update(model, optimizers, batches(step, passes, compute), loop.LossScale(), compute))
+        if step == 4:  # an evaluation in between leaves the parameters gathered
+            with torch.no_grad():
+                model(torch.zeros(2, 16, dtype=torch.long))
+    assert not any(outcome.skipped for outcome in outcomes)
+    parameters = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    return {
+        "losses": [x.loss for x in outcomes], "norms": [x.grad_norm for x in outcomes], "parameters": parameters,
+        "wte": model.wte.weight.to_local().shape[0] if isinstance(model.wte.weight, DTensor) else None,
+    }  # fmt: skip
+
+
+# --- Muon alone ----------------------------------------------------------------------------------
+
+MATRICES = [(3, 12)] * 2 + [(54, 54)] * 3 + [(216, 54), (54, 216)] + [(1, 8)] * 5
+
+
+def step_muon(compute: Compute, replicas: int = 1) -> dict[str, Tensor]:
+    """Five steps of matrices sharded by rows, with more and fewer of a shape than there are ranks."""
+    ranks = (replicas, compute.world_size // replicas) if replicas > 1 else (compute.world_size,)
+    mesh = init_device_mesh("cpu", ranks) if compute.world_size > 1 else None
+    placements = [Replicate(), Shard(0)][-len(ranks) :]
+
+    def place(value: Tensor) -> Tensor:
+        return value if mesh is None else distribute_tensor(value, mesh, placements)
+
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (f"m{i}", nn.Parameter(place(torch.randn(shape, generator=generator)))) for i, shape in enumerate(MATRICES)
+    ]
+    muon = Muon(named, lr=0.02, weight_decay=0.2)
+    for step in range(5):
+        muon.param_groups[0]["momentum"] = 0.85 + 0.02 * step
+        for _, parameter in named:
+            parameter.grad = place(torch.randn(parameter.shape, generator=generator))
+        muon.step()
+    return {name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).clone() for name, p in named}
+
+
+# --- small things --------------------------------------------------------------------------------
+
+
+def small_things(compute: Compute) -> dict[str, Any]:
+    """Sums, rank 0's word, whole parameters before and after an evaluation, loading, copies."""
+    model, _ = make(compute)
+    start = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    with torch.no_grad():
+        model(torch.zeros(2, 16, dtype=torch.long))  # an evaluation leaves FSDP's gathered parameters in place
+    evaluated = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    generator = torch.Generator().manual_seed(9)
+    values = {name: torch.randn(value.shape, generator=generator) for name, value in start.items()}
+    parallel.load_whole(model, values)
+    loaded = {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    replica = GPT(CONFIG).to(torch.bfloat16)
+    parallel.refresh(replica, model)
+    return {
+        "total": parallel.total([1.0 + compute.rank, 0.1], compute), "agree": parallel.agree(5 + compute.rank, compute),
+        "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
+        "replica": {name: value.detach().clone() for name, value in replica.named_parameters()},
+    }  # fmt: skip
+
+
+def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
+    """Three steps through compiling.compiled, with dynamo and autograd but no generated code, which takes the time."""
+    real, said = torch.compile, []
+
+    def quick(function: Any, **rest: Any) -> Any:
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("no compiler on this host")
+
+        return broken if fails else real(function, backend="aot_eager", **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", quick)
+        patch.setattr(device, "compiler_missing", lambda compute: "")
+        patch.setattr(compiling, "warn", said.append)
+        model, optimizers = make(compute)
+        fast = compiling.compiled(
+            model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head]
+        )
+        losses = [
+            loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
+        ]
+    return {"losses": losses, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], "said": said}
+
+
+def everything(compute: Compute) -> dict[str, Any]:
+    """All of it in one start of the processes."""
+    passes = (1, 2) if ROWS // compute.world_size > 1 else (1,)
+    copies = [n for n in (1, 2, 4) if compute.world_size % n == 0]
+    return {
+        "train": {n: train(compute, n) for n in passes}, "muon": [step_muon(compute, n) for n in copies],
+        "bf16": train(replace(compute, dtype=torch.bfloat16), 1),
+        "small": small_things(replace(compute, dtype=torch.bfloat16)),
+    }  # fmt: skip
+
+
+def close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == reference.keys()
+    for name, value in reference.items():
+        torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_training(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    """In one pass a step and in two, with gradients reduced only in the last."""
+    for passes, reference in alone["train"].items():
+        assert reference["losses"][-1] < 0.6 * reference["losses"][0]
+        for ran in together:
+            assert ran["train"][passes]["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+            assert ran["train"][passes]["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+            for name, value in reference["parameters"].items():
+                distance = (ran["train"][passes]["parameters"][name] - value).norm() / value.norm()
+                assert distance < 1e-5, (passes, name, distance)
+    assert [ran["train"][1]["wte"] for ran in together] == [128 // len(together)] * len(together)  # rows of each rank
+
+
+def check_bf16(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    for ran in together:
+        assert ran["bf16"]["losses"] == pytest.approx(alone["bf16"]["losses"], abs=0.03)
+        assert {value.dtype for value in ran["bf16"]["parameters"].values()} == {torch.float32}
+    assert alone["bf16"]["losses"] == pytest.approx(alone["train"][1]["losses"], abs=0.05)
+
+
+def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) -> None:
+    """Whole parameters are the fp32 masters, also after an evaluation that left bf16 copies gathered."""
+    ranks = len(together)
+    for ran in together:
+        assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
+        assert ran["small"]["agree"] == 5  # rank 0's word
+    for ran in (alone["small"], *(ran["small"] for ran in together)):
+        close(ran["start"], alone["small"]["start"], 0)
+        close(ran["evaluated"], alone["small"]["start"], 0)
+        close(ran["loaded"], ran["given"], 0)
+        close(ran["replica"], {name: value.bfloat16() for name, value in ran["given"].items()}, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_do_what_one_process_does(ranks: int) -> None:
+    """One test, since starting the processes takes most of its time."""
+    alone, together = everything(CPU), run_ranks(ranks, everything)
+    check_training(alone, together)
+    for ran in together:
+        for found in ran["muon"]:  # one copy over all ranks, two copies, a copy each
+            close(found, alone["muon"][0], 1e-6)
+    check_bf16(alone, together)
+    check_small_things(alone, together)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_compiled_ranks_equal_one_eager_process(fails: bool) -> None:
+    """Also where every rank's compiler fails in the middle of the first pass."""
+    model, optimizers = make(CPU)
+    losses = [loop.update(model, optimizers, batches(i, 1, CPU), loop.LossScale(), CPU).loss for i in range(3)]
+    for ran in run_ranks(2, train_compiled, fails):
+        assert ran["losses"] == pytest.approx(losses, abs=1e-5)
+        assert (ran["graphs"] == 0) == fails
+        assert ["the run goes on uncompiled: no compiler on this host" in text for text in ran["said"]] == [
+            True
+        ] * fails
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+def test_one_rank_keeps_plain_parameters() -> None:
+    model, _ = make(CPU)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    parallel.sync_gradients(model, False)
+    assert parallel.total([1.5], CPU) == [1.5]
+    assert parallel.agree(7, CPU) == 7
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    """copy_ would broadcast some of them without a word."""
+    model, _ = make(CPU)
+    good = dict(parallel.whole_parameters(model))
+    before = {name: value.clone() for name, value in good.items()}
+    wrong = [
+        {name: value for name, value in good.items() if name != "wte.weight"},
+        {**good, "extra": torch.zeros(1)},
+        {**good, "wte.weight": torch.zeros(128, 1)},
+        {**good, "resid_lambdas": torch.zeros(1)},
+    ]
+    for values, says in zip(wrong, ("wte.weight", "extra", "wte.weight", "resid_lambdas"), strict=True):
+        with pytest.raises(UserError, match=says):
+            parallel.load_whole(model, values)
+    close(dict(parallel.whole_parameters(model)), before, 0)

@@ -1,0 +1,221 @@
+"""--profile: the parts of a step, the trace and its tables, on one rank and on many; what is learned stays."""
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat import report
+from nanochat.common import UserError, read_json
+from nanochat.device import Compute
+from nanochat.runtime import profiling
+from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
+from nanochat.runtime.tracking import read_metrics
+from nanochat.train import loop
+from nanochat.train.loop import Meter, Stage, StageFlags
+from tests.support.ranks import run_ranks
+from tests.support.small_world import make_corpus, run_stage
+from tests.support.tiny_training import CPU, Batches, make
+
+PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
+
+
+def run(folder: Path, steps: int, profile: bool, compute: Compute = CPU, total: int = 0) -> list[float]:
+    """A stage of a tiny model, of `total` steps; the losses of the first `steps`."""
+    model, optimizers = make(compute=compute)
+    meter = Meter(total or steps, 64, 1000, 1e12)
+    stage = Stage("base", folder, StageFlags(profile=profile, save_seconds=0), meter, 0, compute)
+    losses = []
+    for step in range(steps):
+        stage.start()
+        outcome = loop.update(model, optimizers, Batches(step, compute), loop.LossScale(), compute)
+        losses.append(stage.tick(step + 1, outcome, 1.0)["loss"])
+    stage.close()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("profiled")
+    return folder, run(folder, NEEDED + 2, profile=True)
+
+
+def test_a_profile_changes_nothing_that_is_learned(profiled: tuple[Path, list[float]], tmp_path: Path) -> None:
+    assert profiled[1] == run(tmp_path, NEEDED + 2, profile=False)
+    assert not (tmp_path / "profile").exists()
+
+
+def test_every_part_of_a_step_is_told(profiled: tuple[Path, list[float]]) -> None:
+    told = read_json(profiled[0] / "profile" / "profile.json")
+    assert [part["name"] for part in told["parts"]] == PARTS
+    assert all(part["ms"] == part["host_ms"] == part["slowest_ms"] > 0 for part in told["parts"])
+    assert (told["stage"], told["ranks"]) == ("base", 1)
+
+
+def test_a_traced_step_is_operators_and_the_time_outside(profiled: tuple[Path, list[float]]) -> None:
+    told = read_json(profiled[0] / "profile" / "profile.json")["traced"]
+    assert told["communication_ms"] == told["exposed_ms"] == 0
+    assert 0 < told["computing_ms"] <= told["step_ms"]
+    assert told["computing_ms"] + told["idle_ms"] == pytest.approx(told["step_ms"])
+    products = next(operator for operator in told["operators"] if operator["name"] == "aten::mm")
+    assert products["calls"] == int(products["calls"]) > 20  # in every step the same
+    assert sum(operator["ms"] for operator in told["operators"]) <= told["step_ms"]
+    assert not [operator for operator in told["operators"] if operator["name"] in ("nanochat step", *PARTS)]
+
+
+def test_the_trace_shows_the_parts_of_the_traced_steps(profiled: tuple[Path, list[float]]) -> None:
+    (file,) = read_json(profiled[0] / "profile" / "profile.json")["files"]
+    assert Path(file) == profiled[0] / "profile" / "trace-rank-0.json.gz"
+    with gzip.open(file, "rt", encoding="utf-8") as opened:
+        events = json.load(opened)["traceEvents"]
+    counts = Counter(event["name"] for event in events if event.get("ph") == "X")
+    assert counts["nanochat step"] == counts["forward"] == counts["optimizer"] == TRACED
+
+
+def test_the_tables_are_shown_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, NEEDED, profile=True)
+    said = capsys.readouterr().out
+    kept = (tmp_path / "profile" / "profile.txt").read_text(encoding="utf-8")
+    assert kept.strip() in said
+    for words in ("part of a step", "gradient norm", "outside operators", "aten::mm", "1 thread(s)"):
+        assert words in kept
+    assert f"profile: {tmp_path / 'profile' / 'profile.txt'}; trace: {tmp_path}" in said
+
+
+def test_too_few_steps_are_refused_before_the_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"needs {NEEDED} steps .* this run has {NEEDED - 1} left") as refusal:
+        run(tmp_path, 0, profile=True, total=NEEDED - 1)
+    assert refusal.value.exit_code == 2
+
+
+def test_marks_are_nothing_where_nothing_is_profiled(profiled: tuple[Path, list[float]]) -> None:
+    assert profiling._active.profile is None  # the profile has ended by itself
+    profiling.begin_step()
+    profiling.mark("forward")
+    profiling.end_step()
+
+
+def test_a_profiler_that_fails_costs_a_warning_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: TorchTracer) -> Any:
+        raise UserError("nothing was left")
+
+    monkeypatch.setattr(TorchTracer, "finish", fail)
+    assert len(run(tmp_path, NEEDED + 1, profile=True)) == NEEDED + 1
+    assert "no trace of rank 0: nothing was left" in "".join(capsys.readouterr())
+    told = read_json(tmp_path / "profile" / "profile.json")
+    assert told["traced"] is None and told["files"] == [] and len(told["parts"]) == len(PARTS)
+
+
+def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[float]], base_folder: Path) -> None:
+    line = dict.fromkeys(("loss", "smooth_loss", "total_seconds", "tokens_per_second", "mfu"), 1.0)
+    (profiled[0] / "metrics.jsonl").write_text(json.dumps({"step": 1, "skipped": False, **line}) + "\n")
+    report.training_section("base", "d2", profiled[0], {}, {})
+    text = report.generate().read_text(encoding="utf-8")
+    assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
+
+
+def test_a_script_goes_on_without_the_flag_from_where_its_profile_stopped(base_folder: Path) -> None:
+    make_corpus(base_folder)
+    run_stage("base", num_iterations=NEEDED + 2, stop_at=NEEDED, profile=True)
+    folder = base_folder / "base_checkpoints" / "d2"
+    assert (folder / "profile" / "profile.txt").exists()
+    run_stage("base", num_iterations=NEEDED + 2)
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, NEEDED + 3))
+
+
+# --- what belongs to the device --------------------------------------------------------------------
+
+
+@dataclass
+class Event:
+    """One of the profiler's."""
+
+    named: str
+    device: torch.autograd.DeviceType = torch.autograd.DeviceType.CUDA
+    annotation: bool = False
+    in_background: bool = False
+
+    def name(self) -> str:
+        return self.named
+
+    def device_type(self) -> torch.autograd.DeviceType:
+        return self.device
+
+    def start_ns(self) -> int:
+        return 1000
+
+    def end_ns(self) -> int:
+        return 3000
+
+    def is_user_annotation(self) -> bool:
+        return self.annotation
+
+    def is_async(self) -> bool:
+        return self.in_background
+
+
+def kind(event: Event, compute: Compute, folder: Path) -> str | None:
+    span = TorchTracer(folder, compute, 1)._span(event)
+    return span and span.kind
+
+
+HOST = torch.autograd.DeviceType.CPU
+GPU = replace(CPU, device_type="cuda", backend="nccl")
+
+
+@pytest.mark.parametrize(
+    ("event", "is_kind"),
+    [
+        (Event("gemm_bf16"), "computing"),
+        (Event("ncclDevKernel_AllGather_RING_LL"), "communication"),
+        (Event("nccl:all_gather", annotation=True), None),
+        (Event("nanochat step", annotation=True), None),
+        (Event("aten::mm", HOST), None),
+    ],
+)
+def test_on_a_gpu_kernels_count_and_the_host_does_not(event: Event, is_kind: str | None, tmp_path: Path) -> None:
+    assert kind(event, GPU, tmp_path) == is_kind
+
+
+@pytest.mark.parametrize(
+    ("event", "is_kind"),
+    [
+        (Event("aten::mm", HOST), "computing"),
+        (Event("gloo:all_reduce", HOST, annotation=True, in_background=True), "communication"),
+        (Event("FSDP::all_gather", HOST, annotation=True), None),
+        (Event("something", HOST, in_background=True), None),
+    ],
+)
+def test_on_a_host_operators_count_and_marks_do_not(event: Event, is_kind: str | None, tmp_path: Path) -> None:
+    assert kind(event, CPU, tmp_path) == is_kind
+
+
+# --- many ranks ------------------------------------------------------------------------------------
+
+
+def a_rank(compute: Compute, folder: Path) -> list[float]:
+    return run(folder, NEEDED, profile=True, compute=compute)
+
+
+@pytest.mark.ranks
+def test_ranks_are_compared_and_each_leaves_a_trace(tmp_path: Path) -> None:
+    run_ranks(2, a_rank, tmp_path)
+    told = read_json(tmp_path / "profile" / "profile.json")
+    assert told["ranks"] == 2 and [part["name"] for part in told["parts"]] == PARTS
+    assert all(part["slowest_ms"] >= part["ms"] > 0 for part in told["parts"])
+    assert sorted(path.name for path in (tmp_path / "profile").glob("*.gz")) == [
+        "trace-rank-0.json.gz", "trace-rank-1.json.gz",
+    ]  # fmt: skip
+    traced = told["traced"]
+    assert traced["communication_ms"] >= traced["exposed_ms"] > 0
+    assert traced["computing_ms"] + traced["exposed_ms"] + traced["idle_ms"] == pytest.approx(traced["step_ms"])
+    assert any(operator["name"].startswith("gloo:") for operator in traced["operators"])
+    text = (tmp_path / "profile" / "profile.txt").read_text(encoding="utf-8")
+    assert "slowest rank" in text and "not hidden" in text

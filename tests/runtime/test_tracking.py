@@ -1,0 +1,179 @@
+"""metrics.jsonl over stops, kills and resumes; a service that fails must not stop training."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.runtime import tracking
+from nanochat.runtime.tracking import Tracker, read_metrics
+
+
+def write_lines(folder: Path, *steps: int) -> None:
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {step / 7!r}}}\n' for step in steps))
+
+
+def test_figures_are_read_back_exactly_as_measured(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "new", "dummy", {}, 0, main=True)
+    tracker.log(step=1, loss=0.1 + 0.2, skipped=False)
+    tracker.log(step=2, loss=1e-12, note="猫")
+    tracker.close()
+    assert read_metrics(tmp_path / "new") == [
+        {"step": 1, "loss": 0.1 + 0.2, "skipped": False}, {"step": 2, "loss": 1e-12, "note": "猫"}
+    ]  # fmt: skip
+
+
+def test_what_is_not_finite_is_null_since_json_has_no_nan(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    tracker.log(step=1, loss=float("nan"), grad_norm=float("inf"), samples=[float("-inf"), 2.0])
+    tracker.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line == '{"step": 1, "loss": null, "grad_norm": null, "samples": [null, 2.0]}'
+    Tracker(tmp_path, "dummy", {}, 1, main=True).close()
+    assert read_metrics(tmp_path)[0]["loss"] is None
+
+
+def test_a_line_is_there_before_the_file_is_closed(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    tracker.log(step=1)
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    tracker.close()
+
+
+def test_lines_after_the_step_gone_on_from_are_dropped(tmp_path: Path) -> None:
+    write_lines(tmp_path, 1, 2, 3, 4, 5)
+    tracker = Tracker(tmp_path, "dummy", {}, 3, main=True)
+    tracker.log(step=4, loss=9.0)
+    tracker.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [1 / 7, 2 / 7, 3 / 7, 9.0]
+
+
+def test_a_new_run_begins_an_empty_file(tmp_path: Path) -> None:
+    write_lines(tmp_path, 1, 2)
+    Tracker(tmp_path, "dummy", {}, 0, main=True).close()
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("cut", [1, 5, 15])
+def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path, cut: int) -> None:
+    write_lines(tmp_path, 1, 2, 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    whole = [1, 2, 3] if cut == 1 else [1, 2]  # without its newline the line is still whole
+    assert [line["step"] for line in read_metrics(tmp_path)] == whole
+    tracker = Tracker(tmp_path, "dummy", {}, 2, main=True)
+    tracker.log(step=3)
+    tracker.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes('{"step": 1}\n{"step": 2, "text": "猫'.encode()[:-1])
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_no_file_means_no_lines(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+def test_the_old_lines_survive_a_kill_while_they_are_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path, 1, 2, 3)
+
+    def killed(path: Path, data: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tracking, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Tracker(tmp_path, "dummy", {}, 2, main=True)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "other", "some-run", {}, 0, main=False)
+    tracker.log(step=1)
+    tracker.close()
+    assert not (tmp_path / "other").exists()
+
+
+# --- wandb ---------------------------------------------------------------------------------------
+
+
+class FakeRun:
+    """Keeps what is logged; fails from a given step on."""
+
+    def __init__(self, fails_at: int = 10**9):
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+        self.fails_at, self.finished = fails_at, False
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        if step >= self.fails_at:
+            raise ConnectionError("no network")
+        self.lines.append((step, figures))
+
+    def finish(self) -> None:
+        if self.fails_at < 10**9:
+            raise ConnectionError("no network")
+        self.finished = True
+
+
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+def test_a_named_run_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, given = FakeRun(), {}
+    fake_wandb(monkeypatch, lambda **keywords: given.update(keywords) or run)
+    tracker = Tracker(tmp_path, "my-run", {"depth": 4}, 0, main=True)
+    tracker.log(step=1, loss=2.0)
+    tracker.close()
+    assert given == {"project": "nanochat", "name": "my-run", "config": {"depth": 4}}
+    assert run.lines == [(1, {"step": 1, "loss": 2.0})]
+    assert run.finished
+
+
+def test_dummy_never_touches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    Tracker(tmp_path, "dummy", {}, 0, main=True).close()
+
+
+@pytest.mark.parametrize("fails_at", [2, 100])
+def test_a_service_that_fails_is_named_once_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails_at: int
+) -> None:
+    """While logging, or at the end."""
+    fake_wandb(monkeypatch, lambda **_: FakeRun(fails_at))
+    tracker = Tracker(tmp_path, "my-run", {}, 0, main=True)
+    for step in (1, 2, 3):
+        tracker.log(step=step)
+    tracker.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+    assert capsys.readouterr().err.count("wandb failed and is off for the rest of this run: no network") == 1
+
+
+def test_a_service_that_cannot_start_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no API key")
+
+    fake_wandb(monkeypatch, refuse)
+    with pytest.raises(UserError, match=r"wandb could not start run 'my-run': no API key.*wandb login"):
+        Tracker(tmp_path, "my-run", {}, 0, main=True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--run my-run needs wandb"):
+        Tracker(tmp_path, "my-run", {}, 0, main=True)
+
+
+def test_lines_are_plain_json(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    tracker.log(step=1, loss=2.5)
+    tracker.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}

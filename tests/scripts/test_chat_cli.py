@@ -1,0 +1,342 @@
+"""The terminal chat on a tiny checkpoint: clean output, commands, Ctrl-C, chats that outgrow the context."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Part, assistant, system, user
+from nanochat.engine import Engine
+from nanochat.generate.reply import reply_parts
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.terminal import harmless
+from scripts import chat_cli
+from scripts.chat_cli import TEXTS, Chat, Config
+from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    monkeypatch.setenv("LANG", "en_US.UTF-8")
+    monkeypatch.delenv("LC_ALL", raising=False)
+
+
+def open_chat(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Chat, io.StringIO, io.StringIO]:
+    """A chat whose replies and notes are kept."""
+    tiny_checkpoint()
+    out, notes = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    return chat_cli.open_chat(Config(max_tokens=8, temperature=0.0, **flags), notes), out, notes
+
+
+def said(tokens: list[int]) -> str:
+    return "".join(part.text for part in reply_parts(tokens, TOKENIZER) if part.kind == "text")
+
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
+    """Runs a command line, with a pipe on standard input; gives exit code, output and notes."""
+
+    def run(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["chat_cli", "-m", "8", "-t", "0", *flags])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = 0
+        try:
+            chat_cli.run(chat_cli.main, Config)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+# --- one answer ----------------------------------------------------------------------------------
+
+
+def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(typed, monkeypatch):
+    tiny_checkpoint("mid")
+    tiny_checkpoint("sft")
+    prompt = [TOKENIZER.bos, TOKENIZER.special("user_start"), *TOKENIZER.encode("the cat 猫")]
+    prompt += [TOKENIZER.special("user_end"), TOKENIZER.special("assistant_start")]
+    (expected,) = Engine(tiny_gpt(TOKENIZER.vocab_size), TOKENIZER).generate([prompt], Sampling(0.0, max_tokens=8))
+    code, out, notes = typed("-p", "the cat 猫")
+    assert code == 0 and out == harmless(said(expected.tokens)) + "\n"
+    assert "stage sft, tag d2, step 3" in notes and "8 tokens" in notes and "\033" not in notes
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    code, piped, notes = typed(stdin="the cat 猫\n".encode())
+    assert code == 0 and piped == out and "阶段 sft" in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "code", "message"),
+    [
+        (("-p", "  "), b"", 2, "the prompt is empty"),
+        ((), b"\n", 2, "the prompt is empty"),
+        (("-p", "cat " * 300), b"", 1, "the prompt is too long.*160"),
+        (("-p", "cat", "-i", "rl"), b"", 2, "no checkpoint of stage rl"),
+        (("-p", "cat", "-k", "-1"), b"", 2, "top_k"),
+        (("-p", "cat", "-s", "7"), b"", 2, "steps 3"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code, message, typed):
+    tiny_checkpoint()
+    ended, out, err = typed(*flags, stdin=stdin)
+    assert ended == code and out == ""
+    assert re.search(message, err) and err.count("error:") == 1 and "Traceback" not in err
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_chat(typed):
+    tiny_checkpoint()
+    assert typed(stdin=b"cat \xff\xfe mat")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_is_no_error():
+    tiny_checkpoint()
+    command = f"{sys.executable} -m scripts.chat_cli -m 60 -p cat | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=120)
+    assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("corpus", "flags", "said"),
+    [
+        ("tinyworld", {}, "temperature 0: a TinyWorld model"),
+        ("fineweb", {}, "temperature 0.6: the default"),
+        ("tinyworld", {"temperature": 0.9}, "temperature 0.9: asked for"),
+    ],
+)
+def test_the_temperature_suits_the_model_and_its_reason_is_said(corpus, flags, said):
+    tiny_checkpoint(corpus=corpus)
+    notes = io.StringIO()
+    chat = chat_cli.open_chat(Config(**flags), notes)
+    assert said in notes.getvalue() and f"temperature {chat.sampling.temperature:g}:" in said + ":"
+
+
+# --- the chat ------------------------------------------------------------------------------------
+
+
+def test_turns_add_up_and_the_model_sees_them(monkeypatch):
+    chat, out, notes = open_chat(monkeypatch, system="be the cat")
+    assert chat_cli.reply(chat, "the mat") and chat_cli.reply(chat, "猫 on 12")
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    prompt = TOKENIZER.render_prompt(chat_cli.Conversation(tuple(chat.messages)))
+    (expected,) = Engine(chat.loaded.model, TOKENIZER).generate([prompt], Sampling(0.0, max_tokens=8))
+    assert out.getvalue().splitlines()[1] == harmless(said(expected.tokens))
+    assert "tokens/s, context" in notes.getvalue()
+
+
+def test_the_first_turns_are_left_out_when_the_context_is_full_and_it_is_said(monkeypatch):
+    chat, _, notes = open_chat(monkeypatch, system="cat")
+    asked = [f"{'mat ' * 5}{i}" for i in range(8)]
+    for question in asked:
+        chat_cli.reply(chat, question)
+    assert [message.text for message in chat.messages if message.role == "user"] == asked
+    assert "no longer sees the first 2 messages" in notes.getvalue()
+    tokens = chat_cli.prompt_tokens(chat, "the end")
+    assert len(tokens) <= chat.engine.length - 8
+    assert TOKENIZER.decode(tokens).startswith("<|bos|><|user_start|>cat\n\n")
+    with pytest.raises(UserError, match="too long"):
+        chat_cli.reply(chat, "cat " * 300)
+    assert len(chat.messages) == 17 and not chat.engine.busy
+
+
+def test_calculator_calls_are_shown_beside_the_words(monkeypatch):
+    chat, out, notes = open_chat(monkeypatch)
+    call = ""
+    for part in (Part("text", "12*12 is "), Part("python", "12*12"), Part("python_output", "144"), Part("text", "144")):
+        call = chat_cli.show(part, chat, call)
+    assert out.getvalue() == "12*12 is 144" and notes.getvalue().endswith("[12*12 = 144]\n")
+
+
+def test_a_reply_cannot_steer_the_terminal(monkeypatch):
+    chat, out, _ = open_chat(monkeypatch)
+    chat_cli.show(Part("text", "a\x1b[2Jb\x07c\td\n\x9be"), chat, "")
+    assert out.getvalue() == "a\ufffd[2Jb\ufffdc\td\n\ufffde"
+
+
+def test_a_base_model_continues_the_text(monkeypatch):
+    chat, _, _ = open_chat(monkeypatch)
+    chat.loaded = replace(chat.loaded, stage="base")
+    assert chat_cli.prompt_tokens(chat, "the cat") == [TOKENIZER.bos, *TOKENIZER.encode("the cat")]
+
+
+def test_ctrl_c_stops_the_reply_only_and_keeps_what_was_said(monkeypatch):
+    chat, _, notes = open_chat(monkeypatch)
+    step = chat.engine.step
+
+    def press() -> list[Any]:
+        if chat.engine.passes == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(chat.engine, "step", press)
+    before = signal.getsignal(signal.SIGINT)
+    assert chat_cli.reply(chat, "the cat") is False
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopped" in notes.getvalue() and not chat.engine.busy and len(chat.messages) == 2
+    monkeypatch.setattr(chat.engine, "step", step)
+    assert chat_cli.reply(chat, "the cat")
+
+
+def test_ctrl_c_at_the_keyboard_drops_the_line_and_pressed_again_at_once_does_nothing(monkeypatch):
+    chat, _, notes = open_chat(monkeypatch)
+    chat.note = lambda *words, **values: (Chat.note(chat, *words, **values), os.kill(os.getpid(), signal.SIGINT))
+    typed = iter(["", "/temp 0.5", "/quit"])
+
+    def keyboard(prompt: str) -> str:
+        line = next(typed)
+        if not line:
+            os.kill(os.getpid(), signal.SIGINT)
+        return line
+
+    monkeypatch.setattr("builtins.input", keyboard)
+    before = signal.getsignal(signal.SIGINT)
+    chat_cli.converse(chat)
+    assert "Ctrl-D or /quit ends" in notes.getvalue() and chat.sampling.temperature == 0.5
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_commands_change_the_settings_and_say_so(monkeypatch):
+    chat, _, notes = open_chat(monkeypatch)
+    for line in ("/temp 0.9", "/topk 7", "/max 33"):
+        assert chat_cli.command(chat, line)
+    assert chat.sampling == Sampling(0.9, 7, 33)
+    assert chat_cli.command(chat, "/topk 0") and chat.sampling.top_k is None
+    assert notes.getvalue().rstrip().endswith("temperature 0.9, top-k 0, at most 33 tokens")
+    chat_cli.command(chat, "/help")
+    assert all(name in notes.getvalue() for name in re.findall(r"/\w+", TEXTS["zh"]["help"]))
+    assert not chat_cli.command(chat, "/quit")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/temp warm", "needs a number, got 'warm'"),
+        ("/temp -1", "temperature must be"),
+        ("/topk 1.5", "needs a number"),
+        ("/max 0", "max_tokens must be"),
+        ("/save", "needs a file name"),
+        ("/save /dev/null/chat.json", "cannot be written"),
+        ("/load /no/such/file", "cannot be read"),
+        ("/dance", "no command /dance"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why_and_changes_nothing(line, message, monkeypatch):
+    chat, _, _ = open_chat(monkeypatch)
+    before = chat.sampling
+    with pytest.raises(UserError, match=message):
+        chat_cli.command(chat, line)
+    assert chat.sampling == before and chat.messages == []
+
+
+def test_new_keeps_the_instructions_and_system_replaces_them(monkeypatch):
+    chat, _, _ = open_chat(monkeypatch)
+    chat_cli.command(chat, "/system be brief")
+    chat_cli.reply(chat, "cat")
+    chat_cli.command(chat, "/new")
+    assert chat.messages == [system("be brief")]
+    chat_cli.command(chat, "/system")
+    assert chat.messages == []
+
+
+def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
+    chat, _, notes = open_chat(monkeypatch, system="be brief")
+    call = (Part("python", "1+1"), Part("python_output", "2"))
+    chat.messages += [user("1+1 等于几？"), assistant("It is ", *call, "2.")]
+    messages, path = list(chat.messages), tmp_path / "a chat.json"
+    chat_cli.command(chat, f"/save {path}")
+    chat_cli.command(chat, "/new")
+    chat_cli.command(chat, f"/load {path}")
+    assert chat.messages == messages
+    assert f"3 messages read from {path}" in notes.getvalue()
+    assert "1+1 等于几？" in path.read_text(encoding="utf-8")
+
+
+def test_both_languages_have_the_same_texts_with_the_same_values():
+    def values(text: str) -> set[str]:
+        return set(re.findall(r"{(\w+)", text))
+
+    assert TEXTS["en"].keys() == TEXTS["zh"].keys()
+    assert all(values(TEXTS["en"][name]) == values(TEXTS["zh"][name]) for name in TEXTS["en"])
+
+
+# --- a terminal ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_terminal_chat_from_hello_to_quit(base_folder):
+    tiny_checkpoint()
+    keyboard, screen = pty.openpty()
+    command = [sys.executable, "-m", "scripts.chat_cli", "-m", "8", "-t", "0", "--lang", "zh"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=screen, stdout=screen, stderr=subprocess.PIPE)
+    os.close(screen)
+    shown = b""
+
+    def read(seconds: float) -> bool:
+        """Take what is shown; False if nothing is for so long."""
+        nonlocal shown
+        if select.select([keyboard], [], [], seconds)[0]:
+            shown += os.read(keyboard, 4096)
+            return True
+        return False
+
+    def until(text: str, press_ctrl_c: bool = False) -> None:
+        nonlocal shown
+        end, silent = time.monotonic() + 120, False
+        while text.encode() not in shown:
+            assert time.monotonic() < end, shown.decode(errors="replace")
+            if silent and press_ctrl_c:  # between prompt and keyboard a Ctrl-C is only noticed with the next key
+                process.send_signal(signal.SIGINT)
+            silent = not read(5)
+        shown = shown.split(text.encode(), 1)[1]
+
+    def until_it_waits() -> None:
+        until("> ")
+        while read(1):
+            pass
+
+    try:
+        until("输入 /help 查看命令")
+        until("> ")
+        os.write(keyboard, b'"""the cat\n')
+        until("... ")
+        os.write(keyboard, '猫"""\n'.encode())
+        until("个词元，每秒")
+        until("\033[0m")
+        until_it_waits()
+        process.send_signal(signal.SIGINT)
+        until("Ctrl-D", press_ctrl_c=True)
+        until_it_waits()
+        os.write(keyboard, b"/dance\n")
+        until("没有命令 /dance")
+        until("> ")
+        os.write(keyboard, b"\x04")
+        assert process.wait(60) == 0, process.stderr and process.stderr.read()
+    finally:
+        process.kill()
+        os.close(keyboard)
+    history = base_folder / "chat_history"
+    assert "/dance" in history.read_text() and history.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,131 @@
+"""The evaluation script on a tiny checkpoint and small files of the published tasks."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import UserError, read_json
+from nanochat.data.conversation import Part
+from scripts import chat_eval
+from scripts.chat_eval import Config
+from tasks import tinyworld
+from tests.support.tiny_model import on_cpu, tiny_checkpoint
+
+DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
+
+
+@pytest.fixture(autouse=True)
+def task_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(DATA))
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+
+
+def section(base_folder: Path, stage: str = "sft") -> dict[str, Any]:
+    return read_json(base_folder / "report" / "sections" / f"{stage}_eval.json")
+
+
+def test_the_published_tasks_give_scores_chatcore_and_a_section_of_the_report(base_folder, capsys):
+    tiny_checkpoint(corpus="fineweb-edu", sequence_len=1024)
+    scores = chat_eval.chat_eval(Config(max_new_tokens=4, max_problems=3, unsafe_exec=True), on_cpu())
+    assert list(scores) == ["ARC-Easy", "ARC-Challenge", "MMLU", "GSM8K", "HumanEval", "SpellingBee"]
+    kept = section(base_folder)
+    for name, score in scores.items():
+        assert kept["tasks"][name]["accuracy"] == score.accuracy and kept["tasks"][name]["total"] <= 3
+    assert [scores[name].baseline > 0 for name in scores] == [True] * 3 + [False] * 3
+    out = capsys.readouterr().out
+    assert f"ChatCORE: {kept['chat_core']:.4f}" in out
+    assert re.search(r"MMLU: \d+\.\d\d % right \(\d of \d, 95 % interval", out)
+    assert len(kept["tasks"]["GSM8K"]["samples"]) == min(3, kept["tasks"]["GSM8K"]["total"])
+
+
+def test_named_tasks_are_added_to_the_section_of_the_same_checkpoint(base_folder):
+    tiny_checkpoint()
+    ask = Config(task_name="ARC-Easy", max_new_tokens=4, max_problems=2)
+    chat_eval.chat_eval(ask, on_cpu())
+    chat_eval.chat_eval(Config(task_name=" calculator | MMLU ", max_new_tokens=4, max_problems=2), on_cpu())
+    assert list(section(base_folder)["tasks"]) == ["ARC-Easy", "calculator", "MMLU"]
+    tiny_checkpoint(step=4)
+    chat_eval.chat_eval(ask, on_cpu())
+    assert list(section(base_folder)["tasks"]) == ["ARC-Easy"] and section(base_folder)["step"] == 4
+    assert section(base_folder)["chat_core"] is None
+
+
+def test_a_tinyworld_model_is_asked_tinyworlds_measures_by_relation(base_folder):
+    tiny_checkpoint("mid")
+    scores = chat_eval.chat_eval(Config(max_new_tokens=3, max_problems=12), on_cpu())
+    assert {"tinyworld_en", "tinyworld_zh", "calculator", "mental"} <= set(scores)
+    groups = section(base_folder, "mid")["tasks"]["tinyworld_zh"]["groups"]
+    assert sum(group["total"] for group in groups.values()) == 12 and len(groups) > 1
+
+
+def test_wrong_replies_are_shown_when_asked_for(capsys):
+    tiny_checkpoint()
+    chat_eval.chat_eval(Config(task_name="calculator", max_new_tokens=3, max_problems=9, show=2), on_cpu())
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  wrong: ")]
+    assert len(shown) == 2 and "expected" in shown[0]
+
+
+def test_default_tasks_without_rows_are_left_out_with_a_warning(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))  # and the hub is off in tests
+    tasks = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True)
+    assert [task.name for task in tasks] == ["SpellingBee"]
+    assert capsys.readouterr().err.count("is left out: ") == 5
+    with pytest.raises(UserError, match="cannot be read"):
+        chat_eval.choose_tasks("GSM8K", "fineweb-edu", unsafe_exec=True)
+
+
+@pytest.mark.parametrize("asked", ["ARC-easy", "GSM8K|nothing", "", " | "])
+def test_an_unknown_task_is_answered_with_the_names(asked):
+    with pytest.raises(UserError, match=r"ARC-Easy, .*SpellingBee") as refused:
+        chat_eval.choose_tasks(asked, "tinyworld", unsafe_exec=False)
+    assert refused.value.exit_code == 2
+
+
+def test_every_name_of_a_default_task_can_be_asked_for():
+    names = [task.name for task in (*tinyworld.measures(), tinyworld.mental())]
+    asked = chat_eval.choose_tasks("|".join(["GSM8K", *names]), "fineweb-edu", unsafe_exec=False)
+    assert [task.name for task in asked] == ["GSM8K", *names]
+
+
+def test_several_samples_without_temperature_are_refused():
+    with pytest.raises(UserError, match="--temperature above 0"):
+        chat_eval.chat_eval(Config(num_samples=4), on_cpu())
+
+
+def test_several_samples_count_as_right_if_one_is():
+    tiny_checkpoint()
+    flags = Config(task_name="SpellingBee", num_samples=3, temperature=1.0, max_new_tokens=3, max_problems=4)
+    (score,) = chat_eval.chat_eval(flags, on_cpu()).values()
+    assert [len(row) for row in score.grades] == [3] * 4
+
+
+def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):
+    tiny_checkpoint()
+    flags = "-i sft -a ARC-Easy|SpellingBee -t 0 -m 3 -n 1 -k 50 -b 2 -g d2 -s 3 -x 2"
+    monkeypatch.setattr(sys, "argv", ["chat_eval", "--", *flags.split()])
+    chat_eval.run(chat_eval.with_compute(chat_eval.chat_eval), Config)
+    assert list(section(base_folder)["tasks"]) == ["ARC-Easy", "SpellingBee"]
+
+
+def test_replies_are_written_for_people():
+    parts = [Part("text", "It is "), Part("python", "1+1"), Part("python_output", "2"), Part("text", ".")]
+    assert chat_eval.words(parts) == "It is [1+1 = 2]."
+
+
+def test_once_asks_only_what_the_report_lacks(base_folder, capsys):
+    tiny_checkpoint()
+    flags = {"max_new_tokens": 3, "max_problems": 2, "once": True}
+    first = Config(task_name="calculator", **flags)
+    assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]
+    before = (base_folder / "report" / "sections" / "sft_eval.json").stat().st_mtime_ns
+    assert chat_eval.chat_eval(first, on_cpu()) == {}
+    assert "in the report already: calculator" in capsys.readouterr().out
+    assert (base_folder / "report" / "sections" / "sft_eval.json").stat().st_mtime_ns == before
+    assert list(chat_eval.chat_eval(Config(task_name="calculator|mental", **flags), on_cpu())) == ["mental"]
+    assert list(section(base_folder)["tasks"]) == ["calculator", "mental"]
+    assert list(chat_eval.chat_eval(Config(task_name="calculator", **{**flags, "max_new_tokens": 4}), on_cpu()))
+    tiny_checkpoint(step=4)
+    assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]

@@ -1,0 +1,138 @@
+"""chat_web as a user starts it: the port, the flags, a real model behind it, and an orderly end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.common import UserError, parse
+from nanochat.device import compute_init
+from scripts.chat_web import Config, addresses, check, is_local, listen
+from tests.support.fake_engine import CHAT, ask
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_taken_port_is_refused_with_one_that_is_free(taken):
+    with pytest.raises(UserError, match=f"port {taken} is taken") as caught:
+        listen("127.0.0.1", taken)
+    assert caught.value.exit_code == 1
+    free = re.search(r"--port (\d+)", str(caught.value))
+    assert free
+    listen("127.0.0.1", int(free[1])).close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
+def test_address_of_another_machine_is_refused(host):
+    with pytest.raises(UserError, match="must be an address of this machine"):
+        listen(host, 0)
+
+
+def test_addresses_are_ones_a_browser_takes():
+    with listen("127.0.0.1", 0) as one, listen("0.0.0.0", 0) as all_of_them:
+        assert addresses(one, "127.0.0.1") == [f"http://127.0.0.1:{one.getsockname()[1]}"]
+        assert addresses(one, "::1") == [f"http://[::1]:{one.getsockname()[1]}"]
+        port = all_of_them.getsockname()[1]
+        assert addresses(all_of_them, "0.0.0.0") == [
+            f"http://127.0.0.1:{port}",
+            f"http://{socket.gethostname()}:{port}",
+        ]
+
+
+def test_only_this_machine_is_local():
+    assert is_local("127.0.0.1") and is_local("localhost") and is_local("::1")
+    assert not is_local("0.0.0.0") and not is_local("::") and not is_local("10.0.0.1")
+
+
+def test_short_letters_are_those_of_nanochat():
+    words = "-n 1 -i mid -t 0.5 -k 7 -m 9 -g d20 -s 3 -p 80 -d float32 --host 0.0.0.0".split()
+    cfg = parse(Config, words)
+    assert (cfg.num_gpus, cfg.source, cfg.temperature, cfg.top_k, cfg.max_tokens) == (1, "mid", 0.5, 7, 9)
+    assert (cfg.model_tag, cfg.step, cfg.port, cfg.dtype, cfg.host) == ("d20", 3, 80, "float32", "0.0.0.0")
+    check(cfg)
+
+
+@pytest.mark.parametrize("field", ["num_gpus=2", "temperature=3", "top_k=-1", "max_tokens=0", "slots=0", "port=70000"])
+def test_setting_that_cannot_be_is_refused_by_name(field):
+    name, _, value = field.partition("=")
+    with pytest.raises(UserError, match=f"--{name} must be") as caught:
+        check(Config(**{name: float(value)}))
+    assert caught.value.exit_code == 2
+
+
+# --- the whole program ---------------------------------------------------------------------------
+
+
+def start(base: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.chat_web", "--device_type=cpu", *flags],
+        cwd=ROOT,
+        env={**os.environ, "NANOCHAT_BASE_DIR": str(base)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_without_a_model_it_says_how_to_make_one(base_folder):
+    process = start(base_folder, "-p", "0")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "speedrun.sh" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_real_model_answers_and_the_server_ends_in_order(base_folder):
+    tokenizer = tiny_tokenizer()
+    model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
+    nothing = SimpleNamespace(saved=dict)
+    meta = {"model": asdict(model.config), "config": {"corpus": "tinyworld"}}
+    save_checkpoint(checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
+    process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12")
+    assert process.stdout
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        said = "".join(lines)
+        assert "stage sft, tag d4, step 7" in said and "temperature 0: " in said
+        url = re.search(r"http://127\.0\.0\.1:\d+", said)
+        assert url, said
+        with httpx.Client(base_url=url[0], timeout=60) as client:
+            answers = [client.post(CHAT, json=ask("猫 cat", seed=3)).json() for _ in range(2)]
+            assert answers[0]["choices"] == answers[1]["choices"]
+            assert answers[0]["usage"]["completion_tokens"] <= 12
+            text = client.post(CHAT, json=ask("猫 cat", seed=3, stream=True)).text
+            chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line and line != "data: [DONE]"]
+            words = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            assert words == answers[0]["choices"][0]["message"]["content"]
+            served = client.get("/v1/models").json()["data"][0]
+            assert served["id"] == "nanochat-sft-d4"
+            assert served["defaults"] == {"temperature": 0, "top_k": 50, "max_tokens": 12}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err and "ERROR" not in err

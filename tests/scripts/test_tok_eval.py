@@ -1,0 +1,83 @@
+"""scripts.tok_eval: the table counts what it says, published vocabularies beside it, and nothing is fetched."""
+
+import hashlib
+import re
+
+import pytest
+import tiktoken
+
+from nanochat.common import UserError, base_dir, read_json
+from nanochat.data import bpe
+from nanochat.data.shards import write_shards
+from nanochat.tokenizer import ROLES, Tokenizer, tokenizer_dir
+from scripts import tok_eval
+from scripts.tok_eval import PUBLISHED, SAMPLES, Config, train
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "no-cache"))
+    write_shards(base_dir() / "base_data" / "c", [f"document {i} 文档" for i in range(100)])
+
+
+def test_bytes_per_token_are_counted_for_each_kind_of_text(capsys):
+    tokenizer = Tokenizer.train([*SAMPLES.values()], 400)
+    tokenizer.save(tokenizer_dir("c"))
+    rows = train(Config())
+    assert [row["text"] for row in rows] == [*SAMPLES, "c train", "c val"]
+    english = rows[0]
+    tokens = len(tokenizer.encode(SAMPLES["English"]))
+    assert english["tokens"] == tokens and english["bytes_per_token"] == len(SAMPLES["English"].encode()) / tokens
+    section = read_json(base_dir() / "report" / "sections" / "tok_eval.json")
+    assert section["rows"] == rows and section["tokenizer"] == tokenizer.hash
+    assert "bytes per token" in capsys.readouterr().out
+
+
+def test_published_vocabularies_stand_beside_ours_without_their_files(monkeypatch, capsys):
+    tokenizer = Tokenizer.train([*SAMPLES.values()], 400)
+    tokenizer.save(tokenizer_dir("c"))
+    monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: pytest.fail(f"{name} is fetched"))
+    rows = train(Config())
+    for row in rows[: len(SAMPLES)]:
+        assert {name: row["bytes"] / row[name] for name in PUBLISHED} == pytest.approx(
+            {name: known.samples[row["text"]] for name, known in PUBLISHED.items()}
+        )
+    assert all({*row}.isdisjoint(PUBLISHED) for row in rows[len(SAMPLES) :])
+    said = capsys.readouterr().out
+    assert "known for the samples only: gpt2, cl100k_base, o200k_base, qwen" in said
+    chinese = next(line for line in said.splitlines() if "Chinese" in line)
+    assert re.findall(r"\d\.\d\d", chinese)[-4:] == ["1.39", "2.25", "3.55", "4.73"]
+
+
+def test_the_figures_of_published_vocabularies_are_of_these_samples():
+    """Their files are not here to count again, so a changed sample shows by its hash."""
+    assert hashlib.sha256("".join(SAMPLES.values()).encode()).hexdigest()[:16] == "5c3d6926ab18d581", (
+        "count PUBLISHED again"
+    )
+    assert all([*known.samples] == [*SAMPLES] for known in PUBLISHED.values())
+
+
+def test_published_vocabularies_are_measured_where_they_are_cached(monkeypatch, capsys):
+    tokenizer = Tokenizer.train([*SAMPLES.values()], 400)
+    tokenizer.save(tokenizer_dir("c"))
+    monkeypatch.setattr(tok_eval, "is_cached", lambda name: name == "gpt2")
+    ranks = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size - len(ROLES))]
+    known = tiktoken.Encoding("known", **bpe.for_tiktoken(ranks, tokenizer.regex, {}))
+    monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: known)
+    assert all(row["gpt2"] == row["bytes_per_token"] for row in train(Config()))
+    assert "known for the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out
+
+
+def test_the_cache_is_known_by_all_its_files(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+    # The name that tiktoken 0.14 gives to .../encodings/cl100k_base.tiktoken.
+    (folder / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_text("")
+    assert [name for name in PUBLISHED if tok_eval.is_cached(name)] == ["cl100k_base"]
+
+
+def test_a_missing_tokenizer_names_the_command(tmp_path):
+    with pytest.raises(UserError, match=r"python -m scripts\.tok_train --data c") as raised:
+        train(Config())
+    assert raised.value.exit_code == 2

@@ -1,0 +1,154 @@
+"""The engine's thread: events reach their job, slots come back, the queue is bounded, a failing engine is survived."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+
+from nanochat.data.conversation import Conversation, user
+from nanochat.generate.sampling import Sampling
+from nanochat.serve import engine_thread
+from nanochat.serve.engine_thread import EngineThread, Job
+from tests.support.fake_engine import ByteTokenizer, FakeEngine
+
+
+def job(text: str) -> Job:
+    return Job(ByteTokenizer().render_prompt(Conversation((user(text),))), Sampling())
+
+
+@contextlib.asynccontextmanager
+async def started(engine: FakeEngine, waiting: int = 4) -> AsyncIterator[EngineThread]:
+    thread = EngineThread(engine, waiting)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        engine.allow(10_000)
+        await thread.stop()
+
+
+async def said(submitted: Job) -> str:
+    tokens = []
+    while True:
+        events = await submitted.events()
+        tokens += [event.token for event in events]
+        if events[-1].finish:
+            return bytes(tokens[:-1]).decode()
+
+
+async def until(condition: Any) -> None:
+    """Wait for another thread; the test's own time limit ends a wait that never ends."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, timeout=60))
+
+
+def test_every_job_gets_its_own_answer():
+    async def main() -> None:
+        async with started(FakeEngine(slots=3), waiting=20) as thread:
+            jobs = [job(f"问题 {i}") for i in range(20)]
+            for each in jobs:
+                thread.submit(each)
+            assert await asyncio.gather(*map(said, jobs)) == [f"问题 {i}" for i in range(20)]
+            for each in jobs:
+                thread.release(each)
+            await until(lambda: thread.free_slots == 3)
+            assert not thread.jobs
+
+    run(main())
+
+
+def test_release_frees_the_slot_of_a_running_job_and_the_place_of_a_waiting_one():
+    async def main() -> None:
+        engine = FakeEngine(slots=1, gated=True)
+        async with started(engine) as thread:
+            running, waiting, last = job("running"), job("waiting"), job("last")
+            for each in (running, waiting, last):
+                thread.submit(each)
+            engine.allow(2)
+            await running.events()
+            thread.release(waiting)
+            thread.release(running)
+            engine.allow(1000)
+            assert await said(last) == "last"
+            thread.release(last)
+            await until(lambda: thread.free_slots == 1)
+            assert [seen.cancelled for seen in engine.seen] == [True, True, False]
+
+    run(main())
+
+
+def test_news_is_not_left_behind_when_the_last_other_job_goes(monkeypatch):
+    async def main() -> None:
+        engine = FakeEngine(slots=2, gated=True)
+        async with started(engine) as thread:
+            short, long = job("x"), job("something longer")
+            thread.submit(short)
+            thread.submit(long)
+            engine.allow(2)  # the end of the short one, held back for the news to come
+            await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
+            thread.release(long)
+            assert await said(short) == "x"
+
+    monkeypatch.setattr(engine_thread, "NEWS_SECONDS", float("inf"))
+    run(main())
+
+
+def test_queue_is_bounded():
+    async def main() -> None:
+        engine = FakeEngine(slots=2, gated=True)
+        async with started(engine, waiting=3) as thread:
+            jobs = [job(str(i)) for i in range(5)]
+            for each in jobs:
+                thread.submit(each)
+            with pytest.raises(asyncio.QueueFull):
+                thread.submit(job("too many"))
+            thread.release(jobs[0])
+            thread.submit(job("fits again"))
+
+    run(main())
+
+
+def test_failing_engine_fails_the_jobs_in_flight_and_serves_the_next(capfd):
+    async def main() -> None:
+        engine = FakeEngine(slots=2, fail=True)
+        async with started(engine) as thread:
+            first, second = job("first"), job("second")
+            thread.submit(first)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                await said(first)
+            thread.release(first)
+            thread.submit(second)
+            assert await said(second) == "second"
+            assert thread.alive
+
+    run(main())
+    assert "the device is gone" in capfd.readouterr().err
+
+
+def test_job_that_the_engine_refuses_fails_alone():
+    async def main() -> None:
+        async with started(FakeEngine()) as thread:
+            bad, good = Job([], Sampling()), job("good")
+            thread.submit(bad)
+            thread.submit(good)
+            with pytest.raises(ValueError):
+                await bad.events()
+            assert await said(good) == "good"
+
+    run(main())
+
+
+def test_idle_thread_stops_at_once():
+    async def main() -> None:
+        thread = EngineThread(FakeEngine(), 1)
+        thread.start()
+        await thread.stop()
+        assert not thread.alive
+
+    run(main())

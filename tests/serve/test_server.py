@@ -1,0 +1,261 @@
+"""The server over real HTTP: answers, streams, refusals, headers, and a slot that is free when the client has gone."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nanochat.data.conversation import Part
+from nanochat.serve.server import ASSETS, BODY_BYTES, HEADERS, host_allowed
+from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
+
+CALL = ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"]
+REPLIES = {"hello": ["你好，世界"], "sum": CALL, "silence": []}
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine(REPLIES, slots=4, length=200)
+
+
+@pytest.fixture(scope="module")
+def client(engine) -> Iterator[httpx.Client]:
+    with running(engine) as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of every event, the last of which must be [DONE]."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_whole_answer(client):
+    body = client.post(CHAT, json=ask("hello")).json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == "nanochat-sft-d4"
+    assert abs(body["created"] - time.time()) < 60
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "你好，世界"}
+    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
+    assert body["usage"] == {"prompt_tokens": 9, "completion_tokens": 16, "total_tokens": 25}
+
+
+def test_streamed_answer_is_the_same_in_pieces_of_whole_characters(client):
+    response = client.post(CHAT, json=ask("hello", stream=True))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = events(response)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    first, *middle, last = [chunk["choices"][0] for chunk in chunks]
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"]["content"] for choice in middle) == "你好，世界"
+    assert [choice["finish_reason"] for choice in middle] == [None] * len(middle)
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+    assert [chunk.get("usage") for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["usage"]["completion_tokens"] == 16
+
+
+def test_usage_comes_alone_when_asked_for_as_openai_does(client):
+    chunks = events(client.post(CHAT, json=ask("hello", stream=True, stream_options={"include_usage": True})))
+    assert "usage" not in chunks[-2]
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], 25)
+
+
+def test_tool_call_is_beside_the_words(client):
+    chunks = events(client.post(CHAT, json=ask("sum", stream=True)))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "37 × 48 = 1776"
+    assert [delta["tool"] for delta in deltas if "tool" in delta] == [{"expression": "37*48", "result": "1776"}]
+
+
+def test_answer_that_was_given_back_reaches_the_model_with_its_tool_call(client, engine):
+    message = client.post(CHAT, json=ask("sum")).json()["choices"][0]["message"]
+    client.post(CHAT, json={"messages": [*ask("sum")["messages"], message, *ask("hello")["messages"]]})
+    tokenizer = ByteTokenizer()
+    call = [*tokenizer.marked("python", "37*48"), *tokenizer.marked("output", "1776")]
+    prompt = engine.seen[-1].prompt
+    assert any(prompt[i : i + len(call)] == call for i in range(len(prompt)))
+
+
+def test_answer_of_no_words_is_an_answer(client):
+    body = client.post(CHAT, json=ask("silence")).json()
+    assert (body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]) == ("", 1)
+
+
+def test_answer_stops_at_max_tokens_with_the_reason(client):
+    body = client.post(CHAT, json=ask("hello", max_tokens=4)).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["message"]["content"] == "你\ufffd"
+
+
+def test_sampling_is_as_asked_or_as_the_server_was_started(client, engine):
+    client.post(CHAT, json=ask("hello", temperature=0, top_k=0, max_tokens=20, seed=5))
+    sampling = engine.seen[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0, None, 20, 5)
+    client.post(CHAT, json=ask("hello"))
+    sampling = engine.seen[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 50, 200 - 9)
+    seeds = {engine.seen[-1].sampling.seed for _ in range(3) if client.post(CHAT, json=ask("hello"))}
+    assert len(seeds) == 3
+
+
+def test_models_and_health(client):
+    models = client.get("/v1/models").json()
+    (model,) = models["data"]
+    assert models["object"] == "list"
+    assert (model["id"], model["object"], model["stage"], model["tag"]) == ("nanochat-sft-d4", "model", "sft", "d4")
+    assert (model["step"], model["context_length"]) == (300, 200)
+    assert model["defaults"] == {"temperature": 0.6, "top_k": 50, "max_tokens": 512}
+    eventually(lambda: client.get("/health").json()["free_slots"] == 4)
+    assert client.get("/health").json() == {"status": "ok", "slots": 4, "free_slots": 4, "chats": 0}
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def test_prompt_longer_than_the_context_is_refused_with_numbers(client):
+    response = client.post(CHAT, json=ask("x" * 300))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert "200" in error["message"] and "304" in error["message"]
+
+
+def test_answer_that_cannot_fit_is_refused_with_numbers(client):
+    assert client.post(CHAT, json=ask("x" * 96, max_tokens=100)).status_code == 200
+    error = client.post(CHAT, json=ask("x" * 97, max_tokens=100)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "101" in error["message"] and "100" in error["message"]
+
+
+def conversation(exchanges: int) -> list[dict[str, str]]:
+    turns = [
+        [{"role": "user", "content": f"u{i:02}"}, {"role": "assistant", "content": f"a{i:02}"}]
+        for i in range(exchanges)
+    ]
+    return [message for pair in turns for message in pair] + [{"role": "user", "content": "hello"}]
+
+
+def test_oldest_exchanges_are_left_out_only_when_the_client_allows_it(client, engine):
+    system = {"role": "system", "content": "short"}
+    messages = [system, *conversation(30)]
+    assert client.post(CHAT, json={"messages": messages, "max_tokens": 50}).status_code == 400
+    body = client.post(CHAT, json={"messages": messages, "max_tokens": 50, "truncation": "auto"}).json()
+    # 1 + 7 system + 10 per exchange + 8 for the question and the mark of the reply + 50 must be at most 200
+    assert body["truncated_messages"] == 2 * (30 - 13)
+    tokenizer = ByteTokenizer()
+    prompt = engine.seen[-1].prompt
+    assert prompt[: 1 + 7 + 10] == [
+        tokenizer.bos,
+        *tokenizer.marked("user", "short"),
+        *tokenizer.marked("user", "u17"),
+        *tokenizer.marked("assistant", "a17"),
+    ]
+    chunks = events(client.post(CHAT, json={"messages": messages, "truncation": "auto", "stream": True}))
+    assert chunks[0]["truncated_messages"] > 0
+
+
+def test_question_that_is_too_long_alone_is_refused_even_so(client):
+    messages = [*conversation(3)[:-1], {"role": "user", "content": "x" * 300}]
+    response = client.post(CHAT, json={"messages": messages, "truncation": "auto"})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_body_limit_is_in_bytes(client):
+    def post(size: int) -> httpx.Response:
+        frame = len(json.dumps(ask("")).encode())
+        body = json.dumps(ask("中" * ((size - frame) // 3) + "x" * ((size - frame) % 3)), ensure_ascii=False).encode()
+        assert len(body) == size
+        return client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+
+    assert post(BODY_BYTES).json()["error"]["code"] == "context_length_exceeded"
+    refused = post(BODY_BYTES + 1)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_endless_body_is_refused_while_it_comes(client):
+    def endless() -> Iterator[bytes]:
+        for _ in range(10_000):
+            yield b"x" * 65536
+
+    try:
+        response = client.post(CHAT, content=endless(), headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+    except (httpx.WriteError, httpx.ReadError):
+        pass  # the server hung up before the client listened
+    assert client.get("/health").json()["chats"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "code"),
+    [
+        (b"{", "application/json", 400, "invalid_json"),
+        (b'{"messages": "\xff"}', "application/json", 400, "invalid_json"),
+        (b"[" * 200_000, "application/json", 400, "invalid_json"),
+        (b"1" * 5000, "application/json", 400, "invalid_json"),
+        (b"[]", "application/json; charset=utf-8", 400, "invalid_value"),
+        (json.dumps(ask("hello")).encode(), "text/plain", 415, "unsupported_media_type"),
+        (json.dumps(ask("hello", n=2)).encode(), "application/json", 400, "unsupported_parameter"),
+        (json.dumps(ask(" ")).encode(), "application/json", 400, "empty_prompt"),
+    ],
+)
+def test_bad_bodies_get_openais_error(client, content, kind, status, code):
+    response = client.post(CHAT, content=content, headers={"Content-Type": kind})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_half_a_surrogate_pair_does_no_harm(client):
+    content = rb'{"messages": [{"role": "user", "content": "\ud83d"}]}'
+    assert client.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == 200
+
+
+def test_unknown_routes_and_methods_get_openais_error(client):
+    for method, path, status in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("GET", "/assets/../server.py", 404)]:
+        response = client.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == "not_found"
+    for path in ("/docs", "/redoc", "/openapi.json", "/assets/index.html", "/assets/%2e%2e%2fserver.py"):
+        assert client.get(path).status_code == 404
+
+
+# --- safety --------------------------------------------------------------------------------------
+
+
+def test_every_response_has_the_safety_headers(client):
+    responses = [client.get(path) for path in ("/", "/health", "/v1/models", "/nothing", "/assets/app.js")]
+    responses += [client.post(CHAT, json=body) for body in (ask("hello"), ask("hello", stream=True), ask(""))]
+    responses += [client.get("/", headers={"Host": "evil.example"})]
+    for response in responses:
+        assert {name: response.headers.get(name) for name in HEADERS} == HEADERS
+        assert "access-control-allow-origin" not in response.headers
+        assert "server" not in response.headers
+    assert client.options(CHAT, headers={"Origin": "http://evil.example"}).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:80", "10.0.0.7:8000", "[::1]:8000", "gpu1:80"]
+)
+def test_host_of_this_server_is_answered(host):
+    assert host_allowed(host, ("gpu1",))
+
+
+@pytest.mark.parametrize("host", ["", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil"])
+def test_name_that_another_site_may_have_pointed_here_is_refused(client, host):
+    assert not host_allowed(host, ("gpu1",))
+    if host:
+        response = client.get("/health", headers={"Host": host})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+def test_page_and_its_files_are_served(client):
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for name, kind in ASSETS.items():
+        response = client.get(f"/assets/{name}")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith(kind)

@@ -1,0 +1,47 @@
+"""Chats as files: what is written is read again, what is no chat is refused."""
+
+import json
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Message, Part, assistant, system, user
+from nanochat.serve.transcript import read_transcript, write_transcript
+
+
+def test_a_chat_with_calculator_calls_is_read_as_it_was_written(tmp_path):
+    call = (Part("python", "1+1"), Part("python_output", "2"))
+    messages = [system("be brief"), user("1+1 等于几？"), assistant("It is ", *call, "2."), user("so"), assistant("so")]
+    write_transcript(tmp_path / "chat.json", messages)
+    assert read_transcript(tmp_path / "chat.json") == messages
+    assert "等于几" in (tmp_path / "chat.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"messages": 3}',
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"messages": [{"role": "robot", "content": "a"}]}',
+        '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "b"}]}',
+        '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_file_that_is_no_chat_is_refused_in_words(content, tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="is no chat"):
+        read_transcript(path)
+
+
+def test_other_programs_chats_are_read(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    assert read_transcript(path) == [user("a"), assistant("b")]
+    messages: list[Message] = []
+    write_transcript(path, messages)
+    assert read_transcript(path) == []

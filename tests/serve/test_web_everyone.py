@@ -1,0 +1,178 @@
+"""The page in a real browser: mistakes and failures in words, both languages, phones, and no mouse."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit, wait_until_free
+from tests.support.fake_engine import SETTINGS, FakeEngine, running
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+# --- when something is wrong ---------------------------------------------------------------------
+
+
+def test_dead_server_is_told_in_words_and_the_message_kept(browser):
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url, problems=["Failed to load resource"]) as page:
+        page.route("**/v1/**", lambda route: route.abort("connectionrefused"))
+        send(page, "hello")
+        expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
+        expect(page.locator("#model")).to_have_text("server not reachable")
+        expect(page.locator("#prompt")).to_have_value("hello")
+        page.unroute("**/v1/**")
+        page.press("#prompt", "Enter")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        expect(page.locator("#model")).to_contain_text("d4")
+
+
+def test_stream_that_breaks_off_says_so_and_keeps_the_words(browser):
+    def wrap(app: Any) -> Any:
+        async def broken(scope: Any, receive: Any, send_on: Any) -> None:
+            async def send_some(message: Any) -> None:
+                if "好".encode() in message.get("body", b""):
+                    raise ConnectionError("cut")
+                await send_on(message)
+
+            await app(scope, receive, send_some)
+
+        return broken
+
+    engine = FakeEngine(REPLIES, gated=True)
+    with (
+        running(engine, wrap=wrap) as url,
+        visit(browser, url, problems=["ERR_INCOMPLETE_CHUNKED_ENCODING"]) as page,
+    ):
+        send(page, "hello")
+        engine.allow(3)
+        expect(answers(page)).to_have_text("你")
+        engine.allow(100)
+        expect(page.get_by_role("alert")).to_have_text("The connection broke off before the answer was complete.")
+        expect(answers(page)).to_have_text("你")
+
+
+def test_failing_engine_and_full_queue_are_told_in_both_languages(browser):
+    engine = FakeEngine(REPLIES, slots=1, gated=True)
+    settings = replace(SETTINGS, waiting=0)
+    with running(engine, settings=settings) as url, visit(browser, url, problems=["429"], locale="zh-CN") as page:
+        question = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=question):
+            send(page, "hello")
+            expect(page.get_by_role("alert")).to_have_text("现在排队的对话太多，请 2 秒后再试。")
+            page.locator("#language").click()
+            expect(page.get_by_role("alert")).to_have_text(
+                "Too many chats are waiting right now. Please try again in 2 seconds."
+            )
+        wait_until_free(url, 1)
+        engine.fail = True
+        engine.allow(1000)
+        page.press("#prompt", "Enter")
+        expect(page.get_by_role("alert").last).to_contain_text("The model failed while it was answering.")
+        page.press("#prompt", "Enter")
+        expect(answers(page).last).to_have_text("你好，世界！🌍")
+
+
+def test_message_that_is_too_long_is_told_with_numbers(browser):
+    with running(FakeEngine(length=1200)) as url, visit(browser, url, problems=["400", "413"]) as page:
+        send(page, "x" * 1500)
+        expect(page.get_by_role("alert")).to_contain_text("context of 1,200 tokens")
+        expect(page.locator("#prompt")).to_have_value("x" * 1500)
+        send(page, "x" * 300_000)
+        expect(page.get_by_role("alert").last).to_contain_text("too long to be sent")
+
+
+# --- languages, sizes, keyboards -----------------------------------------------------------------
+
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def test_language_follows_the_browser_and_then_the_switch(browser):
+    with running(FakeEngine(REPLIES)) as url:
+        with visit(browser, url, locale="zh-TW") as page:
+            expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
+            expect(page.get_by_role("button", name="新对话")).to_be_visible()
+            expect(page.locator("#model")).to_have_text("d4 · 监督微调")
+            send(page, "sum")
+            expect(page.locator(".meta")).to_contain_text("个词元")
+            finished(page)
+            page.get_by_role("button", name="Switch to English").click()
+            expect(page.get_by_role("button", name="New chat")).to_be_visible()
+            expect(page.locator(".meta")).to_contain_text("tokens")
+            expect(page.locator("#model")).to_have_text("d4 · fine-tuned")
+            page.reload()
+            expect(page.get_by_role("button", name="New chat")).to_be_visible()
+        with visit(browser, url, locale="fr-FR") as page:
+            expect(page.locator("html")).to_have_attribute("lang", "en")
+            page.evaluate(
+                "() => { document.getElementById('language').remove(); document.getElementById('examples').remove() }"
+            )
+            assert not CHINESE.search(page.locator("body").inner_text())
+
+
+def test_both_languages_have_the_same_words(browser):
+    with running(FakeEngine()) as url, visit(browser, url) as page:
+        words, examples = page.evaluate(
+            "async () => { const m = await import('./assets/i18n.js'); return [m.WORDS, m.EXAMPLES] }"
+        )
+    names = re.compile(r"\{\w+\}")
+    assert words["en"].keys() == words["zh"].keys()
+    for key, text in words["en"].items():
+        assert sorted(names.findall(text)) == sorted(names.findall(words["zh"][key])), key
+    assert len(examples["en"]) == len(examples["zh"])
+
+
+@pytest.mark.parametrize("width", [320, 390])
+@pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
+def test_nothing_sticks_out_on_a_phone(browser, width, locale):
+    replies = {**REPLIES, "long": ["x" * 300 + " " + "字" * 300]}
+    wide = """() => [...document.querySelectorAll("body *:not(.hidden)")]
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)
+        .map((e) => e.className || e.tagName)"""
+    phone = {"viewport": {"width": width, "height": 640}, "is_mobile": True, "has_touch": True}
+    with running(FakeEngine(replies)) as url, visit(browser, url, locale=locale, **phone) as page:
+        assert page.evaluate(wide) == []
+        for text in ("long", "sum"):
+            send(page, text)
+            finished(page)
+        page.locator(".tool summary").tap()
+        send(page, "y" * 200)
+        finished(page)
+        assert page.evaluate(wide) == []
+        assert page.evaluate("() => document.scrollingElement.scrollHeight <= innerHeight")
+        for name in ("#send", "#new-chat", "#language"):
+            box = page.locator(name).bounding_box()
+            assert box and box["width"] >= 32 and box["height"] >= 32, name
+
+
+def test_colours_follow_the_system(browser):
+    shade = "() => getComputedStyle(document.documentElement).backgroundColor"
+    with running(FakeEngine()) as url:
+        with visit(browser, url, color_scheme="light") as page:
+            light = page.evaluate(shade)
+        with visit(browser, url, color_scheme="dark") as page:
+            dark = page.evaluate(shade)
+    assert (light, dark) == ("rgb(250, 249, 246)", "rgb(22, 24, 26)")
+
+
+def test_everything_can_be_found_without_a_mouse_or_eyes(browser):
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
+        send(page, "sum")
+        finished(page)
+        for button in page.locator("button:visible").all():
+            assert button.get_attribute("aria-label") or button.inner_text().strip()
+        expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
+        expect(page.get_by_role("textbox", name="Ask something")).to_be_focused()
+        page.keyboard.press("Shift+Tab")  # back from the box to the copy button, over the disabled nothing
+        assert page.evaluate("() => document.activeElement !== document.body")
+        assert page.locator("#stop").count() == 0  # window.stop would hide it

@@ -1,0 +1,1 @@
+"""What tests share: small models, ranks, servers, hosts and files."""

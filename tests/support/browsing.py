@@ -1,0 +1,76 @@
+"""A browser for the tests of the page, and what every visit proves: no request left the server, a clean console."""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from nanochat.data.conversation import Part
+
+expect.set_options(timeout=30_000)  # a loaded machine is slow, not wrong
+
+REPLIES: dict[str, Sequence[Part | str]] = {
+    "hello": ["你好，世界！🌍"],
+    "sum": ["37 * 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776."],
+    "bad sum": [Part("python", "1/0"), Part("python_output", "error"), "I cannot."],
+    "silence": [],
+}
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """The system's Chromium, without a window; a test that has none is skipped."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no chromium here: apt-get install --no-install-recommends chromium fonts-wqy-zenhei")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def visit(
+    browser: Browser, url: str, problems: Sequence[str] = (), locale: str = "en-US", **options: Any
+) -> Iterator[Page]:
+    """A page in a fresh profile. On leaving: all requests went to `url`, and the console said only `problems`."""
+    context = browser.new_context(locale=locale, **options)
+    page = context.new_page()
+    requests: list[str] = []
+    said: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    try:
+        page.goto(url)
+        expect(page.locator("#model")).to_be_visible()
+        yield page
+    finally:
+        context.close()
+    assert [address for address in requests if not address.startswith((url, "data:"))] == []
+    assert [text for text in said if not any(problem in text for problem in problems)] == []
+
+
+def send(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.locator(".turn.model .body")
+
+
+def finished(page: Page) -> None:
+    expect(page.locator("#send")).to_have_attribute("aria-label", re.compile("^(Send|发送)$"))
+
+
+def wait_until_free(url: str, slots: int) -> None:
+    for _ in range(3000):
+        if httpx.get(f"{url}/health").json()["free_slots"] == slots:
+            return
+    raise AssertionError("the slot was not freed")

@@ -1,0 +1,168 @@
+"""An engine with a script instead of a model, a tokenizer of single bytes, and a server around them."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanochat.data.conversation import Conversation, Part
+from nanochat.engine import Event
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.server import Server, Settings, create_app
+from nanochat.tokenizer import ROLES
+
+CHAT = "/v1/chat/completions"
+SETTINGS = Settings(model="nanochat-sft-d4", stage="sft", tag="d4", step=300)
+
+
+class ByteTokenizer:
+    """A token is a byte, so every Chinese character is split over three tokens."""
+
+    bos = 256
+    vocab_size = 256 + len(ROLES)
+
+    def special(self, role: str) -> int:
+        return 256 + ROLES.index(role)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(bytes([i]) if i < 256 else ROLES[i - 256].encode() for i in ids)
+
+    def marked(self, kind: str, text: str) -> list[int]:
+        return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
+
+    def parts(self, parts: Sequence[Part | str]) -> list[int]:
+        marks = {"python": "python", "python_output": "output"}
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += self.encode(part)
+            else:
+                ids += self.marked(marks[part.kind], part.text) if part.kind in marks else self.encode(part.text)
+        return ids
+
+    def render_prompt(self, conversation: Conversation) -> list[int]:
+        ids = [self.bos]
+        for message in conversation.messages:
+            if message.role == "assistant":
+                start, end = self.special("assistant_start"), self.special("assistant_end")
+                ids += [start, *self.parts(message.parts), end]
+            else:
+                ids += self.marked("user", message.text)
+        return [*ids, self.special("assistant_start")]
+
+
+@dataclass
+class Seen:
+    """A request as the engine got it, the tokens it has left to say, and how many it said."""
+
+    prompt: list[int]
+    sampling: Sampling
+    left: list[int]
+    said: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """Says to each question what `replies` has for it, one byte per step; otherwise it echoes the question.
+
+    With `gated` it says a token only for each one that `allow` lets pass, so that a test can look at an answer
+    in the middle without timing. `seen` keeps every request. `fail` makes the next step raise.
+    """
+
+    replies: Mapping[str, Sequence[Part | str]] = field(default_factory=dict)
+    slots: int = 2
+    length: int = 4096
+    gated: bool = False
+    fail: bool = False
+    seen: list[Seen] = field(default_factory=list)
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+
+    def __post_init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._active: list[int] = []
+        self._waiting: list[int] = []
+
+    def allow(self, tokens: int) -> None:
+        """Let pass that many more steps."""
+        self._permits.release(tokens)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active or self._waiting)
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self._active)
+
+    def submit(self, prompt: list[int], sampling: Sampling) -> int:
+        user_start, user_end = self.tokenizer.special("user_start"), self.tokenizer.special("user_end")
+        start = len(prompt) - prompt[::-1].index(user_start)
+        question = bytes(prompt[start : prompt.index(user_end, start)]).decode()
+        left = [*self.tokenizer.parts(self.replies.get(question, [question])), self.tokenizer.special("assistant_end")]
+        self.seen.append(Seen(prompt, sampling, left))
+        self._waiting.append(len(self.seen) - 1)
+        return len(self.seen) - 1
+
+    def cancel(self, request: int) -> bool:
+        for requests in (self._active, self._waiting):
+            if request in requests:
+                requests.remove(request)
+                self.seen[request].cancelled = True
+                return True
+        return False
+
+    def step(self) -> list[Event]:
+        while self._waiting and self.free_slots:
+            self._active.append(self._waiting.pop(0))
+        if self.gated and not self._permits.acquire(timeout=0.005):
+            return []  # so that a cancel is heard while the gate is closed
+        if self.fail:
+            self.fail = False
+            raise RuntimeError("the device is gone")
+        return [self._say(request) for request in list(self._active)]
+
+    def _say(self, request: int) -> Event:
+        seen = self.seen[request]
+        token = seen.left.pop(0)
+        seen.said += 1
+        finish = "stop" if not seen.left else "length" if seen.said == seen.sampling.max_tokens else None
+        if finish:
+            self._active.remove(request)
+        return Event(request, token, 0.0, False, finish)
+
+
+@contextlib.contextmanager
+def running(engine: Any, tokenizer: Any = None, settings: Settings = SETTINGS, wrap: Any = None) -> Iterator[str]:
+    """A real server on a free port of this machine, in a thread; gives its address. `wrap` may wrap the app."""
+    app = create_app(engine, tokenizer or engine.tokenizer, settings)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Server(replace(app, asgi=wrap(app.asgi)) if wrap else app)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        if isinstance(engine, FakeEngine):
+            engine.allow(100_000)
+        server.should_exit = True
+        thread.join(timeout=30)
+
+
+def ask(text: str, **fields: Any) -> dict[str, Any]:
+    """The body of a request with one question."""
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for another thread."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 30 seconds"

@@ -1,0 +1,48 @@
+"""What the fault tests share: a stage of twenty small steps, on any number of pooled ranks, and what it left."""
+
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.device import Compute
+from tests.support.small_world import make_corpus, run_stage, shrink, stage_folder
+
+STEPS = 20
+
+
+def stage(compute: Compute, name: str = "base", **changes: Any) -> None:
+    """Train a stage on this rank, in the base folder of the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        run_stage(name, compute, **{"eval_every": 10, **changes})
+
+
+def base_stage(compute: Compute, changes: dict[str, Any]) -> None:
+    """The base stage, for a pool."""
+    stage(compute, **changes)
+
+
+def digests(base: Path, step: int = STEPS) -> dict[str, str]:
+    """SHA-256 of the files with tensors of a step of the base stage."""
+    folder = stage_folder(base, "base") / f"step_{step:06d}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@functools.lru_cache(maxsize=1)
+def _made() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    make_corpus(Path(folder.name))
+    return folder
+
+
+def corpus(base: Path) -> Path:
+    """A base folder with a corpus and its tokenizer, that of the environment from now on."""
+    shutil.copytree(_made().name, base, dirs_exist_ok=True)
+    os.environ["NANOCHAT_BASE_DIR"] = str(base)
+    return base

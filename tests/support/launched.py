@@ -1,0 +1,69 @@
+"""A training script under torchrun, with a fault of its own: `python tests/support/launched.py FOLDER MODULE FLAGS...`
+
+It leaves `pid-R` and, when rank R ends by itself, `code-R` in FOLDER. FAULT in the environment is `KIND RANK STEP`: in
+that step the rank is killed, or hangs, once for all starts; `evaluate 0 STEP` makes validations endless instead.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from nanochat.evals import loss as loss_eval  # noqa: E402 - after the path is known
+from nanochat.train import loop  # noqa: E402
+
+
+def inject(folder: Path, rank: int) -> None:
+    """Arrange for the fault that the environment names."""
+    if not os.environ.get("FAULT"):
+        return
+    kind, whom, when = os.environ["FAULT"].split()
+    if kind == "evaluate":
+        real = loss_eval.bits_per_byte
+
+        def endless(model: Any, steps: Any, *rest: Any) -> float:
+            batches = list(steps)
+            (folder / f"evaluating-{rank}").touch()
+            return real(model, (batch for _ in iter(int, 1) for batch in batches), *rest)
+
+        loss_eval.bits_per_byte = endless
+        return
+    start = loop.Stage.start
+    count = 0
+
+    def begin(stage: loop.Stage) -> None:
+        nonlocal count
+        count += 1
+        start(stage)
+        if rank == int(whom) and count == int(when) and not (folder / "struck").exists():
+            (folder / "struck").touch()
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
+
+    loop.Stage.start = begin  # type: ignore[method-assign]
+
+
+def main() -> None:
+    folder, module, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    inject(folder, rank)
+    sys.argv = [module, *sys.argv[3:]]
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+        raise
+    finally:
+        (folder / f"code-{rank}").write_text(str(code))
+
+
+if __name__ == "__main__":
+    main()

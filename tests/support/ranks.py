@@ -1,0 +1,78 @@
+"""Functions run on several processes that talk over gloo, as torchrun would start them."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat import device
+
+# Processes are forked from one that has imported torch but not used it: seconds less for each.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.train.loop"]
+)
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
+    """Call `function(compute, *args)` on every rank, in fp32 unless NANOCHAT_DTYPE is set; the results by rank.
+
+    `function` must be at the top of a module. What a rank raises fails the test with that rank's traceback.
+    """
+    environment = {"NANOCHAT_DTYPE": "float32", **os.environ, "WORLD_SIZE": str(world_size)}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            PROCESSES.Process(target=_rank, args=(rank, folder, environment, function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        _wait(processes, timeout)
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), "\n".join([f"exit codes {codes}", *errors])
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _wait(processes: list[Any], timeout: float) -> None:
+    """Until all have ended; some seconds after one has failed, or at the time limit, the others are killed."""
+    end = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        next(process for process in processes if process.is_alive()).join(0.2)
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + 5)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _rank(rank: int, folder: Path, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    os.environ.clear()
+    os.environ.update({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    world_size = int(environment["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    try:
+        # A file in place of a port, which another test could take meanwhile.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+        result = function(device.compute_init("cpu"), *args)
+        torch.save(result, folder / f"{rank}.pt")
+        device.compute_cleanup()
+    except BaseException:  # the edge of a process: the traceback is handed to the test
+        (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        os._exit(1)

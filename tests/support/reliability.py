@@ -1,0 +1,111 @@
+"""docs/reliability.md and its twin, from the docstrings of the fault tests and the results of a run of all of them.
+
+A fault test says `T5. Injects: ... Must follow: ...` in its docstring, and the same in Chinese after `注入：` and
+`必须：`. A run of pytest in which every one of them ran writes both documents; nothing is written otherwise.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENGLISH = re.compile(r"T(\d+)\.\s+Injects:\s+(.*?)\s+Must\s+follow:\s+(.*?)\s*(?=\Z|注入：)", re.S)
+CHINESE = re.compile(r"注入：(.*?)必须：(.*)", re.S)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one test function injects, and what must follow, in both languages."""
+
+    number: int
+    injects: tuple[str, str]
+    follows: tuple[str, str]
+
+
+@dataclass
+class Tally:
+    """How often a test function ran, and how often it did not pass."""
+
+    ran: int = 0
+    failed: int = 0
+
+
+def read(docstring: str | None) -> Fault | None:
+    """What a docstring says; None if it is no fault test's. Without Chinese the English stands in both."""
+    english = ENGLISH.match(docstring or "")
+    if english is None:
+        return None
+    injects, follows = (" ".join(text.split()) for text in english.groups()[1:])
+    chinese = CHINESE.search(docstring or "")
+    theirs = [re.sub(r"\n\s*", "", text.strip()) for text in chinese.groups()] if chinese else [injects, follows]
+    return Fault(int(english[1]), (injects, theirs[0]), (follows, theirs[1]))
+
+
+def faults() -> dict[str, Fault]:
+    """All fault tests by `file::function`, in the order of their numbers, then of the files."""
+    found = {}
+    for path in sorted((ROOT / "tests" / "faults").glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and (fault := read(ast.get_docstring(node))):
+                found[f"{path.name}::{node.name}"] = fault
+    return dict(sorted(found.items(), key=lambda item: item[1].number))
+
+
+def key_of(nodeid: str) -> str:
+    """The `file::function` of a test's name in pytest."""
+    return nodeid.partition("[")[0].rpartition("/")[2]
+
+
+TEXT = (
+    """# Reliability
+
+[中文](reliability.zh.md)
+
+What may happen to a run, and what must follow. Each row is a test that injects the fault; a run of all of them writes
+this page, so do not edit it:
+
+```bash
+bash test.sh tests/faults
+```
+
+| fault | injected | must follow | result |
+| --- | --- | --- | --- |
+""",
+    """# 可靠性
+
+[English](reliability.md)
+
+训练可能遇到的故障，以及随后必须发生的事。每一行都是一个真正注入故障的测试；本页由这些测试的运行生成，请不要手工修改：
+
+```bash
+bash test.sh tests/faults
+```
+
+| 编号 | 注入 | 必须 | 结果 |
+| --- | --- | --- | --- |
+""",
+)
+PASSED, FAILED = ("passed", "通过"), ("FAILED", "失败")
+CASES = (" ({} cases)", "（{} 例）")
+
+
+def page(results: Mapping[str, Tally], language: int) -> str:
+    """The document in English (0) or Chinese (1)."""
+    lines = []
+    for key, fault in faults().items():
+        tally = results[key]
+        result = (FAILED if tally.failed else PASSED)[language]
+        cases = CASES[language].format(tally.ran) if tally.ran > 1 else ""
+        lines.append(f"| T{fault.number} | {fault.injects[language]} | {fault.follows[language]} | {result}{cases} |")
+    return TEXT[language] + "\n".join(lines) + "\n"
+
+
+def write(results: Mapping[str, Tally], folder: Path = ROOT / "docs") -> bool:
+    """Write both documents if every fault test ran; returns whether."""
+    if not faults() or not faults().keys() <= results.keys():
+        return False
+    for name, language in (("reliability.md", 0), ("reliability.zh.md", 1)):
+        (folder / name).write_text(page(results, language), encoding="utf-8")
+    return True

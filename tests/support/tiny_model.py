@@ -1,0 +1,54 @@
+"""Small models and tokenizers for the tests of inference."""
+
+import torch
+
+from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
+from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.device import Compute
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import Tokenizer
+from nanochat.train.optim import Optimizers, Rates
+
+TEXT = "the cat sat on the mat 猫坐在垫子上 strawberry 12 34 56 78 90 + - * / ( ) ' . count\n"
+
+
+def tiny_tokenizer(vocab_size: int = 290) -> Tokenizer:
+    """Bytes, a few merges and the special tokens."""
+    return Tokenizer.train([TEXT] * 4, vocab_size)
+
+
+def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32) -> GPT:
+    """A GPT with windows (128), grouped heads and value embeddings, none of its parts at the zero it starts from."""
+    config = GPTConfig(
+        sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
+        window_pattern="SL",
+    )  # fmt: skip
+    model = GPT(config, dtype)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)  # not that of the embedding, which the head would then equal
+
+    def scatter(weight: torch.Tensor, size: float) -> None:
+        weight.copy_(torch.randn(weight.shape, generator=generator) * size)
+
+    with torch.no_grad():
+        scatter(model.lm_head.weight, 0.3)
+        for block in model.h:
+            scatter(block.attn.c_proj.weight, 0.2)
+            scatter(block.mlp.c_proj.weight, 1.0)
+        scatter(model.smear_lambda, 1.0)
+        scatter(model.smear_gate.weight, 0.2)
+    return model.eval()
+
+
+def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
+    """The CPU in fp32, as any rank."""
+    return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
+
+
+def tiny_checkpoint(stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160) -> None:
+    """A checkpoint of the tiny model, tag d2, in the base folder."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_gpt(tokenizer.vocab_size, sequence_len)
+    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
+    meta = make_meta(stage, model.config, {"corpus": corpus}, step, {})
+    save_checkpoint(checkpoint_dir(stage, "d2"), step, model, optimizers, tokenizer, meta, on_cpu())

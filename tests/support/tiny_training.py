@@ -1,0 +1,82 @@
+"""Training of a tiny model that is a pure function of the step, on any number of ranks, for tests of checkpoints."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanochat.checkpoint_manager.locate import make_meta
+from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.device import Compute
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.runtime import parallel
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import loop
+from nanochat.train.optim import Optimizers, Rates
+from tests.support.tiny_model import on_cpu
+
+CPU = on_cpu()
+VOCAB = 290
+SETTINGS = {"depth": 2, "seed": 42, "run": "dummy", "corpus": "tinyworld"}
+
+
+class Batches:
+    """A step of four rows, of which this rank has its share."""
+
+    num_targets = 4 * 16
+
+    def __init__(self, step: int, compute: Compute):
+        idx = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(step))
+        idx = idx[compute.rank :: compute.world_size]
+        self.micro_batches = [(idx, idx.roll(-1, 1))]
+
+
+def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tuple[GPT, Optimizers]:
+    """Three heads of 18 channels: rows that neither two nor four ranks divide."""
+    config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
+    model = GPT(config, compute.dtype)
+    model.init_weights(seed)
+    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    return model, Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
+
+
+def train(model: GPT, optimizers: Optimizers, first: int, last: int, compute: Compute = CPU) -> None:
+    """Updates first + 1 .. last."""
+    for step in range(first, last):
+        optimizers.schedule(1 / (1 + step), 0.85 + 0.1 / (1 + step), 1.0)
+        loop.update(model, optimizers, Batches(step, compute), loop.LossScale(), compute)
+
+
+def parameters(model: GPT) -> dict[str, Tensor]:
+    """Copies of all parameters, whole."""
+    return {name: value.clone() for name, value in parallel.whole_parameters(model)}
+
+
+def state(optimizers: Optimizers) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
+    """Copies of the optimizer state held here, each with its whole shape and first row."""
+    return {name: (value.clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
+
+
+def everything(model: GPT, optimizers: Optimizers) -> dict[str, Tensor]:
+    """All parameters and all state, of one rank alone."""
+    return {**parameters(model), **{name: value for name, (value, _, _) in state(optimizers).items()}}
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def save(
+    folder: Path, step: int, model: GPT, optimizers: Optimizers, tokenizer: Tokenizer, stage: str = "base",
+    steps: int = 100, compute: Compute = CPU,
+) -> float:  # fmt: skip
+    """A checkpoint of a run of `steps` steps with SETTINGS."""
+    meta = make_meta(stage, model.config, SETTINGS, steps, {"row": 4 * step})
+    return save_checkpoint(folder, step, model, optimizers, tokenizer, meta, compute)
+
+
+def flip_a_bit(path: Path) -> None:
+    """What a failing disk does."""
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)

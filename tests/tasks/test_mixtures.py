@@ -1,0 +1,146 @@
+"""What each stage learns from: the published mixtures from local folders, one's own file, the hold-out."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import chat
+from nanochat.data.tinyworld import world as tinyworld
+from tasks import mixtures
+from tasks.mixtures import HELD_OUT, Mix, mix, rl_tasks
+
+DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(DATA))
+
+
+def lines(name: str) -> int:
+    return len((DATA / name).read_text(encoding="utf-8").splitlines())
+
+
+def counts(made: Mix) -> Counter[str]:
+    """How many conversations of each task there are."""
+    mixture = made.conversations
+    return Counter(mixture.locate(i)[0].name for i in range(len(mixture)))  # type: ignore[attr-defined]
+
+
+def test_the_published_mid_mixture(local: None) -> None:
+    found = counts(mix("mid", "fineweb", 1))
+    assert found["SmolTalk"] == lines("smol-smoltalk/data/train.jsonl")
+    assert found["MMLU"] == lines("mmlu/auxiliary_train/train.jsonl")
+    assert found["GSM8K"] == lines("gsm8k/main/train.jsonl")
+    assert found["Identity"] == 2 * len(tinyworld.identity_conversations())
+    assert (found["SimpleSpelling"], found["SpellingBee"]) == (200_000, 80_000)
+
+
+def test_the_published_sft_mixture(local: None) -> None:
+    found = counts(mix("sft", "fineweb", 1))
+    assert found["ARC-Easy"] == lines("ai2_arc/ARC-Easy/train.jsonl")
+    assert found["ARC-Challenge"] == lines("ai2_arc/ARC-Challenge/train.jsonl")
+    assert found["GSM8K"] == lines("gsm8k/main/train.jsonl")
+    assert found["SmolTalk"] == lines("smol-smoltalk/data/train.jsonl")
+    assert found["Identity"] == len(tinyworld.identity_conversations())
+    assert (found["SimpleSpelling"], found["SpellingBee"]) == (300, 300)
+
+
+def test_published_conversations_end_with_the_assistant_and_follow_the_seed(local: None) -> None:
+    one, two, other = (list(mix("sft", "fineweb", seed).train()) for seed in (1, 1, 2))
+    assert one == two and one != other
+    assert all(conversation.messages[-1].role == "assistant" for conversation in one)
+
+
+def test_the_published_rl_tasks(local: None) -> None:
+    train, test = rl_tasks("fineweb")
+    assert train.name == test.name == "GSM8K"
+    assert len(train) == lines("gsm8k/main/train.jsonl") and len(test) == lines("gsm8k/main/test.jsonl")
+
+
+def test_without_rows_a_published_mixture_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "smol-smoltalk").mkdir()
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))
+    with pytest.raises(UserError, match="no rows of smol-smoltalk") as refused:
+        mix("mid", "fineweb", 1).conversations  # noqa: B018
+    assert refused.value.exit_code == 2
+
+
+def numbered(size: int) -> Mix:
+    return Mix("numbers", "key", lambda: [chat(str(i), "yes") for i in range(size)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 49, 50, 51, 1000])
+def test_the_hold_out_and_the_rest_are_disjoint_and_whole(size: int) -> None:
+    made = numbered(size)
+    train, val = ([conversation.messages[0].text for conversation in part()] for part in (made.train, made.val))
+    assert not set(train) & set(val)
+    assert sorted([*train, *val], key=int) == [str(i) for i in range(size)]
+    assert len(val) == -(-size // HELD_OUT)
+
+
+def test_conversations_are_made_once_and_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(tinyworld, "sft_conversations", lambda seed: made.append(seed) or [chat("a", "b")] * 3)
+    mixture = mix("sft", "tinyworld", 5)
+    assert mixture.key and not made
+    assert len(list(mixture.train())) + len(list(mixture.val())) == 3
+    assert made == [5]
+
+
+def test_tinyworld_keys_name_stage_and_seed() -> None:
+    keys = {mix(stage, "tinyworld", seed).key for stage in ("mid", "sft") for seed in (1, 2)}
+    assert len(keys) == 4
+    train, held_out = rl_tasks("tinyworld")
+    assert held_out.name == "mental" and len(train) > len(held_out) > 0
+
+
+def write_own(path: Path, count: int) -> None:
+    turns = ([{"role": "user", "content": f"问 {i}"}, {"role": "assistant", "content": "答"}] for i in range(count))
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in turns), encoding="utf-8")
+
+
+def test_one_s_own_file_takes_the_place_of_the_mixture(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, 120)
+    made = mix("sft", "tinyworld", 1, str(path))
+    assert len(list(made.train())) == 117 and len(list(made.val())) == 3
+    assert next(iter(made.val())).messages[0].text == "问 0"
+    key = made.key
+    write_own(path, 121)
+    assert mix("sft", "tinyworld", 1, str(path)).key != key  # a changed file is prepared anew
+
+
+def test_one_s_own_file_that_is_not_there_or_broken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file") as refused:
+        mix("mid", "tinyworld", 1, str(tmp_path / "none.jsonl"))
+    assert refused.value.exit_code == 2
+    path = tmp_path / "broken.jsonl"
+    path.write_text('[{"role": "user", "content": "a"}]\n')
+    with pytest.raises(UserError, match=r"broken\.jsonl, line 1"):
+        mix("mid", "tinyworld", 1, str(path))
+
+
+def test_a_home_folder_in_the_path_of_one_s_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_own(tmp_path / "own.jsonl", 2)
+    assert len(list(mix("sft", "tinyworld", 1, "~/own.jsonl").train())) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_of_a_single_conversation_is_refused_before_training(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, count)
+    if count == 1:  # it would be held out, and nothing be left to learn from
+        with pytest.raises(UserError, match="at least 2 conversations"):
+            mix("sft", "tinyworld", 1, str(path))
+    else:
+        assert len(list(mix("sft", "tinyworld", 1, str(path)).train())) == 1
+
+
+def test_identity_is_in_both_languages() -> None:
+    said = [conversation.messages[0].text for conversation in map(mixtures.Identity().__getitem__, range(20))]
+    assert any(text.isascii() for text in said) and any(not text.isascii() for text in said)

@@ -1,0 +1,389 @@
+"""check_npu.py on a host without NPU, on pretended ones, on broken ones, and on the emulated NPU."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import check_npu
+from tests.support.ascend_hosts import make_host, smi_table
+from tools_npu import device_checks, environment, host, host_checks, lines, numerics, setup
+from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOPOLOGY = "\t NPU0 NPU1 CPU Affinity\nNPU0 X {link} 0-23\nNPU1 {link} X 0-23\n"
+
+
+def run(*flags: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, str(ROOT / "check_npu.py"), *flags], env=os.environ | environment,
+                          capture_output=True, text=True, cwd="/", stdin=subprocess.DEVNULL)  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def fake_smi(folder: Path, table: str, link: str = "HCCS") -> str:
+    """A folder for PATH with an npu-smi that prints a table and a topology."""
+    folder.mkdir()
+    (folder / "table").write_text(table)
+    (folder / "topo").write_text(TOPOLOGY.format(link=link))
+    script = f'#!/bin/bash\ncase "$*" in *topo) cat {folder}/topo ;; *) cat {folder}/table ;; esac\n'
+    (folder / "npu-smi").write_text(script)
+    (folder / "npu-smi").chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+def by_name(found: list[Line]) -> dict[str, Line]:
+    return {line.name: line for line in found}
+
+
+# --- the whole, without an NPU ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_host_without_npu_gets_valid_json_exit_1_and_the_causes(tmp_path: Path) -> None:
+    code, out, err = run("--json", ASCEND_ROOT_PREFIX=str(tmp_path), HOME=str(tmp_path), PATH="/usr/bin:/bin")
+    told = json.loads(out)
+    assert (code, told["ok"], err) == (1, False, "")
+    assert [cause["name"] for cause in told["causes"]] == ["driver", "cann", "cards", "npu-smi", "torch_npu"]
+    assert all(cause["text"] and cause["remedy"] for cause in told["causes"])
+    assert {check["status"] for check in told["checks"]} <= set(lines.STATUSES)
+    assert all(check["text_zh"] for check in told["checks"])
+    assert all(cause["remedy"].isascii() and cause["remedy_zh"] for cause in told["causes"])
+    assert told["checks"][-1]["status"] == SKIP
+    assert sum(told["counts"].values()) == len(told["checks"])
+
+
+@pytest.mark.slow
+def test_lines_name_cause_and_remedy_in_the_language_of_the_locale(tmp_path: Path) -> None:
+    where = {
+        "ASCEND_ROOT_PREFIX": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "zh_CN.UTF-8",
+    }
+    code, out, _ = run(**where)
+    assert code == 1
+    assert "FAIL  driver: 未安装驱动" in out and "处理：" in out
+    assert "FAIL  torch_npu: 未安装 torch_npu" in out and "bash setup_ascend.sh" in out
+    english = run("--lang", "en", **where)[1]
+    assert "FAIL  driver: not installed" in english and "do: " in english
+    assert english.splitlines()[-1].startswith("check_npu: ") and "failed: driver, cann" in english
+
+
+COMMAND = re.compile(
+    r"(bash|source|python|npu-smi|export|unset|ulimit) [\x20-\x7e]*"  # in ASCII: it is the same in both languages
+)
+
+
+def texts(node: ast.AST) -> list[str]:
+    """The constant parts of a string, a format's values as x."""
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+@pytest.mark.parametrize("file", ["check_npu.py", "tools_npu/host_checks.py", "tools_npu/device_checks.py"])
+def test_a_remedy_is_a_command_or_speaks_both_languages(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 4]
+    remedies = [node.args[4] for node in calls if getattr(node.func, "id", "") == "Line"]
+    assert remedies
+    for text in (text for node in remedies for text in texts(node)):
+        assert COMMAND.fullmatch(text), text
+    given = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    pairs = [node for node in [*remedies, *given] if isinstance(node, ast.Tuple) and len(node.elts) == 2]
+    for english, chinese in (pair.elts for pair in pairs):
+        for text in texts(english):
+            assert text.isascii(), text
+        for text in texts(chinese):
+            assert not text.isascii() or "{" in ast.unparse(chinese), text
+
+
+def test_variables_that_harm_are_mended_by_commands() -> None:
+    harmful = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64", "PYTORCH_NPU_ALLOC_CONF": "x",
+        "ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
+        "TASK_QUEUE_ENABLE": "0", "HCCL_CONNECT_TIMEOUT": "1", "HCCL_EXEC_TIMEOUT": "x", "CUDA_VISIBLE_DEVICES": "0",
+        "ASCEND_HOME_PATH": "/nowhere", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }  # fmt: skip
+    found = environment.lint(harmful, "2.13.0")
+    assert len(found) >= 11
+    assert [finding.remedy for finding in found if not COMMAND.fullmatch(finding.remedy)] == []
+
+
+def test_locale_decides_the_language() -> None:
+    assert lines.language_of({"LANG": "zh_CN.UTF-8"}) == "zh"
+    assert lines.language_of({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}) == "en"
+    assert lines.language_of({}) == "en"
+
+
+def test_it_starts_without_torch_and_takes_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_npu, "ROOT", tmp_path)
+    monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
+    assert check_npu.python_with_torch() == ""
+    (line,) = check_npu.device_lines("", setup.Found(None, None, [], []), {}, False, tmp_path / "log")
+    assert (line.status, line.name, line.remedy) == (FAIL, "torch", "bash setup_ascend.sh")
+    own = tmp_path / ".venv/bin/python"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/bash\nexit ${NO_TORCH:-0}\n")
+    own.chmod(0o755)
+    assert check_npu.python_with_torch() == str(own)
+    monkeypatch.setenv("NO_TORCH", "1")
+    assert check_npu.python_with_torch() == ""
+
+
+# --- the host --------------------------------------------------------------------------------------
+
+
+def test_a_well_host_passes(tmp_path: Path) -> None:
+    made = make_host(tmp_path / "host")
+    env = {
+        "ASCEND_ROOT_PREFIX": str(made.root), "HOME": str(tmp_path), "PATH": fake_smi(tmp_path / "bin", smi_table(2)),
+        "ASCEND_HOME_PATH": str(made.home), "ASCEND_OPP_PATH": str(made.home / "opp"),
+    }  # fmt: skip
+    found = list(host_checks.all_of(setup.look(env), env, "2.9.0"))
+    named = by_name(found)
+    assert [line.name for line in found if line.status == FAIL] == []
+    for name in ("driver", "cann", "variables of CANN", "cards", "npu-smi", "topology", "visible cards", "variables"):
+        assert named[name].status == PASS, named[name]
+    assert named["npu-smi"].data["cards"][1]["total_mb"] == 65536
+    assert named["topology"].english == "2 cards, linked by HCCS"
+
+
+def smi_lines(tmp_path: Path, table: str, link: str = "HCCS") -> dict[str, Line]:
+    env = {"PATH": fake_smi(tmp_path / "bin", table, link), "ASCEND_ROOT_PREFIX": str(tmp_path)}
+    return by_name(list(host_checks.smi(env, True)))
+
+
+def test_a_card_that_is_unhealthy_is_a_failure(tmp_path: Path) -> None:
+    assert smi_lines(tmp_path, smi_table(1, health="Alarm"))["card 0"].status == FAIL
+
+
+def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path) -> None:
+    table = smi_table(1, used_mb=40000) + (
+        "| 0       0                 | 4711          | python                   | 36000                   |\n"
+    )
+    line = smi_lines(tmp_path, table)["card 0"]
+    assert line.status == WARN and "4711 python 36000 MB" in line.english
+    assert line.remedy == "python check_npu.py --processes"
+
+
+def test_slow_links_are_told(tmp_path: Path) -> None:
+    assert smi_lines(tmp_path, smi_table(2), link="SYS")["topology"].status == WARN
+
+
+def test_a_missing_npu_smi_fails_a_host_but_not_a_container_with_cards(tmp_path: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "ASCEND_ROOT_PREFIX": str(tmp_path)}
+    assert [line.status for there in (True, False) for line in host_checks.smi(env, there)] == [WARN, FAIL]
+
+
+def test_permission_refused_by_the_driver_names_the_group(tmp_path: Path) -> None:
+    (tmp_path / "npu-smi").write_text("#!/bin/bash\necho 'dcmi init failed, ret is -8005'\nexit 1\n")
+    (tmp_path / "npu-smi").chmod(0o755)
+    (line,) = host_checks.smi({"PATH": f"{tmp_path}:/bin:/usr/bin"}, True)
+    assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.do("en")
+
+
+def test_files_that_may_not_be_opened_fail() -> None:
+    shut = setup.Found(None, None, [host.Device("/dev/davinci0", False)], [host.Device("/dev/hisi_hdc", True)])
+    named = by_name(list(host_checks.permissions(shut, {})))
+    assert named["permissions"].status == FAIL and "/dev/davinci0" in named["permissions"].english
+    assert named["device files"].status == FAIL and "davinci_manager" in named["device files"].english
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "status"),
+    [
+        ({}, "visible cards", PASS),
+        ({"NPROC_PER_NODE": "2"}, "visible cards", PASS),
+        ({"NPROC_PER_NODE": "4"}, "ranks", FAIL),
+        ({"NPROC_PER_NODE": "2", "ASCEND_RT_VISIBLE_DEVICES": "1"}, "ranks", FAIL),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,7"}, "visible cards", FAIL),
+        ({"WORLD_SIZE": "8"}, "ranks", WARN),
+    ],
+)
+def test_ranks_are_compared_with_visible_cards(variables: dict[str, str], name: str, status: str) -> None:
+    found = setup.Found(None, None, [host.Device(f"/dev/davinci{n}", True) for n in range(2)], [])
+    assert by_name(list(host_checks.launch(found, variables)))[name].status == status
+
+
+# --- the process with torch ------------------------------------------------------------------------
+
+
+def from_fake_child(tmp_path: Path, script: str) -> list[Line]:
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/bash\ntell() {{ eval \"echo '$1' >&$3\"; }}\npipe=$3\n{script}\n".replace("&$3", "&$pipe")
+    )
+    python.chmod(0o755)
+    nothing = setup.Found(None, None, [], [])
+    return list(check_npu.device_lines(str(python), nothing, dict(os.environ), False, tmp_path / "log"))
+
+
+def test_a_crash_in_a_check_is_a_finding_with_its_name(tmp_path: Path) -> None:
+    found = from_fake_child(
+        tmp_path,
+        'tell "{\\"line\\": [\\"torch\\", \\"PASS\\", \\"2.9.0\\", \\"2.9.0\\"]}"\n'
+        'tell "{\\"begin\\": \\"rotary\\"}"\necho "EZ9999: inner error" >&2\nkill -SEGV $$',
+    )
+    assert [(line.name, line.status) for line in found] == [("torch", PASS), ("rotary", FAIL)]
+    assert "ended with code -11. EZ9999: inner error" in found[1].english
+    assert str(tmp_path / "log") in found[1].do("zh")
+
+
+def test_a_check_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_npu, "DEVICE_SECONDS", 0.2)
+    (line,) = from_fake_child(tmp_path, 'tell "{\\"begin\\": \\"npu:0\\"}"\nexec sleep 60')
+    assert (line.name, line.status) == ("npu:0", FAIL)
+    assert "no answer within" in line.english
+
+
+class Told(device_checks.Output):
+    """Lines kept instead of sent."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+
+    def write(self, message: dict[str, object]) -> None:
+        if "line" in message:
+            self.lines.append(Line(*message["line"]))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "remedy"),
+    [
+        ("libhccl.so: cannot open shared object file: No such file or directory", "CANN", "source setup_ascend.sh"),
+        ("libascend_hal.so: cannot open shared object file", "driver", "source setup_ascend.sh"),
+        ("/x/libtorch_npu.so: undefined symbol: _ZN3c10", "another torch or CANN", "bash setup_ascend.sh --fix"),
+        (
+            "Two accelerators cannot be used at the same time in PyTorch: npu and cuda",
+            "one for CPUs",
+            "bash setup_ascend.sh --fix",
+        ),
+        ("/x/python: symbol lookup error: /x/libtorch_npu.so", "another torch or CANN", "bash setup_ascend.sh --fix"),
+        ("/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found", "another torch or CANN", "bash setup_ascend.sh"),
+        ("Failed to load the backend extension: torch_npu", "another torch or CANN", "bash setup_ascend.sh --fix"),
+        ("torch_npu: error code ERR00007", "another accelerator", "bash setup_ascend.sh --fix"),
+        ("No module named 'torch_npu'", "not installed", "bash setup_ascend.sh"),
+    ],
+)
+def test_why_torch_npu_does_not_load_is_named(
+    raised: str, words: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch_npu.py").write_text(f"raise ImportError({raised!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    told = Told()
+    assert device_checks.load(told, "9.0.0") == ""
+    line = told.lines[-1]
+    assert (line.name, line.status) == ("torch_npu", FAIL)
+    assert words in line.english and remedy in line.do("en") and raised in line.english
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "DEVICE", "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_operation_agrees_with_its_reference_on_the_host(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(monkeypatch)
+    allowed = numerics.TOLERANCE[dtype]
+    for check in (
+        numerics.matmul,
+        numerics.stacked_matmul,
+        numerics.norm,
+        numerics.rotary,
+        numerics.loss,
+        numerics.decode,
+    ):
+        assert check(dtype) <= allowed, check.__name__
+    assert numerics.attend(dtype, 255) <= allowed
+    assert numerics.attend(dtype, 64) <= allowed
+    assert numerics.attend(dtype, 255, kv_heads=2) <= allowed
+    assert numerics.adamw() <= numerics.TOLERANCE[torch.float32]
+
+
+def test_an_operation_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanochat.nn import kernels
+
+    on_cpu(monkeypatch)
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda q, k, v, window: attend(q, k, v, window - 1))  # one key too few
+    assert numerics.attend(torch.bfloat16, 64) > numerics.TOLERANCE[torch.bfloat16]
+    monkeypatch.setattr(kernels, "norm", lambda x: x * float("nan"))
+    assert numerics.norm(torch.bfloat16) == float("inf")
+
+
+def answers(**changes: object) -> list[tuple[int, int, str, str]]:
+    rank = {"wrong": [], "gb_per_s": 20.0, **changes}
+    return [(0, 0, json.dumps({"wrong": [], "gb_per_s": 21.0}), ""), (1, 0, "noise\n" + json.dumps(rank), "")]
+
+
+def test_collectives_are_judged_one_by_one() -> None:
+    told = Told()
+    device_checks.report_collectives(told, answers(), 2)
+    assert len(told.lines) == 7 and {line.status for line in told.lines} == {PASS}
+    assert told.lines[-1].data == {"gb_per_s": 20.0, "ranks": 2}
+    told = Told()
+    device_checks.report_collectives(told, answers(wrong=["all_gather"]), 2)
+    assert [line.name for line in told.lines if line.status == FAIL] == ["hccl all_gather"]
+    assert "rank 1" in by_name(told.lines)["hccl all_gather"].english
+
+
+def test_a_rank_that_fails_is_explained_by_its_error_code(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told()
+    broken = (1, 1, "", "Traceback\nRuntimeError: EI0019: port 60000 has been bound")
+    device_checks.report_collectives(told, [answers()[0], broken], 2)
+    (line,) = told.lines
+    assert (
+        line.status == FAIL
+        and all("HCCL_IF_BASE_PORT=" in line.do(language) for language in ("en", "zh"))
+        and "rank 1" in line.english
+    )
+
+
+# --- the emulated NPU ------------------------------------------------------------------------------
+
+
+def emulated(chip: str, devices: int, *flags: str) -> tuple[int, dict[str, dict[str, str]]]:
+    command = [sys.executable, "-m", "tests.emulated_npu", "--chip", chip, "--devices", str(devices), "--",
+               sys.executable, "check_npu.py", "--json", *flags]  # fmt: skip
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.stdout, f"{done.stderr} after {time.monotonic() - start:.0f} s"
+    told = json.loads(done.stdout)
+    return done.returncode, {check["name"]: check for check in told["checks"]}
+
+
+NUMERICS = ("pinned copy", "matmul", "stacked matmul", "attention", "rms norm", "rotary", "chunked loss", "fused AdamW")
+
+
+@pytest.mark.npu
+def test_two_emulated_910b3_pass_every_numeric_and_collective_check() -> None:
+    code, found = emulated("910B3", 2, "--bench")
+    assert [name for name, check in found.items() if check["status"] == FAIL] == [], found
+    assert code == 0
+    numeric = {name: check for name, check in found.items() if name.startswith(NUMERICS) and "speed" not in name}
+    assert len(numeric) == 12 and {check["status"] for check in numeric.values()} == {PASS}, numeric
+    collective = {name: check for name, check in found.items() if name.startswith("hccl")}
+    assert len(collective) == 7 and {check["status"] for check in collective.values()} == {PASS}
+    assert {"launch", "copies", "attention speed", "matmul speed"} <= set(found)
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("chip", ["910A", "310P"])
+def test_chips_without_bf16_skip_it_and_fail_nothing(chip: str) -> None:
+    code, found = emulated(chip, 1)
+    assert [(name, check["text"]) for name, check in found.items() if check["status"] == FAIL] == []
+    assert code == 0
+    assert found["matmul bfloat16"]["status"] == SKIP and found["hccl"]["status"] == SKIP
+    assert found["attention causal float16"]["status"] == (SKIP if chip == "310P" else PASS)
+    assert found["attention decode float16"]["status"] == PASS

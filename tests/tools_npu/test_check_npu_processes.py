@@ -1,0 +1,82 @@
+"""check_npu.py --processes: what it lists, and that it ends what was picked and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools_npu.test_check_npu import run
+from tools_npu import host, processes
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """A process that looks like training: `python -m scripts.base_train`, ours by its command line."""
+    package = tmp_path / "scripts"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "base_train.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    process = subprocess.Popen([sys.executable, "-m", "scripts.base_train"], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == b"up\n"
+    return process
+
+
+def test_ones_training_processes_are_listed_and_ended_by_id(trainer: subprocess.Popen[bytes]) -> None:
+    listed = {process.pid: process for process in processes.own({})}
+    assert "-m scripts.base_train" in listed[trainer.pid].command
+    assert os.getpid() not in listed and os.getppid() not in listed
+    said: list[str] = []
+    assert processes.end([trainer.pid], list(listed.values()), force=False, say=said.append)
+    assert trainer.wait(timeout=20) == -15
+    assert said == [f"{trainer.pid}: ended / 已结束"]
+
+
+def test_an_id_that_is_not_listed_is_left_alone(trainer: subprocess.Popen[bytes]) -> None:
+    said: list[str] = []
+    assert not processes.end([trainer.pid], [], force=True, say=said.append)
+    assert trainer.poll() is None and "left alone" in said[0]
+    trainer.kill()
+    trainer.wait()
+
+
+def test_force_ends_a_process_that_does_not_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0.3)
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    deaf = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert deaf.stdout and deaf.stdout.readline() == b"up\n"
+    listed = [processes.Process(deaf.pid, 0.0, (), 0, "deaf")]
+    said: list[str] = []
+    assert not processes.end([deaf.pid], listed, force=False, say=said.append)
+    assert "--force" in said[0] and deaf.poll() is None
+    assert processes.end([deaf.pid], listed, force=True, say=said.append)
+    assert deaf.wait(timeout=20) == -9
+
+
+def test_a_process_that_holds_a_card_open_is_found_by_the_card(tmp_path: Path) -> None:
+    card = tmp_path / "dev/davinci3"
+    card.parent.mkdir()
+    card.touch()
+    code = "import sys, time; f = open(sys.argv[1]); print('up', flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(card)], stdout=subprocess.PIPE)
+    assert holder.stdout and holder.stdout.readline() == b"up\n"
+    try:
+        held = [host.Holder(3, 0, holder.pid, "", 100), host.Holder(3, 1, holder.pid, "", 20)]
+        found = {process.pid: process for process in processes.own({"ASCEND_ROOT_PREFIX": str(tmp_path)}, held)}
+        assert found[holder.pid].cards == ("davinci3",)
+        assert found[holder.pid].used_mb == 120
+        assert 0 <= found[holder.pid].minutes < 10
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    code, out, _ = run("--processes", "--lang", "en", ASCEND_ROOT_PREFIX=str(tmp_path))
+    assert code == 0
+    assert f"{trainer.pid}" in out and "python check_npu.py --processes --end" in out
+    code, out, _ = run("--processes", "--end", str(trainer.pid), "1", ASCEND_ROOT_PREFIX=str(tmp_path))
+    assert code == 1, "1 is nobody's training process"
+    assert f"{trainer.pid}: ended" in out and "1: not among your training processes" in out
+    assert trainer.wait(timeout=20) == -15

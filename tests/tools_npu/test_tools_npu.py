@@ -1,0 +1,269 @@
+"""tools_npu: versions that fit, hosts that are read, npu-smi's tables, variables that harm."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.ascend_hosts import make_host, smi_table
+from tools_npu import environment, host, versions
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("cann", "torch_npu", "warned"),
+    [
+        ("8.3.RC1", "2.8.0", False),
+        ("8.3.RC2", "2.8.0", True),
+        ("8.5.0", "2.9.0", False),
+        ("8.5.1", "2.9.0", True),
+        ("9.0.0", "2.9.0.post2", False),
+        ("9.1.0", "2.12.0", False),
+        ("9.3.0", "2.13.0", True),
+        ("10.0.0", "2.13.0", True),
+    ],
+)
+def test_cann_decides_the_pair(cann: str, torch_npu: str, warned: bool) -> None:
+    pick = versions.resolve(cann)
+    assert (pick.torch_npu, bool(pick.warning[0])) == (torch_npu, warned)
+    assert pick.torch == torch_npu.partition(".post")[0]
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "cann", "status"),
+    [
+        ("2.9.0.post2", "9.0.0", "PASS"),
+        ("2.9.0", "9.0.0", "WARN"),  # a newer CANN serves an older package
+        ("2.9.0.post2", "8.5.0", "FAIL"),
+        ("2.9.0.post4", "9.0.0", "WARN"),  # not listed: needs what post2 needs
+        ("2.9.0.post9", "9.0.0", "FAIL"),  # not listed: needs what post6 needs
+        ("2.13.0", "9.1.0", "WARN"),
+        ("2.13.0", "8.5.0", "FAIL"),
+        ("2.14.0", "9.2.0", "WARN"),
+        ("2.9.0", "", "WARN"),
+    ],
+)
+def test_what_is_installed_is_judged(torch_npu: str, cann: str, status: str) -> None:
+    assert versions.cann_fits(torch_npu, cann).status == status
+
+
+def test_torch_and_torch_npu_of_different_releases_do_not_go_together() -> None:
+    assert versions.pair_fits("2.9.0+cpu", "2.9.0.post2").status == "PASS"
+    assert versions.pair_fits("2.10.0", "2.9.0").status == "FAIL"
+    assert versions.pair_fits("2.6.0", "2.6.0").status == "FAIL"
+
+
+def test_a_version_that_only_version_cfg_tells_is_read(tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").write_text("# the\nruntime_running_version=[7.6.T11.0.B056:8.3.RC1]\n")
+    assert host.cann_version(tmp_path) == "8.3.RC1"
+
+
+def test_a_user_outside_the_group_is_told_the_command(tmp_path: Path) -> None:
+    made = make_host(tmp_path)
+    env = {"ASCEND_ROOT_PREFIX": str(made.root)}
+    assert host.may_use_devices(env, 0, [0])
+    assert host.may_use_devices(env, 1000, [1000, 4321])
+    assert not host.may_use_devices(env, 1000, [1000])
+    (made.root / "etc/group").write_text("root:x:0:\n")
+    assert host.may_use_devices(env, 1000, [1000]), "without the group nothing is asked"
+
+
+@pytest.mark.parametrize(
+    ("variables", "torch_npu", "expected"),
+    [
+        ({"PYTORCH_ALLOC_CONF": "a:b", "PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.13.0",
+         [("FAIL", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.13.0", [("WARN", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.9.0", []),
+        ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:9"}, "2.9.0",
+         [("FAIL", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "", [("WARN", "CUDA_VISIBLE_DEVICES")]),
+        ({"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}, "", []),
+        ({"HCCL_EXEC_TIMEOUT": "soon"}, "", [("FAIL", "HCCL_EXEC_TIMEOUT")]),
+        ({"ASCEND_HOME_PATH": "/no/such/folder", "ASCEND_OPP_PATH": "/"}, "", [("FAIL", "ASCEND_HOME_PATH")]),
+        ({"ASCEND_HOME_PATH": "/"}, "", [("WARN", "ASCEND_HOME_PATH")]),
+        ({"TASK_QUEUE_ENABLE": "0", "ASCEND_SLOG_PRINT_TO_STDOUT": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "",
+         [("WARN", "ASCEND_SLOG_PRINT_TO_STDOUT"), ("WARN", "TASK_QUEUE_ENABLE"),
+          ("WARN", "TORCH_DEVICE_BACKEND_AUTOLOAD")]),
+        ({}, "2.13.0", []),
+    ],
+)  # fmt: skip
+def test_variables_that_harm_are_found(
+    variables: dict[str, str], torch_npu: str, expected: list[tuple[str, str]]
+) -> None:
+    assert [(finding.status, finding.name) for finding in environment.lint(variables, torch_npu)] == expected
+
+
+def test_what_is_exported_passes_the_lint() -> None:
+    for torch_npu in ("2.7.1", "2.13.0"):
+        exported = {variable.name: variable.value for variable in environment.wanted(torch_npu)}
+        assert environment.lint(exported, torch_npu) == []
+
+
+# --- npu-smi, with tables as they were published --------------------------------------------------------------------
+
+EIGHT = """
++------------------------------------------------------------------------------------------------+
+| npu-smi 24.1.rc1.b030            Version: 24.1.rc1.b030                                        |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 101.8       43                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3318 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | OK            | 92.0        39                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 2     910B3               | OK            | 102.0       40                0    / 0             |
+| 0                         | 0000:81:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 3     910B3               | OK            | 99.8        40                0    / 0             |
+| 0                         | 0000:82:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 4     910B3               | OK            | 98.6        45                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 5     910B3               | OK            | 99.7        44                0    / 0             |
+| 0                         | 0000:02:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 6     910B3               | OK            | 103.8       45                0    / 0             |
+| 0                         | 0000:41:00.0  | 0           0    / 0          3314 / 65536         |
++===========================+===============+====================================================+
+| 7     910B3               | OK            | 98.2        44                0    / 0             |
+| 0                         | 0000:42:00.0  | 0           0    / 0          3315 / 65536         |
++===========================+===============+====================================================+
+"""
+# Two dies of an A3 card, one at work, and what holds them; the second die tells no power.
+A3 = """
++------------------------------------------------------------------------------------------------+
+| npu-smi 25.3.rc1                 Version: 25.3.rc1                                             |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 6     Ascend910           | OK            | 243.3       53                0    / 0             |
+| 0     12                  | 0000:85:00.0  | 17          0    / 0          50719/ 65536         |
++------------------------------------------------------------------------------------------------+
+| 6     Ascend910           | Alarm         | -           50                0    / 0             |
+| 1     13                  | 0000:87:00.0  | 17          0    / 0          50242/ 65536         |
++===========================+===============+====================================================+
++---------------------------+---------------+----------------------------------------------------+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| No running processes found in NPU 5                                                            |
++===========================+===============+====================================================+
+| 6       0                 | 3085960       |                          | 47426                   |
+| 6       1                 | 3085961       | python3.11               | 122                     |
++===========================+===============+====================================================+
+"""
+# An inference card: one column of memory, no power.
+INFERENCE = """
+| 8     310P3               | OK            | NA          42                0     / 0            |
+| 0     0                   | 0000:08:00.0  | 0           1696 / 21527                           |
+"""
+TOPOLOGY = """
+\t   NPU0       NPU1       NPU2       CPU Affinity
+NPU0       X          HCCS       PIX        144-167
+NPU1       HCCS       X          SYS        144-167
+NPU2       PIX        SYS        X          96-119
+
+Legend:
+
+  X    = Self
+  HCCS = Connection traversing HCCS.
+"""
+
+
+def test_the_published_table_of_eight_cards_is_read() -> None:
+    version, cards, holders = host.parse_smi(EIGHT)
+    assert (version, len(cards), holders) == ("24.1.rc1.b030", 8, [])
+    assert cards[0] == host.Card(0, 0, "910B3", "OK", "101.8", 43, "0000:C1:00.0", 0, 3318, 65536)
+    assert [card.npu for card in cards] == list(range(8))
+    assert {card.total_mb for card in cards} == {65536}
+    assert cards[7].used_mb == 3315
+
+
+def test_two_dies_of_a_card_and_what_holds_them_are_read() -> None:
+    version, cards, holders = host.parse_smi(A3)
+    assert version == "25.3.rc1"
+    assert [(card.npu, card.chip, card.name, card.health, card.power, card.used_mb) for card in cards] == [
+        (6, 0, "Ascend910", "OK", "243.3", 50719),
+        (6, 1, "Ascend910", "Alarm", "-", 50242),
+    ]
+    assert holders == [host.Holder(6, 0, 3085960, "", 47426), host.Holder(6, 1, 3085961, "python3.11", 122)]
+
+
+def test_an_inference_card_is_read() -> None:
+    (card,) = host.parse_smi(INFERENCE)[1]
+    assert (card.npu, card.name, card.power, card.used_mb, card.total_mb) == (8, "310P3", "NA", 1696, 21527)
+
+
+def test_the_tests_own_table_is_read() -> None:
+    cards = host.parse_smi(smi_table(3, health="Warning", used_mb=9000))[1]
+    assert [(card.npu, card.health, card.used_mb) for card in cards] == [(n, "Warning", 9000) for n in range(3)]
+
+
+def test_links_between_cards_are_read() -> None:
+    links = host.parse_topology(TOPOLOGY)
+    assert links == {
+        "NPU0": {"NPU1": "HCCS", "NPU2": "PIX"},
+        "NPU1": {"NPU0": "HCCS", "NPU2": "SYS"},
+        "NPU2": {"NPU0": "PIX", "NPU1": "SYS"},
+    }
+    assert host.parse_topology("npu-smi: not supported\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("stub", "why"),
+    [
+        ("echo fine", ""),
+        ("echo dcmi module initialize failed. ret is -8005; exit 1", "dcmi module initialize failed. ret is -8005"),
+        ("exit 3", "npu-smi: exit code 3"),
+        (None, "npu-smi: not found"),
+    ],
+)
+def test_npu_smi_that_fails_says_why(tmp_path: Path, stub: str | None, why: str) -> None:
+    if stub:
+        (tmp_path / "npu-smi").write_text(f"#!/bin/bash\n{stub}\n")
+        (tmp_path / "npu-smi").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ASCEND_ROOT_PREFIX": str(tmp_path / "none")}
+    assert host.run_smi(["info"], env)[1] == why
+
+
+def test_an_npu_smi_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("npu-smi", host.SMI_SECONDS)
+
+    (tmp_path / "npu-smi").write_text("")
+    (tmp_path / "npu-smi").chmod(0o755)
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert host.run_smi(["info"], {"PATH": str(tmp_path)})[1] == "npu-smi: no answer within 30 s"
+
+
+@pytest.mark.parametrize(
+    ("visible", "left", "wrong"),
+    [
+        (None, [0, 1], []),
+        ("", [0, 1], []),
+        ("1", [1], []),
+        ("0, 1", [0, 1], []),
+        ("0,5,x", [0], ["5", "x"]),
+    ],
+)
+def test_visible_cards(visible: str | None, left: list[int], wrong: list[str]) -> None:
+    env = {} if visible is None else {"ASCEND_RT_VISIBLE_DEVICES": visible}
+    assert host.visible_cards(env, 2) == (left, wrong)
+
+
+OLD_PYTHON = [*ROOT.glob("check_npu.py"), *ROOT.glob("tools_npu/*.py")]
+
+
+@pytest.mark.parametrize("path", OLD_PYTHON, ids=lambda path: path.name)
+def test_what_starts_on_any_python_is_written_for_3_8(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+    future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert future or not functions, "annotations as in `str | None` are evaluated without it"

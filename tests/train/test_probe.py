@@ -1,0 +1,148 @@
+"""The largest pass that memory holds: found by growing, the same on every rank, and never on a CPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.runtime.parallel import Sharding, whole_parameters
+from nanochat.train import loop, memory, probe
+from nanochat.train.sizes import Batch
+from tests.support.rank_training import CONFIG, CPU, batches, make
+from tests.support.ranks import run_ranks
+
+BATCH = Batch(tokens_per_step=512, rows_per_step=32, device_batch_size=4, passes=8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(1, [1]), (2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (12, [1, 2, 4, 12]), (7, [1, 7]), (9, [1, 3, 9])],
+)  # fmt: skip
+def test_sizes_divide_a_ranks_rows_and_at_least_double(rows: int, sizes: list[int]) -> None:
+    assert probe.doublings(rows) == sizes
+
+
+def card(capacity: int, fixed: int, each: int, tried: list[int]) -> Callable[[int], int]:
+    """A device that a pass of n rows takes `fixed` + n x `each` of, and that fails beyond its capacity."""
+
+    def attempt(rows: int) -> int:
+        tried.append(rows)
+        taken = fixed + rows * each
+        if taken > capacity:
+            raise torch.OutOfMemoryError(f"out of memory: {taken} of {capacity}")
+        return taken
+
+    return attempt
+
+
+def test_a_size_that_would_not_fit_is_not_tried() -> None:
+    tried: list[int] = []
+    rows, why = probe.largest([1, 2, 4, 8, 16], card(1000, 100, 100, tried), 850, CPU)
+    assert (rows, tried) == (4, [1, 2, 4])
+    assert "8 would take" in why
+
+
+def test_all_rows_may_fit() -> None:
+    assert probe.largest([1, 2, 4], card(1000, 100, 100, []), 900, CPU) == (4, "a rank's rows of a step")
+
+
+def test_running_out_at_once_goes_back_by_one() -> None:
+    assert probe.largest([1, 8], card(700, 0, 100, []), 700, CPU) == (1, "8 ran out of memory")
+
+
+def test_more_than_the_budget_goes_back_by_one() -> None:
+    rows, why = probe.largest([1, 8, 16], card(10_000, 0, 100, []), 700, CPU)
+    assert rows == 1 and "8 took" in why
+
+
+def test_a_model_too_large_for_one_row_is_named() -> None:
+    with pytest.raises(UserError, match=r"a pass of one row. Take --shard=full or more devices"):
+        probe.largest([1, 2], card(50, 100, 100, []), 1000, CPU)
+
+
+def test_a_card_that_is_taken_is_named() -> None:
+    with pytest.raises(UserError, match=r"its memory may be in use by another process"):
+        probe.largest([1, 2], card(1000, 100, 100, []), 100, CPU)
+
+
+def test_other_failures_come_through() -> None:
+    def broken(rows: int) -> int:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        probe.largest([1], broken, 1, CPU)
+
+
+def unequal(compute: Compute) -> tuple[int, list[int]]:
+    """Rank 1's device is half as large, and its passes take more."""
+    tried: list[int] = []
+    attempt = card(10_000, 100, 100 + 50 * compute.rank, tried)
+    rows, _ = probe.largest([1, 2, 4, 8, 16], attempt, 2000 // (1 + compute.rank), compute)
+    return rows, tried
+
+
+@pytest.mark.ranks
+def test_ranks_take_the_smallest_of_what_fits() -> None:
+    assert run_ranks(2, unequal) == [(4, [1, 2, 4])] * 2
+
+
+def probed(compute: Compute, mode: Sharding = "grad") -> dict[str, Any]:
+    """fit() on the small model, whose device takes 10 bytes a row by a rule, and two steps after it."""
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "start_watch", lambda compute: None)
+        patch.setattr(memory, "budget", lambda compute: 45)
+        model, optimizers = make(compute, mode)
+        forward, seen = type(model).forward, []
+
+        def watched(self: Any, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seen.append(len(idx))
+            return forward(self, idx, *rest)
+
+        patch.setattr(type(model), "forward", watched)
+        patch.setattr(memory, "peak", lambda compute: 10 * seen[-1])
+        device = replace(compute, device_type="card", device=torch.device("cpu"))
+        found = probe.fit(replace(BATCH, probe=True), model, optimizers, CONFIG.sequence_len, device)
+        calls = list(seen)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for step in range(2):
+        loop.update(model, optimizers, batches(step, 1, compute), loop.LossScale(), compute)
+    return {"batch": found, "calls": calls, "after": {n: v.clone() for n, v in whole_parameters(model)}}
+
+
+def untouched(compute: Compute) -> dict[str, torch.Tensor]:
+    model, optimizers = make(compute)
+    for step in range(2):
+        loop.update(model, optimizers, batches(step, 1, compute), loop.LossScale(), compute)
+    return {name: value.clone() for name, value in whole_parameters(model)}
+
+
+def test_passes_are_tried_as_in_training_and_leave_the_run_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    found = probed(CPU)
+    assert found["batch"] == Batch(512, 32, 4, 8)
+    assert found["calls"] == [1, 1, 2, 2, 4, 4]  # two passes each: gradients add up
+    assert "device_batch_size: 4 rows a pass, 8 pass(es) a step (8 would take" in capsys.readouterr().out
+    for name, value in untouched(CPU).items():
+        assert torch.equal(found["after"][name], value), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["none", "grad", "full"])
+def test_ranks_probe_together(mode: Sharding) -> None:
+    reference = untouched(CPU)
+    for found in run_ranks(2, probed, mode):
+        assert found["batch"] == Batch(512, 32, 4, 4)
+        for name, value in reference.items():
+            assert (found["after"][name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_nothing_is_probed_on_a_cpu_or_where_a_size_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "largest", lambda *_: pytest.fail("probed"))
+    model, optimizers = make(CPU)
+    automatic = replace(BATCH, probe=True)
+    assert probe.fit(automatic, model, optimizers, 16, CPU) is automatic
+    assert probe.fit(BATCH, model, optimizers, 16, replace(CPU, device_type="cuda")) is BATCH

@@ -1,0 +1,192 @@
+"""What `auto` means, by depth, corpus, device and memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.gpt import GPTConfig
+from nanochat.runtime.parallel import Sharding
+from nanochat.train import sizes
+from nanochat.train.sizes import Batch
+
+CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
+CUDA = replace(CPU, device_type="cuda")
+SHAPE = GPTConfig(256, 2048, 4, 4, 4, 256)
+
+
+def shape(depth: int = 4, compute: Compute = CPU, corpus: str = "tinyworld", **given: int) -> GPTConfig:
+    sizes_given = {"model_dim": "auto", "head_dim": "auto", "max_seq_len": "auto", **given}
+    return sizes.model_config(
+        depth, **sizes_given, window_pattern="SSSL", vocab_size=2048, corpus=corpus, compute=compute
+    )
+
+
+@pytest.mark.parametrize(
+    ("depth", "dim", "heads"),
+    [(1, 64, 1), (4, 256, 4), (7, 448, 7), (8, 512, 4), (9, 640, 5), (12, 768, 6), (20, 1280, 10)],
+)
+def test_depth_alone_gives_64_channels_a_layer_in_whole_heads(depth: int, dim: int, heads: int) -> None:
+    config = shape(depth)
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (depth, dim, heads, heads)
+
+
+def test_overrides_are_taken() -> None:
+    config = shape(4, model_dim=192, head_dim=48, max_seq_len=100)
+    assert (config.n_embd, config.n_head, config.head_dim, config.sequence_len) == (192, 4, 48, 100)
+    assert shape(4, head_dim=128).n_head == 2
+    assert (config.vocab_size, config.window_pattern) == (2048, "SSSL")
+
+
+@pytest.mark.parametrize(
+    ("corpus", "compute", "length"),
+    [("tinyworld", CPU, 256), ("tinyworld", CUDA, 256), ("fineweb", CPU, 512), ("fineweb", CUDA, 2048)],
+)
+def test_the_context_follows_corpus_and_device_and_is_logged(
+    corpus: str, compute: Compute, length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shape(corpus=corpus, compute=compute).sequence_len == length
+    assert f"max_seq_len: {length} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"model_dim": -64}, "model_dim must be at least 1, got -64"),
+        ({"max_seq_len": 0}, "max_seq_len must be at least 1, got 0"),
+        ({"model_dim": 200}, "model_dim must be a multiple of head_dim, got 200 and 64"),
+        ({"model_dim": 16, "head_dim": 16}, "n_embd must be at least 24"),
+    ],
+)
+def test_impossible_shapes_are_refused(given: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        shape(**given)
+
+
+def test_a_step_as_given() -> None:
+    assert sizes.batch(8192, 8, SHAPE, 10**6, None, "x", CPU) == Batch(8192, 32, 8, 4)
+    assert sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8)) == Batch(8192, 32, 4, 1)
+
+
+def test_a_lowered_device_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8))
+    assert "device_batch_size: lowered from 8 to 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("asked", "passes"), [("auto", 1), ("auto", 2), ("auto", 4), ("auto", 32), (8, 4), (64, 1)])
+def test_passes_that_agree_are_taken_and_an_automatic_pass_follows_from_them(asked: Any, passes: int) -> None:
+    batch = sizes.batch(8192, asked, SHAPE, 10**6, None, "x", CUDA, passes)
+    assert batch == Batch(8192, 32, 32 // passes, passes, probe=False)
+
+
+def test_only_a_pass_of_which_nothing_was_said_is_probed() -> None:
+    assert sizes.batch(8192, "auto", SHAPE, 10**6, None, "x", CPU).probe
+    assert not sizes.batch(8192, 8, SHAPE, 10**6, None, "x", CPU).probe
+
+
+@pytest.mark.parametrize(
+    ("asked", "passes", "world_size", "says"),
+    [
+        (8, 2, 1, r"must be 8,192 / \(8 x 256\) = 4, since a step of 8,192 tokens = 4 pass\(es\) x 8 rows x 256 tokens "
+                  r"x 1 rank\(s\); got 2\. Leave it out, or take --device_batch_size=16"),
+        (4, 3, 2, r"must be 8,192 / \(4 x 512\) = 4, .* x 2 rank\(s\); got 3\. .* take --total_batch_size=6144"),
+        (64, 2, 1, r"must be 8,192 / \(32 x 256\) = 1, .* got 2\. Leave it out, or take --device_batch_size=16"),
+        ("auto", 3, 1, r".* got 3\. Leave it out, or take --total_batch_size=6144"),
+        ("auto", 100, 1, r".* \(1 x 256\) = 32, .* got 100\. Leave it out, or take --total_batch_size=25600"),
+        ("auto", 0, 1, r".* got 0\. Leave it out\."),
+    ],
+)  # fmt: skip
+def test_passes_that_do_not_agree_are_refused_with_the_arithmetic(
+    asked: Any, passes: int, world_size: int, says: str
+) -> None:
+    compute = replace(CUDA, world_size=world_size)
+    with pytest.raises(UserError, match=f"gradient_accumulation_steps {says}") as refused:
+        sizes.batch(8192, asked, SHAPE, 10**6, None, "x", compute, passes)
+    assert refused.value.exit_code == 2
+
+
+def test_a_step_that_leaves_a_remainder_is_refused() -> None:
+    with pytest.raises(UserError, match="total_batch_size must be a multiple of 512"):
+        sizes.batch(8192 + 256, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("corpus", "tokens", "world_size", "expected"),
+    [
+        ("tinyworld", 1e9, 1, 8192),
+        ("tinyworld", 1e9, 3, 8448),  # 11 times 3 rows of 256 is nearest to 8,192
+        ("tinyworld", 1e9, 64, 16384),  # a row for each rank
+        ("fineweb", None, 1, 2**19),
+        ("fineweb", 12 * 110_100_480, 1, 2**19),
+        ("fineweb", 12 * 110_100_480 * 4, 1, 2**20),
+    ],
+)
+def test_an_automatic_step_follows_corpus_and_horizon(
+    corpus: str, tokens: float | None, world_size: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = sizes.batch("auto", "auto", SHAPE, 10**6, tokens, corpus, replace(CPU, world_size=world_size))
+    assert got.tokens_per_step == expected
+    assert got.device_batch_size * got.passes * world_size * 256 == expected
+    assert f"total_batch_size: {expected:,} tokens a step" in capsys.readouterr().out
+
+
+def test_a_pass_on_a_cpu_is_4096_tokens() -> None:
+    assert sizes.batch(2**16, "auto", SHAPE, 10**6, None, "x", CPU).device_batch_size == 16
+    long = replace(SHAPE, sequence_len=8192)
+    assert sizes.batch(2**16, "auto", long, 10**6, None, "x", CPU).device_batch_size == 1
+
+
+def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """d20 at 2,048 in 80 GiB: 0.8 x 80 GiB less 16 bytes a parameter, over 40 bytes per token, channel and layer."""
+    d20 = GPTConfig(2048, 32768, 20, 10, 10, 1280)
+    fit = (0.8 * 80 * 2**30 - 16 * 896_500_000) / (40 * 20 * 1280 * 2048)
+    assert 16 < fit < 32
+    for memory, expected in ((80, 16), (8, 1)):
+        monkeypatch.setattr(device, "memory_total", lambda compute, memory=memory: memory * 2**30)
+        assert sizes.batch(2**19, "auto", d20, 896_500_000, None, "x", CUDA).device_batch_size == expected
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_a_depth_too_large_for_memory_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_total", lambda compute: 24 * 2**30)
+    sizes.check_fits(4, 2 * 2**30, "grad", CPU)  # 12 bytes each fill it
+    with pytest.raises(
+        UserError, match=r"depth 40 makes 2,147,483,649 parameters, .* at least 24 GiB .* --depth"
+    ) as no:
+        sizes.check_fits(40, 2 * 2**30 + 1, "grad", CPU)
+    assert no.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "ranks", "fits"),
+    [("cuda", "grad", 4, True), ("cuda", "full", 4, True), ("cuda", "none", 4, False), ("cuda", "grad", 2, False),
+     ("cpu", "grad", 4, False), ("cpu", "none", 1, False)],
+)  # fmt: skip
+def test_sharding_makes_room_on_devices_but_not_on_one_host(
+    kind: str, mode: Sharding, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(device, "memory_total", lambda compute: 12 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 12 * 2**30)
+    compute = replace(CPU, device_type=kind, world_size=ranks)
+    if fits:
+        sizes.check_fits(40, 3 * 2**30, mode, compute)
+        return
+    with pytest.raises(UserError, match="depth 40"):
+        sizes.check_fits(40, 3 * 2**30, mode, compute)
+
+
+def test_a_card_whose_memory_others_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_total", lambda compute: 80 * 2**30)
+    monkeypatch.setattr(sizes, "reachable", lambda compute: 3 * 2**30)
+    with pytest.raises(UserError, match=r"at least 12.0 GiB of each device, but only 3.0 of 80.0 GiB are free"):
+        sizes.check_fits(20, 2**30, "none", CUDA)
+    sizes.check_fits(4, 2**28, "none", CUDA)
