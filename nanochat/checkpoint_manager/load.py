@@ -8,11 +8,12 @@ import torch
 import torch.nn as nn
 from safetensors.torch import load_file
 
+from nanochat.checkpoint_manager.families import build
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.common import UserError, warn
 from nanochat.device import Compute
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ def load_model(
             "before, or name another step"
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
-    model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype)
+    model = build(meta, compute)
     tokenizer = Tokenizer.load(where)
     if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
         raise UserError(

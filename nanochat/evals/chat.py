@@ -110,7 +110,7 @@ def _progress(title: str, total: int, compute: Compute) -> Iterator[Advance]:
     with Progress(title, total, "replies") if compute.main else contextlib.nullcontext() as progress:
 
         def advance(by: float) -> None:
-            signals.check_alone()
+            signals.check_alone(compute)
             if progress is not None:
                 progress.advance(by)
 

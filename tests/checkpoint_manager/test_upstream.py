@@ -21,7 +21,7 @@ from nanochat.gpt import GPT
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 from tests.support.tiny_model import TEXT, tiny_gpt, tiny_tokenizer
-from tests.support.tiny_training import CPU, SETTINGS
+from tests.support.tiny_training import CPU, WANTED
 
 TOKENIZER = tiny_tokenizer()
 
@@ -108,7 +108,7 @@ def test_a_converted_run_is_not_gone_on_with(tmp_path: Path) -> None:
     model = tiny_gpt(TOKENIZER.vocab_size)
     optimizers = Optimizers(model, model.parameter_roles(), 32, Rates(), 1.0, torch.float32)
     with pytest.raises(UserError, match="was begun with other settings"):
-        resume_stage(checkpoint_dir("base", "d4"), model, optimizers, SETTINGS, CPU)
+        resume_stage(checkpoint_dir("base", "d4"), model, optimizers, WANTED, CPU)
 
 
 OLD = [("smear", "of 2026-01-17 or later: it has no smear_gate.weight, .* has had since 2026-03-14"),
