@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a model to chat with from nothing: the whole pipeline, on the device that this machine has.
+# Trains a chat model from nothing: runs the whole pipeline on the device that this machine has.
 #   bash speedrun.sh                    on a CPU the embedded corpus TinyWorld; on a GPU FineWeb-Edu, 20 layers
 #   bash speedrun.sh --data tinyworld   the embedded corpus on any device; needs no network
 #   bash speedrun.sh --preset smoke     every stage in two minutes, to see that everything works
