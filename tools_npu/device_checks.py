@@ -335,7 +335,7 @@ def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ra
                   f"all_reduce 每条链路 {speed:.2f} GB/s", data={"gb_per_s": speed, "ranks": ranks}))  # fmt: skip
 
 
-# --- the whole -------------------------------------------------------------------------------------
+# --- all checks ------------------------------------------------------------------------------------
 
 
 def main() -> None:

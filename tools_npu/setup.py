@@ -275,7 +275,7 @@ def check_permissions(found: Found, env: Mapping[str, str], fix: bool, dry: bool
     say(f"{what}. Run {remedy}, then log in again", f"{what_zh}。请执行 {remedy}，然后重新登录", "warning")
 
 
-# --- the whole -------------------------------------------------------------------------------------
+# --- set-up ----------------------------------------------------------------------------------------
 
 
 def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
