@@ -90,7 +90,7 @@ def test_the_newest_step_is_taken_or_the_one_named(tmp_path: Path) -> None:
     assert step_files.steps(where) == [5, 20]
     assert all(step_files.verify(step_files.step_dir(where, step)) == "" for step in (5, 20))
     assert find_parent("base", None, None).corpus == "mine"  # a later stage may start from it
-    with pytest.raises(UserError, match="step_000005 is there already"):
+    with pytest.raises(UserError, match="step_000005 exists already"):
         convert(folder, step=5)
     with pytest.raises(UserError, match="has steps 5, 20, not 7"):
         convert(folder, step=7)
@@ -160,12 +160,12 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the tokenizer has 280 tokens, the model 290: .*--tokenizer"):
         convert(folder)
     pickled.write_bytes(pickle.dumps(encoding(TOKENIZER, special_tokens={"<|endoftext|>": 281})))
-    with pytest.raises(UserError, match="its numbers are not those"):
+    with pytest.raises(UserError, match="its token numbers differ from"):
         convert(folder)
     pickled.unlink()
-    with pytest.raises(UserError, match=r"no tokenizer at .*; name its folder with --tokenizer"):
+    with pytest.raises(UserError, match=r"no tokenizer at .*: name its folder with --tokenizer"):
         convert(folder)
-    with pytest.raises(UserError, match=r"holds no model_NNNNNN\.pt"):
+    with pytest.raises(UserError, match=r"has no model_NNNNNN\.pt"):
         convert(tmp_path)
 
 

@@ -17,7 +17,7 @@ from nanochat.common import UserError
 from nanochat.evals import sandbox as execution
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is for Linux")
-Run = Callable[..., execution.Outcome]
+Run = Callable[..., execution.ProgramResult]
 
 
 def run_in(tier: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
@@ -44,7 +44,7 @@ def caged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 def test_a_program_that_reaches_its_end_passes_with_its_output(run: Run) -> None:
     outcome = run("import math\nassert math.gcd(12, 18) == 6\nprint('好')")
-    assert outcome == execution.Outcome(passed=True, timed_out=False, output="好\n")
+    assert outcome == execution.ProgramResult(passed=True, timed_out=False, output="好\n")
 
 
 @pytest.mark.parametrize(

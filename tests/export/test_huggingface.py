@@ -128,7 +128,7 @@ def test_a_chat_is_rendered_alike(loaded: Loaded, folder: Path) -> None:
 
 def test_a_folder_is_whole_or_not_there(loaded: Loaded, folder: Path, tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         export(loaded, folder, "float32")
 
     def fails(*_: Any) -> None:

@@ -47,7 +47,7 @@ def test_stop_keeps_what_was_said_and_frees_the_slot(browser):
         send(page, "hello")
         engine.allow(6)
         expect(answers(page)).to_have_text("你好")
-        page.get_by_role("button", name="Stop the answer").click()
+        page.get_by_role("button", name="Stop answering").click()
         expect(page.locator(".meta")).to_contain_text("stopped")
         wait_until_free(url, 1)
         assert engine.seen[0].cancelled
@@ -244,9 +244,7 @@ def test_tool_call_is_a_chip_that_opens(browser):
         expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
         expect(page.locator(".tool p")).to_be_hidden()
         page.locator(".tool summary").click()
-        expect(page.locator(".tool p")).to_have_text(
-            "The model wrote “37*48” for the calculator, which answered “1776”."
-        )
+        expect(page.locator(".tool p")).to_have_text("The model asked the calculator for “37*48” and got “1776”.")
         finished(page)
         send(page, "bad sum")
         expect(page.locator(".tool summary").last).to_have_text("1/0 = ?")
@@ -309,7 +307,7 @@ def test_oldest_exchanges_are_marked_when_the_context_is_full(browser):
             finished(page)
         line = page.locator(".forgotten")
         expect(line).to_have_count(1)
-        expect(line).to_have_text("The model no longer sees what is above: its context holds 120 tokens.")
+        expect(line).to_have_text("The model no longer sees the messages above: its context holds only 120 tokens.")
         assert "cut off" not in page.locator("#log").inner_text()
         page.locator("#language").click()
         expect(line).to_contain_text("120")

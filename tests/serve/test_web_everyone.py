@@ -58,7 +58,9 @@ def test_stream_that_breaks_off_says_so_and_keeps_the_words(browser):
         engine.allow(3)
         expect(answers(page)).to_have_text("你")
         engine.allow(100)
-        expect(page.get_by_role("alert")).to_have_text("The connection broke off before the answer was complete.")
+        expect(page.get_by_role("alert")).to_have_text(
+            "The connection was lost before the answer was complete. Please try again."
+        )
         expect(answers(page)).to_have_text("你")
 
 
@@ -89,7 +91,7 @@ def test_message_that_is_too_long_is_told_with_numbers(browser):
         expect(page.get_by_role("alert")).to_contain_text("context of 1,200 tokens")
         expect(page.locator("#prompt")).to_have_value("x" * 1500)
         send(page, "x" * 300_000)
-        expect(page.get_by_role("alert").last).to_contain_text("too long to be sent")
+        expect(page.get_by_role("alert").last).to_contain_text("too long to send")
 
 
 # --- languages, sizes, keyboards -----------------------------------------------------------------
