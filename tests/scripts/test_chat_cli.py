@@ -271,7 +271,7 @@ def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     chat_cli.command(chat, "/new")
     chat_cli.command(chat, f"/load {path}")
     assert chat.messages == messages
-    assert f"3 messages read from {path}" in notes.getvalue()
+    assert f"loaded 3 messages from {path}" in notes.getvalue()
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 

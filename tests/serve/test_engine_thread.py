@@ -1,4 +1,4 @@
-"""The engine's thread: events reach their ticket, slots come back, the queue is bounded, and it survives a failing engine."""
+"""The engine's thread: events reach their ticket, slots come back, the queue is bounded, failures do not end it."""
 
 import asyncio
 import contextlib
