@@ -1,4 +1,4 @@
-"""CORE: prompts as published, decisions those of one problem at a time, and a bundle that arrives whole or not."""
+"""CORE: prompts as published, the same decisions as with one problem at a time, and a download whole or not at all."""
 
 import functools
 import http.server
@@ -30,14 +30,14 @@ TOKENIZER = tiny_tokenizer()
 
 
 class Induction:
-    """A model that expects what followed the longest earlier match of the last tokens: it completes repetitions."""
+    """A model that completes repetitions: it predicts what followed the longest earlier match of the last tokens."""
 
     device = torch.device("cpu")
 
     def hidden(self, idx: Tensor) -> Tensor:
         x = torch.zeros(*idx.shape, TOKENIZER.vocab_size)
         for b, row in enumerate(idx):
-            alike = torch.zeros(len(row))  # of each earlier token: how many tokens up to it are the last ones again
+            alike = torch.zeros(len(row))  # per earlier token: how many tokens before it equal the last tokens
             for t in range(1, len(row)):
                 alike = torch.where(row == row[t], torch.cat((torch.zeros(1), alike[:-1])) + 1, 0)
                 x[b, t].index_add_(0, row[1 : t + 1], alike[:t] + torch.arange(t) / 10_000)
@@ -113,7 +113,7 @@ def test_at_least_one_token_is_judged_where_options_begin_alike() -> None:
 
 
 def one_at_a_time(model: Any, wanted: IclTask) -> list[bool]:
-    """The slow reference: every prompt alone through the model, its loss from a softmax in float64."""
+    """The slow reference: one prompt per pass, and its loss from a softmax in float64."""
     problems = core_eval.read_problems(wanted)
     decisions = []
     for number, problem in enumerate(problems):
@@ -252,7 +252,7 @@ def test_a_broken_problem_is_named_by_file_and_line(tmp_path: Path, line: str) -
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address it is served under."""
+    """A folder, and the address that serves it."""
     folder = tmp_path / "site"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""The wire format: what is refused and with which words, and how a reply with tool calls is cut into deltas."""
+"""The chat format: which requests are refused and why, and how a reply with tool calls becomes deltas."""
 
 import json
 

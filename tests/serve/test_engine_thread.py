@@ -39,7 +39,7 @@ async def said(submitted: Ticket) -> str:
 
 
 async def until(condition: Any) -> None:
-    """Wait for another thread; the test's own time limit ends a wait that never ends."""
+    """Wait for another thread. run() has a time limit, which ends a wait for something that never happens."""
     while not condition():
         await asyncio.sleep(0)
 
@@ -90,7 +90,7 @@ def test_news_is_not_left_behind_when_the_last_other_ticket_is_released(monkeypa
             short, long = ticket("x"), ticket("something longer")
             thread.submit(short)
             thread.submit(long)
-            engine.allow(2)  # the end of the short one, held back for the news to come
+            engine.allow(2)  # ends the short reply; the thread holds that news back for a later delivery
             await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
             thread.release(long)
             assert await said(short) == "x"

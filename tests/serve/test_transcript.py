@@ -1,4 +1,4 @@
-"""Chats as files: what is written is read again, any other file is refused."""
+"""Chats as files: a saved chat reads back the same, and any other file is refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: mistakes and failures in words, both languages, phones, and no mouse."""
+"""The page in a real browser: errors in plain words, both languages, phones, keyboards and screen readers."""
 
 import re
 from collections.abc import Iterator
@@ -175,6 +175,6 @@ def test_everything_can_be_found_without_a_mouse_or_eyes(browser):
             assert button.get_attribute("aria-label") or button.inner_text().strip()
         expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
         expect(page.get_by_role("textbox", name="Ask something")).to_be_focused()
-        page.keyboard.press("Shift+Tab")  # back from the box to the copy button, over the disabled nothing
+        page.keyboard.press("Shift+Tab")  # from the input box back to the copy button
         assert page.evaluate("() => document.activeElement !== document.body")
-        assert page.locator("#stop").count() == 0  # window.stop would hide it
+        assert page.locator("#stop").count() == 0  # window.stop would shadow an element with this id

@@ -51,7 +51,7 @@ export const WORDS = {
     welcome: "和一个小语言模型聊聊",
     welcomeText: "它从零开始训练，就运行在这台机器上，只知道训练数据里有的内容。先用中文或英文问个简单的问题吧。",
     placeholder: "输入你的问题",
-    keys: "按 Enter 发送，按 Shift + Enter 换行。",
+    keys: "按 Enter 发送，Shift + Enter 换行。",
     caution: "小模型会出错，重要内容请核实。",
     log: "对话",
     you: "你说",
