@@ -34,7 +34,7 @@ class TensorFile:
         self._flushed: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            path.chmod(path.parent.stat().st_mode & 0o666)  # whoever may read the folder may read the file
+            path.chmod(path.parent.stat().st_mode & 0o666)  # users who may read the folder may read the file
             self._write(memoryview(self._header(metadata or {})))
         except BaseException:
             self.abandon()

@@ -215,7 +215,7 @@ def common_prefix(rows: list[list[int]]) -> int:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a batch: the tokens of a prompt, of which the tokens from `start` on are scored."""
+    """One row of a batch: the tokens of a prompt. The tokens from `start` on are scored."""
 
     question: int
     tokens: list[int]
@@ -223,7 +223,7 @@ class PromptRow:
 
 
 def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[PromptRow]:
-    """The rows to run for one problem, made from its prompts, each of which begins with BOS.
+    """The rows to run for one problem. Each prompt begins with BOS.
 
     The scored tokens are the ones after the common start of all prompts or, for schema, the common end. At least the
     last token is scored, even if one option is the beginning of another.
