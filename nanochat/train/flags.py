@@ -23,7 +23,8 @@ class StageFlags(Rates):
     device_type: Free[str] = ""
     """device to train on: npu, cuda or cpu; empty: the first of these that works"""
     data: Free[str | None] = None
-    """corpus by name, or the folder it was imported from; default: the only corpus there is, or the parent's"""
+    """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    default: the only corpus there is, or the parent's"""
     model_tag: Free[str | None] = None
     """folder of the checkpoints, such as d4; default: d and the depth for base, the newest tag for later stages"""
     save_every: Free[int] = 0
