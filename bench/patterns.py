@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.corpus import draw
-from bench.tokenizer import GPT4, NANOCHAT
+from bench.tokenizer.peers import GPT4, NANOCHAT
 from nanochat import device, tokenizer
 from nanochat.common import UserError, base_dir, log, read_json, run
 from nanochat.data import bpe

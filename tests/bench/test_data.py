@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import data as bench
-from bench import data_side
-from bench.data import Config, Loss, documents, packing_loss
+from bench.data import __main__ as bench
+from bench.data import upstream_side
+from bench.data.__main__ import Config, Loss, documents, packing_loss
 from nanochat.common import UserError
 from nanochat.prepare.packing import Packing
 from nanochat.prepare.plan import Plan
@@ -92,7 +92,7 @@ def test_what_packing_loses_by_hand():
 
 
 def test_pieces_of_upstream_s_rows_begin_with_the_mark():
-    found = data_side.pieces(np.array([[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]), 9)
+    found = upstream_side.pieces(np.array([[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]), 9)
     assert [piece.tolist() for piece in found] == [[9, 1, 2], [9, 3], [9], [9, 4, 5, 6]]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench import gpu
-from bench.gpu import Config
+from bench.gpu import __main__ as gpu
+from bench.gpu.__main__ import Config
 from nanochat.common import UserError
 
 UPSTREAM = """

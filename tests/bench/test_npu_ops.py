@@ -1,13 +1,15 @@
 """The benchmark of launched operators: a short count on the emulated NPU, and its arithmetic."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bench import npu_ops
-from bench.npu_ops import Config, Task
+from bench.npu_ops import __main__ as npu_ops
+from bench.npu_ops.__main__ import Config, Task
 from nanochat.common import UserError
 from tests.emulated_npu import build
 
@@ -64,6 +66,11 @@ def test_the_command_prints_a_table_and_one_json_object(
     tasks.clear()
     npu_ops.main(Config())
     assert (tasks[0].width, tasks[0].vocab_size, tasks[0].length) == (768, 32768, 2048)
+
+
+def test_help_names_the_command_that_was_typed() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.npu_ops", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m bench.npu_ops [-h]")
 
 
 @pytest.mark.parametrize("wrong", [Config(chip="910A"), Config(depth=4)])

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import ranks
-from bench.ranks import D4, Ranks, Task, Timed
-from bench.wire import Wire
+from bench.ranks import __main__ as ranks
+from bench.ranks import group
+from bench.ranks.group import D4, Ranks, Task, Timed
+from bench.ranks.wire import Wire
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from tests.support.ranks import run_ranks
@@ -54,12 +55,12 @@ def test_the_default_mode_sends_no_more_than_it_must() -> None:
     counts = model.parameter_counts()
     matrices, total = counts["matrix"], counts["total"]
     expected = 0.75 * (2 + 4) + 2 * 0.75 * 2 * matrices / 4 / total
-    group = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
+    four = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
     try:
-        group.step()
-        sent = [timed.wire_bytes for timed in group.step()]
+        four.step()
+        sent = [timed.wire_bytes for timed in four.step()]
     finally:
-        group.close()
+        four.close()
     assert sum(sent) / 4 == pytest.approx(expected, rel=0.01)
     assert max(sent) <= 5.3
 
@@ -69,7 +70,10 @@ def test_it_prints_a_table_and_one_json_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = Task
-    monkeypatch.setattr(ranks, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512}))
+    for module in (ranks, group):
+        monkeypatch.setattr(
+            module, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512})
+        )
     ranks.main(ranks.Config(quick=True))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two"]

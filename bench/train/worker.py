@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from bench.train_rows import ROWS, TOKEN_BYTES
+from bench.train.rows import ROWS, TOKEN_BYTES
 from nanochat.common import UserError, log
 from nanochat.gpt import GPTConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 HELD_OUT = 64  # rows
 
 
@@ -88,7 +88,7 @@ class Worker:
         # Upstream decorates its optimizer with torch.compile, so only this variable makes it eager.
         eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "train_side.py"), json.dumps(task)],
+            [sys.executable, str(ROOT / "bench" / "train" / "side.py"), json.dumps(task)],
             env={**alone, **threads, **own, **eager},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

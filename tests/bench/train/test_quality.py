@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import train_quality as quality
-from bench.train_quality import Learned
-from bench.train_side import Side, bits_per_byte, upstream_decay, upstream_factors
-from bench.train_worker import Variant
-from tests.bench.test_train import fake_upstream, tiny_plan
+from bench.train import quality
+from bench.train.quality import Learned
+from bench.train.side import Side, bits_per_byte, upstream_decay, upstream_factors
+from bench.train.worker import Variant
+from tests.bench.train.test_train import fake_upstream, tiny_plan
 
 OURS, THEIRS = Variant("ours", "bfloat16", True), Variant("upstream", "bfloat16", True)
 

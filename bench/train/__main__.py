@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from bench import train_quality as quality
-from bench.ranks import D4, wire_bytes_per_parameter
-from bench.train_rows import check_rows, make_rows, standard_library
-from bench.train_worker import Measured, Plan, Variant, measure
+from bench.ranks.group import D4, wire_bytes_per_parameter
+from bench.train import quality
+from bench.train.rows import check_rows, make_rows, standard_library
+from bench.train.worker import Measured, Plan, Variant, measure
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 from nanochat.common import UserError, log, run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PHASES = ("forward", "backward", "optimizer")
 LENGTH = 2048
 # A step sends its inputs and targets to the device, and reads the figures of its log from there: once.
@@ -45,7 +45,8 @@ def count(task: Task) -> dict[str, Any]:
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_DTYPE", "NANOCHAT_DEVICE", "NANOCHAT_KERNELS")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
-    side = [sys.executable, "-m", "bench.npu_side", json.dumps({k: v for k, v in vars(task).items() if k != "chip"})]
+    asked = json.dumps({name: value for name, value in vars(task).items() if name != "chip"})
+    side = [sys.executable, "-m", "bench.npu_ops.side", asked]
     command = [sys.executable, "-m", "tests.emulated_npu", "--chip", task.chip, "--", *side]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(

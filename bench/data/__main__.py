@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.ranks import D4
-from bench.train_rows import standard_library
+from bench.ranks.group import D4
+from bench.train.rows import standard_library
 from nanochat import dataloader, device
 from nanochat.common import UserError, log, run
 from nanochat.data.corpora import Corpus
@@ -39,7 +39,7 @@ from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
 from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
 
-ROOT = Path(__file__).resolve().parent.parent
+SIDE = Path(__file__).resolve().parent / "upstream_side.py"
 LENGTH, BATCH = 2048, 16  # of the loaders: the default context, rows of a pass
 VOCABULARY = 32_768
 MEDIAN, SIGMA, SEED = 2_700, 0.95, 0  # characters
@@ -175,7 +175,7 @@ def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**alone, "PYTHONPATH": str(peer), "NANOCHAT_BASE_DIR": str(home), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "data_side.py"), json.dumps(task)],
+        [sys.executable, str(SIDE), json.dumps(task)],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -1,6 +1,6 @@
 """Inside the emulated NPU, for bench.npu_ops: what one training step asks of the device, as one JSON object.
 
-python -m tests.emulated_npu -- python -m bench.npu_side '{"kernels": "auto", "depth": 12, ...}'
+python -m tests.emulated_npu -- python -m bench.npu_ops.side '{"kernels": "auto", "depth": 12, ...}'
 """
 
 import json

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.train_worker import Plan, Variant, measure, workers
+from bench.train.worker import Plan, Variant, measure, workers
 from nanochat.common import log
 
 TURNS = 20  # of each run; in the second half the held-out rows are measured after each turn of ours

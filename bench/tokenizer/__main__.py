@@ -8,33 +8,23 @@ Peers are installed to folders of their own and run in processes of their own. T
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench import corpus
-from bench.tokenizer_side import read_ranks
+from bench.tokenizer.peers import ENCODERS, GPT4, NANOCHAT, Answer, Peer, Sides, Task
+from bench.tokenizer.side import read_ranks
 from nanochat.common import UserError, base_dir, log, read_json, run
 from nanochat.data import bpe
-from nanochat.tokenizer import PATTERNS, cores
+from nanochat.tokenizer import cores
 
-ROOT = Path(__file__).resolve().parent.parent
-Peer = Literal["rustbpe", "tokenizers", "tiktoken", "gigatoken"]
-VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0", "gigatoken": "0.10.0"}
-ENCODERS = ("rustbpe", "tokenizers", "tiktoken", "gigatoken")
-NANOCHAT = PATTERNS["nanochat"]
-GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # what gigatoken calls gpt4
 # With --quick: MB of text, and tokens. Of much less, what is done once for each vocabulary is most of the time.
 QUICK_MB = {"english": 12.0, "chinese": 6.0, "code": 4.0}
 QUICK_VOCAB_SIZE = 16_384
-Task = dict[str, Any]
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,37 +45,6 @@ class Config:
     """MB of each text to encode, at most"""
 
 
-# --- what is needed -----------------------------------------------------------------------------------
-
-
-def peer_folder(peer: str) -> Path:
-    """The folder of a peer, installed there if it is not."""
-    folder = base_dir() / "peers" / f"{peer}-{VERSIONS[peer]}"
-    if (folder / "done").exists():
-        return folder
-    wanted = ["--quiet", "--target", str(folder), f"{peer}=={VERSIONS[peer]}"]
-    said = ""
-    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
-        result = subprocess.run([sys.executable, "-m", *tool, *wanted], capture_output=True, text=True)
-        if result.returncode == 0:
-            (folder / "done").touch()
-            return folder
-        said = (result.stderr.strip().splitlines() or [""])[-1]
-    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed to {folder}: {said}. Leave it out of --against")
-
-
-def our_folder() -> Path:
-    """Where our rustbpe lies; UserError if it is the published one."""
-    code = "import rustbpe; rustbpe.Tokenizer.from_ranks; print(rustbpe.__file__)"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor)
-    if found.returncode:
-        raise UserError(
-            "the rustbpe of this repository is not installed, so there is nothing to measure. Build it: "
-            "pip install ./rustbpe (needs cargo)"
-        )
-    return Path(found.stdout.strip()).parent
-
-
 def texts(cfg: Config) -> Path:
     """The folder of the corpus. Quick, and without Debian's archive, Python's own sources will do."""
     if cfg.corpus is not None:
@@ -102,30 +61,6 @@ def texts(cfg: Config) -> Path:
         log(f"{failure}\nTraining on the sources of Python's standard library instead: no Chinese, no English prose")
         corpus.standard_library(folder, sum(QUICK_MB.values()))
     return folder
-
-
-def ask(peer: str, task: Task, folder: Path) -> Answer:
-    """The answer of a side, from a process of its own."""
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
-    threads = {"RAYON_NUM_THREADS": str(task["threads"])}
-    environment = {**os.environ, **single, **threads, "PYTHONPATH": f"{folder}", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, str(ROOT / "bench" / "tokenizer_side.py"), json.dumps({**task, "side": peer})]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        words = result.stderr.strip().splitlines()[-3:]
-        raise UserError(f"{peer} ended with code {result.returncode}:\n  " + "\n  ".join(words))
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-class Sides:
-    """Every side's folder; tasks go to it by name."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-        self.folders = {"ours": our_folder(), **{peer: peer_folder(peer) for peer in cfg.against}}
-
-    def ask(self, peer: str, **task: Any) -> Answer:
-        return ask(peer, {"threads": self.cfg.threads, **task}, self.folders[peer])
 
 
 # --- measurements -------------------------------------------------------------------------------------
@@ -145,7 +80,7 @@ def training(
     """Each trainer on the same text, a line of the table for each. Ours leaves its tokens in `keep`."""
     found = {}
     size = sum(file.stat().st_size for file in files) / 1e6
-    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+    for peer in ("ours", *(peer for peer in sides.against if peer in peers)):
         task = {"work": "train", "files": [str(file) for file in files], "vocab_size": vocab_size,
                 "pattern": NANOCHAT, "ranks": str(keep) if peer == "ours" else ""}  # fmt: skip
         answer = found[peer] = typical(partial(sides.ask, peer, **task), lambda answer: answer["cpu"])
@@ -159,7 +94,7 @@ def training(
 def encoding(sides: Sides, task: Task, name: str, peers: Sequence[str]) -> dict[str, Answer]:
     """Each encoder on the same text, cold and warm, a line of the table for each."""
     found = {}
-    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+    for peer in ("ours", *(peer for peer in sides.against if peer in peers)):
         ask_peer = partial(sides.ask, peer, work="encode", **task)
         answer = found[peer] = typical(ask_peer, lambda answer: answer["cold"]["cpu"])
         size = answer["bytes"] / 1e6
@@ -184,7 +119,7 @@ def ratio(found: dict[str, Answer], peer: str, *keys: str) -> float | None:
 
 def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
     """Everything, and the figures for the JSON object."""
-    sides = Sides(cfg)
+    sides = Sides(cfg.against, cfg.threads)
     vocab_size = QUICK_VOCAB_SIZE if cfg.quick else cfg.vocab_size
     files = {kind: folder / f"{kind}.txt" for kind in corpus.KINDS}
     mixed = [file for file in files.values() if file.stat().st_size]

@@ -24,7 +24,7 @@ import torch
 from nanochat.common import UserError, log, run
 from nanochat.gpt import GPT, GPTConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def measure(side: str, cfg: Config) -> dict[str, Any]:
     eager = {} if cfg.compile else {"TORCHDYNAMO_DISABLE": "1"}  # upstream decorates its optimizer with torch.compile
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
-            [sys.executable, str(ROOT / "bench" / "gpu_side.py"), json.dumps(task)],
+            [sys.executable, str(ROOT / "bench" / "gpu" / "side.py"), json.dumps(task)],
             cwd=home, env={**alone, **own, **eager}, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         if done.returncode == 0:
