@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A series of models of growing depth, and a picture of their bits per byte against the FLOPs of their training: d2 to d8
-# of TinyWorld on a CPU, d10 to d20 of FineWeb-Edu elsewhere. Stopped and typed again, it goes on.
+# Trains models of growing depth and plots their bits per byte against training FLOPs: d2 to d8 on TinyWorld with a CPU,
+# d10 to d20 on FineWeb-Edu elsewhere. The same command resumes a stopped series.
 #   bash runs/miniseries.sh
 #   bash runs/miniseries.sh --quick            three tiny models, within two minutes
-#   bash runs/miniseries.sh --data NAME        another corpus that is prepared, with its tokenizer
+#   bash runs/miniseries.sh --data NAME        another prepared corpus that has a tokenizer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh
-# shellcheck disable=SC2119  # its flags are not ours
+# shellcheck disable=SC2119  # setup_env takes no flags here
 setup_env
 export OMP_WAIT_POLICY=PASSIVE
 base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}

@@ -1,9 +1,10 @@
-"""What ranks cost on a CPU, one thread each: the speed of two beside one, and the bytes that each sends in a step.
+"""Measures what several ranks cost on a CPU: the speed of two ranks beside one, and the bytes each rank sends per step.
 
-python -m bench.ranks --quick            # within 50 seconds, uncompiled, fewer rounds
-python -m bench.ranks                    # as the training scripts do it: compiled where there is a compiler
+python -m bench.ranks --quick            # ends within 50 seconds: uncompiled, fewer rounds
+python -m bench.ranks                    # like the training scripts: compiled where there is a compiler
 
-The groups of processes take turns, a step each, so that a busy machine slows all alike. The last line is JSON.
+Every rank has one thread. The groups take turns, one step each, so that a busy machine slows them equally. The last
+line is JSON.
 """
 
 import json
@@ -18,7 +19,9 @@ from nanochat.runtime.parallel import Sharding
 
 
 def share_of_ideal(one: Sequence[list[Timed]], many: Sequence[list[Timed]], of: str) -> float:
-    """How much of N ranks' ideal speed is reached, by the median step: wall time is the slowest rank's, CPU the sum."""
+    """The share of the ideal N-fold speed that N ranks reach, by the median step.
+
+    Wall time is the slowest rank's; CPU time is summed over the ranks."""
     ranks = len(many[0])
     if of == "cpu_seconds":
         return median(step[0].cpu_seconds for step in one) / median(sum(r.cpu_seconds for r in step) for step in many)
@@ -27,14 +30,14 @@ def share_of_ideal(one: Sequence[list[Timed]], many: Sequence[list[Timed]], of: 
 
 @dataclass(frozen=True)
 class Config:
-    """Speed of two ranks beside one, and bytes sent: a table, and as the last line one JSON object."""
+    """Print the speed of two ranks beside one and the bytes sent, and one JSON object on the last line."""
 
     quick: bool = False
-    """uncompiled, three rounds, the default mode's bytes only: ends within 50 seconds"""
+    """run uncompiled for three rounds, and count bytes for --shard=grad only, so that it ends within 50 seconds"""
     rounds: int = 5
-    """steps of each group"""
+    """timed steps per group"""
     shard: Sharding = "grad"
-    """mode of the two ranks"""
+    """how the two ranks share the model: none, grad or full, like --shard of the training scripts"""
 
 
 def main(cfg: Config) -> None:
@@ -54,7 +57,7 @@ def main(cfg: Config) -> None:
     modes: tuple[Sharding, ...] = ("grad",) if cfg.quick else ("none", "grad", "full")
     wire = {mode: wire_bytes_per_parameter(mode=mode) for mode in modes}
     for mode, sent in wire.items():
-        log(f"--shard={mode:<5} four ranks, two passes: {sent:.2f} bytes sent per parameter and step")
+        log(f"--shard={mode:<5} four ranks, two passes: each rank sends {sent:.2f} bytes per parameter and step")
     result = {"benchmark": "ranks", "compiled": compiled, "two_ranks_of_ideal": share_of_ideal(one, two, "seconds"),
               "two_ranks_of_ideal_cpu": share_of_ideal(one, two, "cpu_seconds"),
               "wire_bytes_per_parameter": wire["grad"]}  # fmt: skip

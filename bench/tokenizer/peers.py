@@ -1,4 +1,4 @@
-"""The sides of bench.tokenizer: where each is installed, and how one is asked to train or to encode."""
+"""The sides of bench.tokenizer: installs peers, and asks a side to train or to encode in its own process."""
 
 import json
 import os
@@ -16,13 +16,13 @@ Peer = Literal["rustbpe", "tokenizers", "tiktoken", "gigatoken"]
 VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0", "gigatoken": "0.10.0"}
 ENCODERS = ("rustbpe", "tokenizers", "tiktoken", "gigatoken")
 NANOCHAT = PATTERNS["nanochat"]
-GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # what gigatoken calls gpt4
+GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # gigatoken calls this pattern gpt4
 Task = dict[str, Any]
 Answer = dict[str, Any]
 
 
 def peer_folder(peer: str) -> Path:
-    """The folder of a peer, installed there if it is not."""
+    """The folder of a peer; the peer is installed into it first if it is missing."""
     folder = base_dir() / "peers" / f"{peer}-{VERSIONS[peer]}"
     if (folder / "done").exists():
         return folder
@@ -34,23 +34,23 @@ def peer_folder(peer: str) -> Path:
             (folder / "done").touch()
             return folder
         said = (result.stderr.strip().splitlines() or [""])[-1]
-    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed to {folder}: {said}. Leave it out of --against")
+    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed into {folder}: {said}. Leave it out of --against")
 
 
 def our_folder() -> Path:
-    """Where our rustbpe lies; UserError if it is the published one."""
+    """The folder of our rustbpe; UserError if it is missing or only the published one is installed."""
     code = "import rustbpe; rustbpe.Tokenizer.from_ranks; print(rustbpe.__file__)"
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor)
     if found.returncode:
         raise UserError(
-            "the rustbpe of this repository is not installed, so there is nothing to measure. Build it: "
-            "pip install ./rustbpe (needs cargo)"
+            "the rustbpe of this repository is not installed, so there is nothing to measure. Install it with "
+            "`pip install ./rustbpe`, which needs cargo"
         )
     return Path(found.stdout.strip()).parent
 
 
 def ask(peer: str, task: Task, folder: Path) -> Answer:
-    """The answer of a side, from a process of its own."""
+    """Run a task on one side in its own process; a failure is a UserError with the last lines it printed."""
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
     threads = {"RAYON_NUM_THREADS": str(task["threads"])}
     environment = {**os.environ, **single, **threads, "PYTHONPATH": f"{folder}", "PYTHONSAFEPATH": "1"}
@@ -58,16 +58,17 @@ def ask(peer: str, task: Task, folder: Path) -> Answer:
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         words = result.stderr.strip().splitlines()[-3:]
-        raise UserError(f"{peer} ended with code {result.returncode}:\n  " + "\n  ".join(words))
+        raise UserError(f"{peer} ended with code {result.returncode}; its last lines:\n  " + "\n  ".join(words))
     return json.loads(result.stdout.splitlines()[-1])
 
 
 class Sides:
-    """Every side's folder; tasks go to it by name."""
+    """The sides of a run: our folder and the folders of the peers, which are installed if needed."""
 
     def __init__(self, against: Sequence[Peer], threads: int):
         self.against, self.threads = against, threads
         self.folders = {"ours": our_folder(), **{peer: peer_folder(peer) for peer in against}}
 
     def ask(self, peer: str, **task: Any) -> Answer:
+        """Run a task on the side of this name."""
         return ask(peer, {"threads": self.threads, **task}, self.folders[peer])

@@ -1,4 +1,4 @@
-"""The corpus of bench.tokenizer: documents out of packages, and their kinds."""
+"""The corpus of real text: documents from packages, and their kinds."""
 
 import gzip
 import shutil
@@ -19,14 +19,14 @@ def test_documents_lose_their_markup_and_nothing_else() -> None:
     assert corpus.document("a.txt", b"short") is None
 
 
-def test_a_document_is_of_the_kind_that_its_name_or_letters_say() -> None:
+def test_the_kind_of_a_document_follows_from_its_name_or_its_letters() -> None:
     assert corpus.kind_of("a/b.hpp", "中文" * 100) == "code"
     assert corpus.kind_of("a.txt", "中" * 2 + "x" * 10) == "chinese"
     assert corpus.kind_of("a.txt", "中" + "x" * 10) == "english"
 
 
 def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
-    """A Debian package with these files."""
+    """Build a Debian package with these files."""
     root = folder / "root"
     (root / "DEBIAN").mkdir(parents=True)
     control = (

@@ -1,4 +1,4 @@
-"""The benchmark of many ranks: bytes by hand-computed costs, and that it runs."""
+"""The benchmark of several ranks: bytes against costs computed by hand, and a quick run."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ SMALL = GPTConfig(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_hea
 
 
 def talk(compute: Compute) -> dict[str, Any]:
-    """One collective of each kind, of 12 fp32 numbers a rank."""
+    """One collective of each kind, with 12 fp32 numbers per rank."""
     x, whole, mine = torch.ones(12), torch.empty(12 * compute.world_size), torch.empty(12 // compute.world_size)
     alone = [dist.new_group([rank]) for rank in range(compute.world_size)][compute.rank]
     with Wire() as wire:
@@ -32,7 +32,7 @@ def talk(compute: Compute) -> dict[str, Any]:
         dist.all_to_all_single(torch.empty(4 * sizes[compute.rank]), x, [sizes[compute.rank]] * 4, sizes)
         dist.broadcast(x, src=0)
         dist.barrier()
-        dist.all_reduce(x, group=alone)  # of one rank: nothing is sent
+        dist.all_reduce(x, group=alone)  # a group of one rank sends nothing
     return {"bytes": dict(wire.bytes), "calls": dict(wire.calls)}
 
 
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_ring_algorithms() -> None:
     for rank, found in enumerate(run_ranks(4, talk)):
         assert found["bytes"] == {
             "allreduce_": 48 * 2 * 3 / 4, "allgather_": 48 * 3, "_allgather_base_": 48 * 3,
-            "_reduce_scatter_base_": 12 * 3, "alltoall_base_": 24 if rank < 2 else 48,  # all but what it keeps
+            "_reduce_scatter_base_": 12 * 3, "alltoall_base_": 24 if rank < 2 else 48,  # all but what the rank keeps
             "broadcast_": 48 * 3 / 4, "barrier": 0,
         }  # fmt: skip
         assert set(found["calls"].values()) == {1}
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_ring_algorithms() -> None:
 
 @pytest.mark.ranks
 def test_the_default_mode_sends_no_more_than_it_must() -> None:
-    """Four ranks, two passes: bf16 parameters gathered once, fp32 gradients reduced once, matrices there and back."""
+    """Four ranks, two passes: gather bf16 parameters once, reduce fp32 gradients once, exchange matrices both ways."""
     shape = replace(D4, sequence_len=64)
     model = GPT(shape)
     counts = model.parameter_counts()

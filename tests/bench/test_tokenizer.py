@@ -1,4 +1,4 @@
-"""The benchmark of the tokenizer: documents in blocks, figures by hand, and that it runs."""
+"""The benchmark of the tokenizer: documents read in blocks, ratios by hand, and a run of ours alone."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_documents_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert side.sample(task) == ["one", ""]
 
 
-def test_ratios_are_the_peers_share_of_ours() -> None:
+def test_ratios_are_the_peers_figure_divided_by_ours() -> None:
     found = {"ours": {"cold": {"cpu": 2.0}}, "tiktoken": {"cold": {"cpu": 15.0}}}
     assert tokenizer.ratio(found, "tiktoken", "cold", "cpu") == 7.5
     assert tokenizer.ratio(found, "gigatoken", "cold", "cpu") is None

@@ -1,4 +1,4 @@
-"""The training benchmark: its rows, its arithmetic, its processes on tiny sizes beside a made-up upstream."""
+"""The training benchmark: its rows, its arithmetic, and its processes at tiny sizes beside a made-up upstream."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TEXT = Text(
     [f"the cat number {i} sat on the mat of cat number {i + 1} and saw {i * i} dogs" for i in range(60)], "cats"
 )
 
-# What bench.train uses of upstream's API, on a model of one table.
+# The part of upstream's API that bench.train uses, with a model of one table.
 UPSTREAM = """
 from dataclasses import dataclass
 import os

@@ -1,4 +1,4 @@
-"""Attention as matmuls and a softmax in fp32 on the CPU: the arithmetic behind the fused operators.
+"""The arithmetic of the fused operators: attention as matmuls and a softmax, in fp32 on the CPU.
 
 Shapes: B batch, S sequence, N heads, D head dimension, T tokens of all sequences, H = N * D.
 """
@@ -17,7 +17,7 @@ LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query sees, beside the mask, and what scores are multiplied with."""
+    """The factor of the scores, and which keys a query sees apart from the mask."""
 
     scale: float
     mode: int  # sparse_mode
@@ -25,9 +25,9 @@ class Band:
     after: int  # next_tokens
 
     def hidden(self, queries: int, keys: int, masked: bool) -> Tensor | None:  # (queries, keys) True = not seen
-        """The part of the mask that follows from places alone, for one sequence."""
+        """The part of the mask that depends only on positions, for one sequence."""
         if not masked:
-            return None  # without a mask every mode is full attention
+            return None  # without a mask, every mode is full attention
         place = torch.arange(queries)[:, None] + (keys - queries if self.mode in (3, 4) else 0)
         distance = place - torch.arange(keys)[None]
         if self.mode in (2, 3):
@@ -39,14 +39,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Sequences:
-    """How the tensors of a call are laid out, and how long each sequence is."""
+    """The layout of the tensors of a call, and the length of each sequence."""
 
     layout: str
     batch: int
     heads: int
     kv_heads: int
     width: int
-    queries: int  # the longest
+    queries: int  # of the longest sequence
     keys: int
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -56,7 +56,7 @@ class Sequences:
         name: str, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, layout: str,
         q_ends: Any = None, k_ends: Any = None,
     ) -> "Sequences":  # fmt: skip
-        """Read shapes; for TND the ends are cumulative lengths without the leading 0."""
+        """Read the shapes. For TND, the ends are cumulative lengths without the leading 0."""
         if layout not in LAYOUTS:
             refuse(name, f"input_layout must be one of {LAYOUTS}, got {layout!r}")
         if q.dim() != (3 if layout in ("BSH", "SBH", "TND") else 4) or k.dim() != q.dim() or k.shape != v.shape:
@@ -83,7 +83,7 @@ class Sequences:
         )
 
     def with_lengths(self, name: str, queries: list[int] | None, keys: list[int] | None) -> "Sequences":
-        """Only so many queries and keys of each sequence are looked at."""
+        """Use only this many queries and keys of each sequence."""
         changed = self
         for field, given, longest in (("q_lengths", queries, self.queries), ("k_lengths", keys, self.keys)):
             if given is None:
@@ -97,7 +97,7 @@ class Sequences:
         return changed
 
     def split(self, x: Tensor, heads: int, lengths: tuple[int, ...]) -> list[Tensor]:
-        """The sequences of a tensor, each (N, S, D) fp32, only their looked-at part."""
+        """The sequences of a tensor, each (N, S, D) in fp32, only the part that is used."""
         x = x.float()
         if self.layout == "TND":
             return [part.transpose(0, 1) for part in x.split(list(lengths))]
@@ -107,7 +107,7 @@ class Sequences:
         return [row[:, :n] for row, n in zip(x.permute(order), lengths, strict=True)]
 
     def join(self, parts: list[Tensor], shape: torch.Size) -> Tensor:
-        """Sequences (N, S, D) back in the layout, zeros where nothing was looked at."""
+        """Put sequences (N, S, D) back into the layout, with zeros where nothing was used."""
         if self.layout == "TND":
             return torch.cat([part.transpose(0, 1) for part in parts])
         long = shape[self.layout.find("S")]
@@ -131,7 +131,7 @@ def _above_diagonal() -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, row: int, plan: Sequences, band: Band) -> Tensor:
-    """(N, S, K) fp32 scores of a sequence, -inf where a key is hidden; k has as many heads as q."""
+    """The scores (N, S, K) of a sequence in fp32, -inf where a key is hidden; k has as many heads as q."""
     scores = (q @ k.mT).mul_(band.scale)
     hidden = band.hidden(q.size(1), k.size(1), mask is not None)
     if hidden is not None and bool(hidden.any()):
@@ -150,7 +150,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, row: int, plan: Sequences
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Sequences, band: Band
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention, and maximum and sum of each query's softmax, (B, N, S, 8) or (T, N, 8)."""
+    """Attention, and the maximum and the sum of each query's softmax, (B, N, S, 8) or (T, N, 8)."""
     if band.mode >= 2 and mask is not None and not torch.equal(mask.bool(), _above_diagonal()):
         refuse("attention", "the mask of sparse_mode 2, 3 and 4 must be True above the diagonal only")
     groups = plan.heads // plan.kv_heads
@@ -180,7 +180,7 @@ def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, top: Tensor, total: Tensor,
     *, plan: Sequences, band: Band,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from what the forward pass kept."""
+    """The gradients of q, k and v, from what the forward pass saved."""
     groups = plan.heads // plan.kv_heads
     rows = zip(plan.split(gradient, plan.heads, plan.q_lengths), plan.split(out, plan.heads, plan.q_lengths),
                plan.split(q, plan.heads, plan.q_lengths), plan.split(k, plan.kv_heads, plan.k_lengths),
