@@ -120,10 +120,7 @@ pub fn file_text(py: Python<'_>, path: &Path) -> PyResult<String> {
     })?;
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        PyValueError::new_err(format!(
-            "{} is not UTF-8: byte {at} does not begin a character",
-            path.display()
-        ))
+        PyValueError::new_err(format!("{} is not UTF-8: byte {at} does not begin a character", path.display()))
     })
 }
 
