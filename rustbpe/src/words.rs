@@ -51,7 +51,7 @@ impl Words {
         Ok(Self { cells, lengths: vec![1; crate::BYTES as usize] })
     }
 
-    /// The number of bytes of the whole text: each piece's bytes times its count.
+    /// The number of bytes in all occurrences of the pieces: each piece's bytes times its count.
     pub fn total(&self) -> u64 {
         self.cells.iter().map(|cell| u64::from(cell.weight)).sum()
     }

@@ -158,7 +158,7 @@ def _plan_for_inference(
     _check_formats(name, q, k, v, FLOATS[:2] if chip["bf16"] else FLOATS[:1])
     plan = Sequences.of(name, q, k, v, heads, kv_heads, layout)
     if not chip["grouped_decode"] and plan.kv_heads != plan.heads:
-        refuse(name, f"{chip['name']} takes as many heads of keys as of queries, got {plan.kv_heads} and {plan.heads}")
+        refuse(name, f"{chip['name']} needs as many heads of keys as of queries, got {plan.kv_heads} and {plan.heads}")
     return plan
 
 

@@ -87,9 +87,9 @@ class _RMSNorm(torch.autograd.Function):
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x²) + epsilon) * gamma over gamma's dimensions, and the fp32 factors 1 / sqrt(...)."""
     if self.dtype not in FLOATS or gamma.dtype not in (self.dtype, torch.float32):
-        refuse("npu_rms_norm", f"x is {self.dtype} and gamma {gamma.dtype}; they must be one float format")
+        refuse("npu_rms_norm", f"x and gamma must have one float format, got {self.dtype} and {gamma.dtype}")
     if not 0 < gamma.dim() <= self.dim() or tuple(gamma.shape) != tuple(self.shape[self.dim() - gamma.dim() :]):
-        refuse("npu_rms_norm", f"gamma's shape {tuple(gamma.shape)} is not the end of x's, {tuple(self.shape)}")
+        refuse("npu_rms_norm", f"gamma's shape must be the end of x's, {tuple(self.shape)}, got {tuple(gamma.shape)}")
     return _RMSNorm.apply(self, gamma, epsilon)  # type: ignore[return-value]
 
 
@@ -130,11 +130,11 @@ def npu_rotary_mul(
         refuse(name, f"x, r1 and r2 must have one float format, got {self.dtype}, {r1.dtype}, {r2.dtype}")
     if self.dim() != 4 or r1.dim() != 4 or r1.shape != r2.shape:
         refuse(
-            name, f"shapes {tuple(self.shape)}, {tuple(r1.shape)}, {tuple(r2.shape)} are not three of four dimensions"
+            name, f"tensors must have four dimensions, got {tuple(self.shape)}, {tuple(r1.shape)}, {tuple(r2.shape)}"
         )
     width = self.size(-1)
     if width % 2 or width >= 896 or r1.size(-1) != width:
-        refuse(name, f"D must be even, below 896 and that of r1 and r2, got {width} and {r1.size(-1)}")
+        refuse(name, f"D must be even, below 896 and the same in x, r1 and r2, got {width} and {r1.size(-1)}")
     if self.size(0) >= 1000 or self.size(2) >= 1000:
         refuse(name, f"B and N must be below 1000, got {self.size(0)} and {self.size(2)}")
     if any(r not in (1, s) for r, s in zip(r1.shape, self.shape, strict=True)):

@@ -66,17 +66,21 @@ class Sequences:
         k_heads = k.size(n) if n >= 0 else kv_heads or k.size(-1) * heads // q.size(-1)
         width = q.size(-1) if n >= 0 else q.size(-1) // heads
         if q_heads != heads or (kv_heads and k_heads != kv_heads) or k_heads == 0 or q_heads % k_heads:
-            refuse(name, f"{heads} and {kv_heads} heads were given, the tensors have {q_heads} and {k_heads}")
+            refuse(name, f"the tensors must have {heads} and {kv_heads} heads, as given, got {q_heads} and {k_heads}")
         if (k.size(-1) if n >= 0 else k.size(-1) // k_heads) != width:
-            refuse(name, "the heads of query and key differ in width")
+            refuse(name, "the heads of query and key must have the same width")
         if layout == "TND":
             q_lengths, k_lengths = _lengths(name, q_ends, q.size(0)), _lengths(name, k_ends, k.size(0))
             if len(q_lengths) != len(k_lengths) or len(q_lengths) > 1024:
-                refuse(name, f"{len(q_lengths)} and {len(k_lengths)} sequences; they must agree, 1024 at most")
+                refuse(
+                    name,
+                    "query and key must have equally many sequences, at most 1024, got "
+                    f"{len(q_lengths)} and {len(k_lengths)}",
+                )
         else:
             batch, q_long, k_long = q.size(layout.find("B")), q.size(layout.find("S")), k.size(layout.find("S"))
             if k.size(layout.find("B")) != batch:
-                refuse(name, "query and key differ in batch")
+                refuse(name, "query and key must have the same batch size")
             q_lengths, k_lengths = (q_long,) * batch, (k_long,) * batch
         return Sequences(
             layout, len(q_lengths), heads, k_heads, width, max(q_lengths), max(k_lengths), q_lengths, k_lengths
@@ -92,7 +96,7 @@ class Sequences:
                 refuse(name, "lengths must be a list of numbers, got a tensor")
             lengths = tuple(int(n) for n in given) * (self.batch if len(given) == 1 else 1)
             if len(lengths) != self.batch or any(not 0 <= n <= longest for n in lengths):
-                refuse(name, f"{self.batch} lengths of 0 to {longest} are needed, got {given}")
+                refuse(name, f"there must be {self.batch} lengths from 0 to {longest}, got {given}")
             changed = replace(changed, **{field: lengths})  # type: ignore[arg-type]
         return changed
 
@@ -121,7 +125,7 @@ def _lengths(name: str, ends: Any, tokens: int) -> tuple[int, ...]:
         refuse(name, "layout TND needs lists of cumulative lengths")
     lengths = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
     if not ends or min(lengths) < 0 or ends[-1] != tokens:
-        refuse(name, f"cumulative lengths must rise to the {tokens} tokens, got {ends}")
+        refuse(name, f"cumulative lengths must rise to {tokens}, the number of tokens, got {ends}")
     return lengths
 
 
@@ -152,7 +156,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention, and the maximum and the sum of each query's softmax, (B, N, S, 8) or (T, N, 8)."""
     if band.mode >= 2 and mask is not None and not torch.equal(mask.bool(), _above_diagonal()):
-        refuse("attention", "the mask of sparse_mode 2, 3 and 4 must be True above the diagonal only")
+        refuse("attention", "the mask of sparse_mode 2, 3 and 4 must be True exactly above the diagonal")
     groups = plan.heads // plan.kv_heads
     outs, tops, totals = [], [], []
     rows = zip(plan.split(q, plan.heads, plan.q_lengths), plan.split(k, plan.kv_heads, plan.k_lengths),
