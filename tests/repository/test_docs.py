@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SHELL = ("bash", "sh", "shell")
 COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
 OURS = ("nanochat", "scripts", "bench")
-NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_side")  # they read no flags
+NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_ops.side")  # they read no flags
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
 # Scripts that hand their flags on: to the module that is their first word, or to one of their own.
 HANDS_ON = {"runs/multinode_npu.sh": "", "runs/train_with_fineweb.sh": "scripts.base_train"}
@@ -216,7 +216,7 @@ def test_variables_that_are_named_are_read_by_something(name: str) -> None:
 def launch_lines() -> Iterator[tuple[str, str]]:
     """The commands in the docstrings of modules, which --help shows: (file, line)."""
     for package in OURS:
-        for file in sorted((ROOT / package).glob("*.py")):
+        for file in sorted([*(ROOT / package).glob("*.py"), *(ROOT / package).glob("*/__main__.py")]):
             lines = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()
             yield from ((file.relative_to(ROOT).as_posix(), line) for line in lines if COMMAND.match(line))
 
