@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Language = Literal["en", "zh"]
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -17,8 +15,8 @@ class Traits:
     """Tokens of a step, over all ranks, where no batch size was asked for; None: the length of the run decides."""
     documents_every: int = 0
     """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
-    greedy_chats: Mapping[Language, str] | None = None
-    """Why chats take the likeliest token where no temperature was asked for, in both languages; None: they draw."""
+    greedy_chats: Mapping[str, str] | None = None
+    """Why chats take the likeliest token where no temperature was asked for, by language; None: they draw."""
     curriculum: Literal["tinyworld", "published"] = "published"
     """What the later stages learn from and what chat models are measured on: a key of CURRICULA in tasks.mixtures."""
 

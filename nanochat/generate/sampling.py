@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.data.traits import Language, traits
+from nanochat.data.traits import traits
 
 UNIFORM_BITS = 23  # a product of such a number and an fp32 value is always below the value
 
@@ -37,7 +37,7 @@ class Temperature:
     """A temperature, and why it is that, in English and Chinese."""
 
     value: float
-    reason: Mapping[Language, str]
+    reason: Mapping[str, str]
 
 
 def chat_temperature(asked: float | Literal["auto"], corpus: str | None) -> Temperature:

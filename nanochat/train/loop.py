@@ -19,7 +19,8 @@ from nanochat.nn.kernels import Asked
 from nanochat.runtime import parallel, profiling, signals
 from nanochat.runtime.parallel import Sharding
 from nanochat.runtime.placement import place_of
-from nanochat.runtime.tracking import Tracker, progress_on_terminal
+from nanochat.runtime.progress import Progress
+from nanochat.runtime.tracking import Tracker
 from nanochat.train import memory
 from nanochat.train.guards import LossScale, Spikes
 from nanochat.train.optim import Optimizers
@@ -200,34 +201,10 @@ def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
     )
 
 
-class Progress:
-    """A bar on a terminal, one line a step in a log; on rank 0 only."""
-
-    def __init__(self, title: str, steps: int, done: int, main: bool):
-        self.steps, self.main, self.bar = steps, main, None
-        if main and progress_on_terminal():
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
-            self.bar = Progress(*columns, refresh_per_second=4, transient=True)
-            self.task = self.bar.add_task(title, total=steps, completed=done, note="")
-            self.bar.start()
-
-    def show(self, line: dict[str, Any], eta: float) -> None:
-        """Show a step."""
-        if self.bar is not None:
-            note = (
-                f"{line['step']}/{self.steps} loss {line['smooth_loss']:.3f} "
-                f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
-            )
-            self.bar.update(self.task, completed=line["step"], note=note)
-        elif self.main:
-            log(step_line(line, self.steps, eta))
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
+def step_note(line: dict[str, Any], steps: int, eta: float) -> str:
+    """A step as the terminal shows it beside the progress bar."""
+    pace = f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
+    return f"{line['step']}/{steps} loss {line['smooth_loss']:.3f} {pace}"
 
 
 class SaveClock:
@@ -310,7 +287,7 @@ class Stage:
         self.tracker = Tracker(folder, flags.run, asdict(flags), step, compute.main)
         unlogged = parallel.agree(int(self.tracker.last < step), compute)
         self.owed: dict[str, Any] | None = (state or {}).get("line") if unlogged else None
-        self.progress = Progress(name, meter.steps, step, compute.main)
+        self.progress = Progress(name, meter.steps, "steps", done=step, shown=compute.main)
         self.clock = SaveClock(flags.save_seconds)
         profiling.begin(flags.profile, name, folder, self.stop - step, compute)
         self._mark = (time.perf_counter(), time.process_time())
@@ -327,7 +304,8 @@ class Stage:
         signals.alive(step)
         profiling.end_step()
         line = self.meter.tick(step, outcome, seconds, cpu, lrm)
-        self.progress.show(line, self.meter.eta(step))
+        steps, eta = self.meter.steps, self.meter.eta(step)
+        self.progress.show(step, step_note(line, steps, eta), step_line(line, steps, eta))
         return line
 
     def save_due(self, step: int) -> bool:

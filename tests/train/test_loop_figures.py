@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train import loop
-from nanochat.train.loop import LossScale, Meter, Outcome, SaveClock, Stage, StageFlags, step_line
+from nanochat.train.loop import LossScale, Meter, Outcome, SaveClock, Stage, StageFlags, step_line, step_note
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 FP16 = replace(CPU, dtype=torch.float16)
@@ -158,27 +160,37 @@ def test_a_step_is_printed_in_the_published_format() -> None:
     )
 
 
-def test_a_log_gets_one_line_a_step_from_rank_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_note_beside_the_bar_says_step_loss_pace_and_time_left() -> None:
+    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"
+
+
+def test_a_stage_prints_one_line_a_step_on_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, lines in ((0, 3), (1, 0)):
+        stage = Stage("base", tmp_path, StageFlags(), meter(), 0, replace(CPU, rank=rank))
+        for step in (1, 2, 3):
+            stage.start()
+            stage.tick(step, Outcome(2.0, 1.0, False), 1.0)
+        stage.close()
+        assert capsys.readouterr().out.count(" | loss: 2.000 | ") == lines
+
+
+def test_every_step_is_in_a_log_file_while_errors_go_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "progress_on_terminal", lambda: False)
-    for main in (True, False):
-        progress = loop.Progress("base", 5000, 0, main)
-        progress.show(LINE, 600)
-        progress.close()
-    assert capsys.readouterr().out == step_line(LINE, 5000, 600) + "\n"
-
-
-def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "progress_on_terminal", lambda: True)
-    progress = loop.Progress("base", 5000, 10, True)
-    progress.show(LINE, 600)
-    assert progress.bar is not None
-    (task,) = progress.bar.tasks
-    assert (task.completed, task.total) == (1000, 5000)
-    assert task.fields["note"] == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"
-    progress.close()
-    assert progress.bar.finished or not progress.bar.live.is_started
+    """`python -m scripts.base_train > log`, typed on a terminal, once gave an empty log."""
+    keyboard, terminal = os.openpty()
+    log = tmp_path / "log"
+    with open(terminal, "w") as stderr, open(log, "w") as stdout, monkeypatch.context() as streams:
+        streams.setattr(sys, "stderr", stderr)
+        streams.setattr(sys, "stdout", stdout)
+        stage = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU)
+        for step in range(1, 21):
+            stage.start()
+            stage.tick(step, Outcome(2.0, 1.0, False), 1.0)
+        stage.close()
+    os.close(keyboard)
+    lines = log.read_text().splitlines()
+    assert [line.partition("/")[0] for line in lines] == [f"step {step:05d}" for step in range(1, 21)]
 
 
 def test_a_stage_measures_its_steps_and_keeps_their_figures(tmp_path: Path) -> None:
