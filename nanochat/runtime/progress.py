@@ -54,7 +54,8 @@ class Progress:
         if shown and sys.stdout.isatty() and console.is_interactive:
             texts = [TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}")]
             self._bar = Bar(
-                texts[0], BarColumn(), texts[1], console=console, refresh_per_second=4, transient=True,
+                texts[0], BarColumn(bar_width=20), texts[1],  # on 80 columns about 50 are left for the note
+                console=console, refresh_per_second=4, transient=True,
                 redirect_stderr=sys.stderr.isatty(),  # above the bar; errors that go to a file stay there
             )  # fmt: skip
             self._task = self._bar.add_task(title, total=total, completed=int(done), note="")

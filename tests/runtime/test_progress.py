@@ -75,6 +75,7 @@ class Terminal:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
         for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
             monkeypatch.delenv(name, raising=False)
         self.patch, self.drawn = monkeypatch, ""
