@@ -90,8 +90,11 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self.patch.undo()
-        print(end="end", file=self.stream, flush=True)  # so that there is something to read in any case
-        self.drawn = os.read(self.screen, 1 << 16).decode().removesuffix("end")
+        print(end="\0", file=self.stream, flush=True)  # marks the end, since a terminal gives its text in pieces
+        drawn = b""
+        while not drawn.endswith(b"\0"):
+            drawn += os.read(self.screen, 1 << 16)
+        self.drawn = drawn[:-1].decode()
         self.stream.close()
         os.close(self.screen)
 
