@@ -11,7 +11,7 @@ from nanochat.data.conversation import Conversation, Task
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.traits import traits
 from tasks.arc import ARC
-from tasks.common import Mixture, Subset, Ungraded
+from tasks.common import Subset, TaskMixture, Ungraded
 from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
@@ -109,9 +109,9 @@ def curriculum(corpus: str | None) -> Curriculum:
     return CURRICULA[traits(corpus).curriculum]
 
 
-def _published_mid(seed: int) -> Mixture:
+def _published_mid(seed: int) -> TaskMixture:
     """The mixture of Nov-2025: about 850 thousand conversations, identity twice."""
-    return Mixture(
+    return TaskMixture(
         [
             SmolTalk("train"),
             MMLU("auxiliary_train", "train"),
@@ -125,9 +125,9 @@ def _published_mid(seed: int) -> Mixture:
     )
 
 
-def _published_sft(seed: int) -> Mixture:
+def _published_sft(seed: int) -> TaskMixture:
     """The mixture of Nov-2025: about 23 thousand conversations."""
-    return Mixture(
+    return TaskMixture(
         [
             ARC("ARC-Easy", "train"),
             ARC("ARC-Challenge", "train"),

@@ -12,7 +12,7 @@ from bench.data import Config, Loss, documents, packing_loss
 from nanochat.common import UserError
 from nanochat.prepare.packing import Packing
 from nanochat.prepare.plan import Plan
-from nanochat.prepare.token_files import Part, TokenSet
+from nanochat.prepare.token_files import TokenFile, TokenSet
 
 # What bench.data uses of upstream's API: rows of whole documents in order, each row's last one cropped.
 UPSTREAM = {
@@ -83,7 +83,7 @@ def test_what_packing_loses_by_hand():
     # Rows of 10 cells. Documents of 5, 12, 3 and 4 tokens; of the last, one token is in no row.
     lengths = np.array([5, 12, 3, 4])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = TokenSet(Path(), {"parts": []}, (Part(np.zeros(24, np.uint16), offsets, None),))
+    tokens = TokenSet(Path(), {"parts": []}, (TokenFile(np.zeros(24, np.uint16), offsets, None),))
     # Row 0: nine of the second. Row 1: the first, its end, a begin mark. Row 2: the third and three of the fourth.
     packing = Packing(np.array([0, 1, 4, 6]), np.array([5, 0, 14, 0, 17, 20]), np.array([9, 5, 3, 0, 3, 3], np.int32))
     plan = Plan(10, packing, np.array([10, 11, 8], np.int32), np.array([9, 8, 6], np.int32), "key", 0, 0)
