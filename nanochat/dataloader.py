@@ -124,7 +124,7 @@ class Rows:
             targets[: at - 1] = cells[1:at]
 
 
-class Mixture:
+class MixedRows:
     """Several sets of rows of one length as one endless sequence: of every sum(shares) rows, shares[k] are of set k.
 
     What row n is depends on nothing but n: of the numbers before n, the last set has n * share // sum, rounded
@@ -188,12 +188,12 @@ class Mixture:
         return inputs, targets
 
 
-Source = Rows | Mixture
+Source = Rows | MixedRows
 
 
 def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
     """For the report, as "rows": each corpus of a mixture and what the first `read` rows take of it; else nothing."""
-    if not isinstance(rows, Mixture):
+    if not isinstance(rows, MixedRows):
         return {}
     table = []
     for corpus, share, source, seen in zip(data.corpora, data.shares, rows.sources, rows.seen(read), strict=True):
@@ -202,12 +202,12 @@ def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
     return {"rows": table}
 
 
-def blend(first: Source, second: Source, every: int) -> Mixture:
+def blend(first: Source, second: Source, every: int) -> MixedRows:
     """Every `every`-th row is of `second`, the others of `first`, whose epochs count."""
     if every < 2:
         raise UserError(f"one row in how many comes from the second set must be 2 or more, got {every}", 2)
     key = f"{first.key} {second.key} {every}"  # as checkpoints know it
-    return Mixture([first, second], [every - 1, 1], first.count * every // (every - 1), key)
+    return MixedRows([first, second], [every - 1, 1], first.count * every // (every - 1), key)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def split_rows(data: Data, tokenizer: Tokenizer, split: Split, length: int, seed
         token_set = prepare_documents(corpus, tokenizer, split)
         packed = plan(token_set, length + 1, cut=True)
         sources.append(Rows(token_set, packed, tokenizer.bos, seed, masked=False))
-    return sources[0] if len(sources) == 1 else Mixture(sources, data.shares)
+    return sources[0] if len(sources) == 1 else MixedRows(sources, data.shares)
 
 
 def conversation_rows(

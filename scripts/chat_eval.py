@@ -6,7 +6,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -19,12 +19,7 @@ from nanochat.data.conversation import Part, Task
 from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate
 from nanochat.generate.sampling import Sampling
-from tasks import tinyworld
-from tasks.arc import ARC
-from tasks.gsm8k import GSM8K
-from tasks.humaneval import HumanEval
-from tasks.mmlu import MMLU
-from tasks.spellingbee import SpellingBee
+from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task to keep for the report
 
@@ -65,40 +60,19 @@ class Config:
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-def published(unsafe_exec: bool) -> dict[str, Callable[[], Task]]:
-    """The tasks of ChatCORE; calling an entry reads that task."""
-    return {
-        "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
-        "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
-        "MMLU": lambda: MMLU("all", "test"),
-        "GSM8K": lambda: GSM8K("test"),
-        "HumanEval": lambda: HumanEval(unsafe_exec=unsafe_exec),
-        "SpellingBee": lambda: SpellingBee(256, "test"),
-    }
-
-
-def choose_tasks(asked: str | None, corpus: str, unsafe_exec: bool) -> list[Task]:
-    """The named tasks, or by default the tasks that suit a corpus and whose rows are on this machine or the hub.
+def choose_tasks(asked: str | None, corpus: str | None, unsafe_exec: bool) -> list[Task]:
+    """The tasks that were named, or all that fit a corpus and whose rows can be had here.
 
     UserError (code 2) for an unknown name, for a named task whose rows cannot be read, or if no task is left.
     """
-    makers = published(unsafe_exec)
-    names = [name.strip() for name in asked.split("|") if name.strip()] if asked is not None else []
-    small: dict[str, Any] = {}  # frozen dataclasses, which fit the protocol in all but being assignable
-    if any(name not in makers for name in names) or (asked is None and corpus == "tinyworld"):
-        small = {task.name: task for task in (*tinyworld.measures(), tinyworld.mental())}
-    unknown = [name for name in names if name not in makers and name not in small]
-    if unknown or (asked is not None and not names):
-        raise UserError(
-            f"--task_name must be one or more of {', '.join((*makers, *small))}, with | between them, got {asked!r}",
-            exit_code=2,
-        )
     if asked is not None:
-        return [small[name] if name in small else makers[name]() for name in names]
-    if small:
-        return list(small.values())
+        makers = {name: make for one in CURRICULA.values() for name, make in one.measures(unsafe_exec).items()}
+        names = [name.strip() for name in asked.split("|") if name.strip()]
+        if not names or any(name not in makers for name in names):
+            raise UserError(f"--task_name takes {', '.join(makers)}, with | between several; got {asked!r}", 2)
+        return [makers[name]() for name in names]
     tasks = []
-    for name, make in makers.items():
+    for name, make in curriculum(corpus).measures(unsafe_exec).items():
         try:
             tasks.append(make())
         except UserError as missing:
@@ -201,8 +175,9 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         log(str(score))
         found[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
     core = None
-    if set(published(False)) <= set(scores):
-        core = chat_core([scores[name] for name in published(False)])
+    published = CURRICULA["published"].measures(False)
+    if set(published) <= set(scores):
+        core = chat_core([scores[name] for name in published])
         log(f"ChatCORE: {core:.4f}")
     if compute.main and found:
         keep(loaded, how, found, core)

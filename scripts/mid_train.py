@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanochat.common import log
 from nanochat.data.mixing import resolve_data
+from nanochat.data.traits import traits
 from nanochat.dataloader import blend, chat_rows, split_rows
 from nanochat.device import Compute
 from nanochat.train import schedule, sizes
@@ -44,7 +45,7 @@ def train(cfg: Config, compute: Compute) -> None:
     # One row in `every` is of documents, the others of conversations
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=False)
-    every = (4 if corpus == "tinyworld" else 0) if cfg.documents_every == "auto" else cfg.documents_every
+    every = traits(corpus).documents_every if cfg.documents_every == "auto" else cfg.documents_every
     if every:
         rows = blend(rows, split_rows(resolve_data(corpus), tokenizer, "train", length, cfg.seed), every)
     steps = cfg.steps(rows.count, batch.rows_per_step)

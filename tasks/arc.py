@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import Choice, Problem, load_table, one_of
+from tasks.common import ChoiceProblem, ChoiceTask, load_table, one_of
 
 
-def _read(row: Mapping[str, Any]) -> Problem:
+def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
     labels = row["choices"]["label"]
     answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
-    return Problem(row["question"], tuple(row["choices"]["text"]), answer)
+    return ChoiceProblem(row["question"], tuple(row["choices"]["text"]), answer)
 
 
-class ARC(Choice):
+class ARC(ChoiceTask):
     """subset: ARC-Easy or ARC-Challenge. split: train, validation or test."""
 
     def __init__(self, subset: str, split: str, folder: str | Path | None = None):

@@ -121,7 +121,7 @@ def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ChoiceProblem:
     """A question, what to choose from, and the position of the right choice."""
 
     question: str
@@ -139,12 +139,12 @@ def render_choices(question: str, choices: Sequence[str]) -> str:
     return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
 
 
-class Choice:
+class ChoiceTask:
     """A task of questions with choices, made from a table and a function that reads one row."""
 
     kind: Literal["choice", "generative"] = "choice"
 
-    def __init__(self, name: str, table: Table, read: Callable[[Mapping[str, Any]], Problem]):
+    def __init__(self, name: str, table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]):
         self.name = name
         self._table = table
         self._read = read
@@ -152,7 +152,7 @@ class Choice:
     def __len__(self) -> int:
         return len(self._table)
 
-    def problem(self, i: int) -> Problem:
+    def problem(self, i: int) -> ChoiceProblem:
         """Problem i, checked: at least two choices, and the answer among them."""
         problem = self._read(self._table[i])
         if not (2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)):
@@ -247,7 +247,7 @@ class Subset:
         return self.task.grade(self._numbers[i], reply)
 
 
-class Mixture:
+class TaskMixture:
     """Several tasks shuffled into one; a task given twice counts twice. The order depends on the seed alone."""
 
     kind: Literal["choice", "generative"] = "generative"

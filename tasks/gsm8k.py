@@ -56,7 +56,3 @@ class GSM8K:
         if answer is None:
             raise UserError(f"{self._table.source}: a row has no number after ####: {self._table[i]['answer']!r}")
         return float(final_number(reply) == answer)
-
-    def reward(self, i: int, reply: str) -> float:
-        """The reward of a reply in reinforcement learning: whether it is right."""
-        return self.grade(i, reply)

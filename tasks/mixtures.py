@@ -1,22 +1,24 @@
-"""Which conversations each stage learns from: TinyWorld's own, or the published mixtures for other corpora."""
+"""What each stage after pretraining learns from: TinyWorld's own conversations, or the published mixtures."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from nanochat.common import UserError, sha256_of
 from nanochat.data.conversation import Conversation, Task
 from nanochat.data.tinyworld import world as tinyworld
+from nanochat.data.traits import traits
 from tasks.arc import ARC
-from tasks.common import Mixture, Subset, Ungraded
+from tasks.common import Subset, TaskMixture, Ungraded
 from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
+from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
-from tasks.tinyworld import TinyWorld, mental
+from tasks.tinyworld import TinyWorld, measures, mental
 
 
 class Identity(Ungraded):
@@ -33,6 +35,9 @@ class Identity(Ungraded):
     def __getitem__(self, i: int) -> Conversation:
         return self._conversations[i]
 
+
+Stage = Literal["mid", "sft"]
+Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
 HELD_OUT = 50  # one conversation in so many is kept for validation
 
@@ -69,23 +74,44 @@ class Mix:
         return (conversations[i] for i in range(0, len(conversations), HELD_OUT))
 
 
-def mix(stage: str, corpus: str, seed: int, custom: str | None = None) -> Mix:
-    """The conversations of stage mid or sft for a corpus; `custom` is a JSONL file of one's own instead."""
+def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None) -> Mix:
+    """The conversations of stage mid or sft for a corpus; `custom` names your own JSONL file to use instead."""
     if custom is not None:
         task = CustomJSON(custom)
         if len(task) < 2:
             raise UserError(f"{custom} must hold at least 2 conversations, one to validate on, got {len(task)}")
         return Mix(custom, f"{custom} {sha256_of(Path(custom).expanduser())}", lambda: task)
-    if corpus == "tinyworld":
-        make = {"mid": tinyworld.mid_conversations, "sft": tinyworld.sft_conversations}[stage]
-        return Mix("TinyWorld", f"tinyworld {stage} {seed} {tinyworld.VERSION}", lambda: make(seed=seed))
-    published = {"mid": _published_mid, "sft": _published_sft}[stage]
-    return Mix("SmolTalk and tasks", f"published {stage} {seed} {tinyworld.VERSION}", lambda: published(seed))
+    name = traits(corpus).curriculum
+    make = CURRICULA[name].conversations[stage]
+    return Mix(CURRICULA[name].title, f"{name} {stage} {seed} {tinyworld.VERSION}", lambda: make(seed))
 
 
-def _published_mid(seed: int) -> Mixture:
-    """Nov-2025's mixture: about 850 thousand conversations, identity twice."""
-    return Mixture(
+def rl_tasks(corpus: str) -> tuple[Task, Task]:
+    """The task that RL trains on for a corpus, and the task that RL is measured on."""
+    return curriculum(corpus).rl()
+
+
+# --- curricula -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """What the stages after pretraining learn from, and what their models are measured on."""
+
+    title: str
+    conversations: Mapping[Stage, Callable[[int], Conversations]]  # of a seed
+    rl: Callable[[], tuple[Task, Task]]  # RL trains on the first and is measured on the second
+    measures: Callable[[bool], Measures]  # of `unsafe_exec`, see HumanEval
+
+
+def curriculum(corpus: str | None) -> Curriculum:
+    """The curriculum that fits a corpus."""
+    return CURRICULA[traits(corpus).curriculum]
+
+
+def _published_mid(seed: int) -> TaskMixture:
+    """The mixture of Nov-2025: about 850 thousand conversations, identity twice."""
+    return TaskMixture(
         [
             SmolTalk("train"),
             MMLU("auxiliary_train", "train"),
@@ -99,9 +125,9 @@ def _published_mid(seed: int) -> Mixture:
     )
 
 
-def _published_sft(seed: int) -> Mixture:
-    """Nov-2025's mixture: about 23 thousand conversations."""
-    return Mixture(
+def _published_sft(seed: int) -> TaskMixture:
+    """The mixture of Nov-2025: about 23 thousand conversations."""
+    return TaskMixture(
         [
             ARC("ARC-Easy", "train"),
             ARC("ARC-Challenge", "train"),
@@ -115,8 +141,45 @@ def _published_sft(seed: int) -> Mixture:
     )
 
 
-def rl_tasks(corpus: str) -> tuple[Task, Task]:
-    """What RL trains on and what it is measured on: sums in the head for TinyWorld, else GSM8K."""
-    if corpus == "tinyworld":
-        return TinyWorld("mental", tinyworld.rl_problems()), mental()
+def _published_measures(unsafe_exec: bool) -> Measures:
+    """The tasks of ChatCORE."""
+    return {
+        "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
+        "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
+        "MMLU": lambda: MMLU("all", "test"),
+        "GSM8K": lambda: GSM8K("test"),
+        "HumanEval": lambda: HumanEval(unsafe_exec=unsafe_exec),
+        "SpellingBee": lambda: SpellingBee(256, "test"),
+    }
+
+
+def _published_rl() -> tuple[Task, Task]:
     return GSM8K("train"), GSM8K("test")
+
+
+def _tinyworld_mid(seed: int) -> Conversations:
+    return tinyworld.mid_conversations(seed=seed)
+
+
+def _tinyworld_sft(seed: int) -> Conversations:
+    return tinyworld.sft_conversations(seed=seed)
+
+
+def _tinyworld_rl() -> tuple[Task, Task]:
+    """Sums in the head."""
+    return TinyWorld("mental", tinyworld.rl_problems()), mental()
+
+
+def _tinyworld_measures(unsafe_exec: bool) -> Measures:
+    """TinyWorld's own measures, which run no programs."""
+    return measures()
+
+
+CURRICULA: Mapping[str, Curriculum] = {
+    "published": Curriculum(
+        "SmolTalk and tasks", {"mid": _published_mid, "sft": _published_sft}, _published_rl, _published_measures
+    ),
+    "tinyworld": Curriculum(
+        "TinyWorld", {"mid": _tinyworld_mid, "sft": _tinyworld_sft}, _tinyworld_rl, _tinyworld_measures
+    ),
+}

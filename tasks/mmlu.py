@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import Choice, Problem, load_table, one_of
+from tasks.common import ChoiceProblem, ChoiceTask, load_table, one_of
 
 _SPLITS = {"all": ("test", "validation", "dev"), "auxiliary_train": ("train",)}
 
 
-def _read(row: Mapping[str, Any]) -> Problem:
+def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
-    return Problem(row["question"], tuple(row["choices"]), row["answer"])
+    return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"])
 
 
-class MMLU(Choice):
+class MMLU(ChoiceTask):
     """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams, for training)."""
 
     def __init__(self, subset: str, split: str, folder: str | Path | None = None):

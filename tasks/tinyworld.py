@@ -1,7 +1,8 @@
 """TinyWorld's measures as tasks: open questions in both languages, the calculator, sums in the head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from nanochat.data.conversation import Conversation, Part
@@ -37,15 +38,22 @@ class TinyWorld:
     grade_parts = grade
 
 
-def measures(seed: int = 0) -> list[TinyWorld]:
-    """The measures that a report shows: held-out wordings, the calculator, and held-out combinations beside them."""
-    tasks = [TinyWorld(f"tinyworld_{lang}", tinyworld.evaluation(lang, seed)) for lang in tinyworld.LANGUAGES]
-    tasks.append(TinyWorld("calculator", tinyworld.calculator_evaluation(seed)))
+def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
+    """Makers of all measures by name: held-out wordings, the calculator, held-out combinations, and RL's sums."""
+    made: dict[str, Callable[[], Sequence[tinyworld.Problem]]] = {}
     for lang in tinyworld.LANGUAGES:
-        tasks.append(TinyWorld(f"held_out_combinations_{lang}", tinyworld.held_out_combinations(lang, seed)))
-        tasks.append(TinyWorld(f"unknown_{lang}", tinyworld.unknown_evaluation(lang, seed)))
-        tasks.append(TinyWorld(f"stories_{lang}", tinyworld.story_evaluation(lang, seed)))
-    return tasks
+        made[f"tinyworld_{lang}"] = partial(tinyworld.evaluation, lang, seed)
+    made["calculator"] = partial(tinyworld.calculator_evaluation, seed)
+    for lang in tinyworld.LANGUAGES:
+        made[f"held_out_combinations_{lang}"] = partial(tinyworld.held_out_combinations, lang, seed)
+        made[f"unknown_{lang}"] = partial(tinyworld.unknown_evaluation, lang, seed)
+        made[f"stories_{lang}"] = partial(tinyworld.story_evaluation, lang, seed)
+    made["mental"] = partial(tinyworld.rl_evaluation, seed)
+    return {name: partial(_make, name, problems) for name, problems in made.items()}
+
+
+def _make(name: str, problems: Callable[[], Sequence[tinyworld.Problem]]) -> TinyWorld:
+    return TinyWorld(name, problems())
 
 
 def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:

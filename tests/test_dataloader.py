@@ -16,7 +16,7 @@ from nanochat.data.conversation import chat
 from nanochat.data.corpora import Corpus
 from nanochat.data.mixing import Data
 from nanochat.data.shards import write_shards
-from nanochat.dataloader import IGNORED, Mixture, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
+from nanochat.dataloader import IGNORED, MixedRows, Rows, Source, blend, epoch_order, make_step, mixture_table, steps
 from nanochat.device import Compute
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
@@ -207,7 +207,7 @@ def three_sets(documents: TokenSet, chats: TokenSet) -> list[Rows]:
 @pytest.mark.parametrize("shares", [(7, 3), (1, 999), (999, 1), (5, 3, 2), (1, 1, 1), (333_333, 333_333, 333_334)])
 def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, chats, shares):
     sources = three_sets(documents, chats)[: len(shares)]
-    mixed, total = Mixture(sources, shares), sum(shares)
+    mixed, total = MixedRows(sources, shares), sum(shares)
     inputs, _ = mixed.batch(mixed.plan_rows(0, 300))
     taken = [0] * len(shares)
     for n in range(300):
@@ -216,12 +216,15 @@ def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, c
         (k,) = (k for k, count in enumerate(mixed.seen(n + 1)) if count > taken[k])
         assert torch.equal(inputs[n], sources[k].row(taken[k])[0])
         taken[k] += 1
-    assert mixed.seen(10**12) == mixed.seen(10**12)  # no overflow
+    whole, rest = divmod(
+        10**12, total
+    )  # far on, where 32 bits or floats would not do: shares repeat after `total` rows
+    assert mixed.seen(10**12) == [whole * share + n for share, n in zip(shares, mixed.seen(rest), strict=True)]
     assert sum(mixed.seen(10**12)) == 10**12
 
 
 def test_a_mixture_is_the_same_from_anywhere_and_on_any_number_of_ranks(documents, chats):
-    mixed = Mixture(three_sets(documents, chats), (5, 3, 2))
+    mixed = MixedRows(three_sets(documents, chats), (5, 3, 2))
     whole = mixed.plan_rows(0, 400)
     for first, count in ((0, 1), (1, 1), (7, 100), (250, 150), (399, 1), (13, 0)):
         assert mixed.plan_rows(first, count).tolist() == whole[first : first + count].tolist()
@@ -229,24 +232,24 @@ def test_a_mixture_is_the_same_from_anywhere_and_on_any_number_of_ranks(document
         assert mixed.targets_in(first, count) == counted
     one = rows_seen(mixed, 1, 12)
     assert one == rows_seen(mixed, 2, 12) == rows_seen(mixed, 4, 12)
-    assert one[5:] == rows_seen(Mixture(three_sets(documents, chats), (5, 3, 2)), 4, 7, first_row=40)
+    assert one[5:] == rows_seen(MixedRows(three_sets(documents, chats), (5, 3, 2)), 4, 7, first_row=40)
 
 
 def test_an_epoch_of_a_mixture_ends_with_the_first_set_that_was_seen_whole(documents, chats):
     sources = three_sets(documents, chats)
     for shares in ((1, 1, 1), (5, 3, 2), (1, 50, 1)):
-        mixed = Mixture(sources, shares)
+        mixed = MixedRows(sources, shares)
         at_end, beyond = mixed.seen(mixed.count), mixed.seen(mixed.count + 1)
         assert all(n <= source.count for n, source in zip(at_end, sources, strict=True))
         assert any(n > source.count for n, source in zip(beyond, sources, strict=True))
         assert len(set(mixed.plan_rows(0, mixed.count).tolist())) == mixed.count
-    assert Mixture(sources, (5, 3, 2)).key != Mixture(sources, (5, 2, 3)).key
+    assert MixedRows(sources, (5, 3, 2)).key != MixedRows(sources, (5, 2, 3)).key
 
 
 def test_the_report_gets_a_row_for_each_corpus_of_a_mixture(documents, chats):
     a, b = Corpus("a", Path()), Corpus("b", Path())
     sources = three_sets(documents, chats)[:2]
-    table = mixture_table(Data((a, b), (7, 3)), Mixture(sources, (7, 3)), 200)["rows"]
+    table = mixture_table(Data((a, b), (7, 3)), MixedRows(sources, (7, 3)), 200)["rows"]
     assert [(row["corpus"], row["share"], row["rows read"]) for row in table] == [("a", "70 %", 140), ("b", "30 %", 60)]
     assert [row["epochs"] for row in table] == [140 / sources[0].count, 60 / sources[1].count]
     assert mixture_table(Data((a,)), sources[0], 200) == {}

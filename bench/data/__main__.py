@@ -224,7 +224,7 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
     packed = plan(tokens, LENGTH + 1, cut=True)
     plan_speed = tokens.tokens / (time.process_time() - cpu)
     rows = dataloader.Rows(tokens, packed, tokenizer.bos, SEED, masked=False)
-    mixed = dataloader.Mixture([rows, dataloader.Rows(tokens, packed, tokenizer.bos, 1, masked=False)], (7, 3))
+    mixed = dataloader.MixedRows([rows, dataloader.Rows(tokens, packed, tokenizer.bos, 1, masked=False)], (7, 3))
     rank = Compute(compute.device, "cpu", "gloo", 3, 3, 4, compute.dtype, "rank 3 of 4")
     found: dict[str, Any] = {
         "tokens": tokens.tokens,

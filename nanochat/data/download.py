@@ -63,12 +63,12 @@ class _Retry(Exception):
         self.wait_seconds = wait_seconds
 
 
-class _Stopped(Exception):
+class _Abandoned(Exception):
     """Another download failed, or the user pressed Ctrl-C; parts stay."""
 
 
 @dataclass
-class _Job:
+class _Transfer:
     """What the threads of one `fetch_all` share."""
 
     headers: dict[str, str]
@@ -98,7 +98,7 @@ def fetch_all(
     bytes as they come (negative when a part is thrown away), `say` a line for each retry; `hint` ends each message
     of failure. Raises UserError when a file cannot be had; Ctrl-C leaves the parts.
     """
-    job = _Job(headers or {}, patience or Patience(), hint, check, advance, say)
+    transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
     waiting: queue.SimpleQueue[Remote] = queue.SimpleQueue()
     finished: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
@@ -107,9 +107,9 @@ def fetch_all(
         waiting.put(remote)
 
     def work() -> None:
-        while not job.stop.is_set():
+        while not transfer.stop.is_set():
             try:
-                finished.put(_fetch(waiting.get_nowait(), job))
+                finished.put(_fetch(waiting.get_nowait(), transfer))
             except queue.Empty:
                 return
             except BaseException as failure:  # handed to the caller's thread, which raises it
@@ -128,7 +128,7 @@ def fetch_all(
                 raise result
             done[result.path] = result
     finally:
-        job.stop.set()
+        transfer.stop.set()
         for thread in threads:
             thread.join(timeout=1)
     return [done[remote.path] for remote in missing]
@@ -136,13 +136,13 @@ def fetch_all(
 
 def probe_size(url: str, headers: dict[str, str], patience: Patience | None = None, hint: str = "") -> int | None:
     """The size of a remote file in bytes, None if the server does not say. UserError as for `fetch_all`."""
-    job = _Job(headers, patience or Patience(), hint, lambda _: None, lambda _: None, lambda _: None)
+    transfer = _Transfer(headers, patience or Patience(), hint, lambda _: None, lambda _: None, lambda _: None)
 
     def ask() -> int | None:
-        with _request(url, job, {}) as response:
+        with _request(url, transfer, {}) as response:
             return _total(response)
 
-    return _retrying(ask, lambda: 0, url, job)
+    return _retrying(ask, lambda: 0, url, transfer)
 
 
 def check_space(folder: Path, needed: float) -> None:
@@ -170,30 +170,30 @@ def part_size(path: Path) -> int:
 # --- one file ------------------------------------------------------------------------------------
 
 
-def _fetch(remote: Remote, job: _Job) -> Fetched:
-    return _retrying(lambda: _attempt(remote, job), lambda: part_size(remote.path), remote.url, job)
+def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
+    return _retrying(lambda: _attempt(remote, transfer), lambda: part_size(remote.path), remote.url, transfer)
 
 
-def _retrying(attempt: Callable, progress: Callable[[], int], url: str, job: _Job):
+def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer: _Transfer):
     """Call `attempt` until it succeeds or fails too often without `progress` growing."""
-    failures, patience = 0, job.patience
+    failures, patience = 0, transfer.patience
     while True:
         before = progress()
         try:
             return attempt()
         except _Retry as problem:
             failures = 1 if progress() > before else failures + 1
-            if failures >= (patience.attempts if job.reached else patience.attempts_unreached):
+            if failures >= (patience.attempts if transfer.reached else patience.attempts_unreached):
                 tries = f"{failures} attempts" if failures > 1 else "1 attempt"
-                raise UserError(f"could not download {url}: {problem} ({tries}). {job.hint}".rstrip()) from problem
+                raise UserError(f"could not download {url}: {problem} ({tries}). {transfer.hint}".rstrip()) from problem
             wait = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
             wait = min(max(wait, problem.wait_seconds or 0), patience.longest_wait_seconds)
-            job.say(f"{url.rpartition('/')[2]}: {problem}; trying again in {wait:.0f} s")
-            if job.stop.wait(wait):
-                raise _Stopped from problem
+            transfer.say(f"{url.rpartition('/')[2]}: {problem}; trying again in {wait:.0f} s")
+            if transfer.stop.wait(wait):
+                raise _Abandoned from problem
 
 
-def _attempt(remote: Remote, job: _Job) -> Fetched:
+def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
     """Ask for what is missing of a file, append it to the part, check the whole and rename it."""
     part = part_of(remote.path)
     with open(part, "ab") as f:
@@ -202,26 +202,26 @@ def _attempt(remote: Remote, job: _Job) -> Fetched:
             part.unlink(missing_ok=True)
             return Fetched(remote.path, remote.path.stat().st_size, None)
         offset = f.tell()
-        with _request(remote.url, job, _resume_headers(remote.path, offset)) as response:
+        with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response)
             if response.status_code == 416 and total != offset:
-                raise _start_over(f, job, "the part that had come does not belong to the file")
+                raise _start_over(f, transfer, "the part that had come does not belong to the file")
             if response.status_code != 416:
                 if offset and response.status_code == 200:  # the server knows no ranges, or the file has changed
-                    _empty(f, job)
+                    _empty(f, transfer)
                 elif response.status_code == 206 and _first_byte(response) != offset:
-                    raise _start_over(f, job, "the server sent another range than asked for")
+                    raise _start_over(f, transfer, "the server sent another range than asked for")
                 _note_etag(remote.path, response)
-                _receive(response, f, total, job)
+                _receive(response, f, total, transfer)
             promised = _promised_sha256(response)
         f.flush()
         os.fsync(f.fileno())
         if promised and sha256_of(part) != promised:
-            raise _start_over(f, job, f"what came does not have the promised SHA-256 {promised}")
+            raise _start_over(f, transfer, f"what came does not have the promised SHA-256 {promised}")
         try:
-            job.check(part)
+            transfer.check(part)
         except ValueError as problem:
-            raise _start_over(f, job, str(problem)) from problem
+            raise _start_over(f, transfer, str(problem)) from problem
         size = f.tell()
         os.replace(part, remote.path)
     _etag_file(remote.path).unlink(missing_ok=True)
@@ -229,33 +229,33 @@ def _attempt(remote: Remote, job: _Job) -> Fetched:
     return Fetched(remote.path, size, promised)
 
 
-def _receive(response: requests.Response, f: BinaryIO, total: int | None, job: _Job) -> None:
+def _receive(response: requests.Response, f: BinaryIO, total: int | None, transfer: _Transfer) -> None:
     """Append a response's bytes to the part."""
     try:
         for chunk in response.iter_content(CHUNK):
             f.write(chunk)
-            job.advance(len(chunk))
-            if job.stop.is_set():
-                raise _Stopped
+            transfer.advance(len(chunk))
+            if transfer.stop.is_set():
+                raise _Abandoned
     except requests.RequestException as failure:
         so_far = f"at {f.tell():,} of {total:,} bytes" if total else f"at {f.tell():,} bytes"
         raise _Retry(f"the connection broke off {so_far}: {_words(failure)}") from failure
     if total is not None and f.tell() < total:
         raise _Retry(f"the connection ended at {f.tell():,} of {total:,} bytes")
     if total is not None and f.tell() > total:
-        raise _start_over(f, job, f"{f.tell():,} bytes came of a file of {total:,}")
+        raise _start_over(f, transfer, f"{f.tell():,} bytes came of a file of {total:,}")
 
 
-def _request(url: str, job: _Job, headers: dict[str, str]) -> requests.Response:
+def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests.Response:
     """Open a response of status 200, 206 or 416; anything else is a reason to wait or to give up."""
-    everything = {"Accept-Encoding": "identity", **job.headers, **headers}
+    everything = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     try:
-        response = requests.get(url, headers=everything, stream=True, timeout=job.patience.stall_seconds)
+        response = requests.get(url, headers=everything, stream=True, timeout=transfer.patience.stall_seconds)
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema) as e:
-        raise UserError(f"{url!r} is no web address: {e}. {job.hint}".rstrip()) from e
+        raise UserError(f"{url!r} is no web address: {e}. {transfer.hint}".rstrip()) from e
     except requests.RequestException as failure:
         raise _Retry(_words(failure)) from failure
-    job.reached = True
+    transfer.reached = True
     status = response.status_code
     if status in (200, 206, 416):
         return response
@@ -263,7 +263,7 @@ def _request(url: str, job: _Job, headers: dict[str, str]) -> requests.Response:
     if status in (408, 429) or status >= 500:
         raise _Retry(f"the server answered {status} {response.reason}", _retry_after(response))
     token = " If the data needs an account, set HF_TOKEN to a token that may read it." if status in (401, 403) else ""
-    raise UserError(f"could not download {url}: the server answered {status} {response.reason}.{token} {job.hint}")
+    raise UserError(f"could not download {url}: the server answered {status} {response.reason}.{token} {transfer.hint}")
 
 
 # --- headers and notes ---------------------------------------------------------------------------
@@ -325,16 +325,16 @@ def _retry_after(response: requests.Response) -> float | None:
         return None
 
 
-def _empty(f: BinaryIO, job: _Job) -> None:
+def _empty(f: BinaryIO, transfer: _Transfer) -> None:
     f.flush()
-    job.advance(-f.tell())
+    transfer.advance(-f.tell())
     f.truncate(0)
     f.seek(0)
 
 
-def _start_over(f: BinaryIO, job: _Job, why: str) -> _Retry:
+def _start_over(f: BinaryIO, transfer: _Transfer, why: str) -> _Retry:
     """Throw a part away; the next attempt begins at its first byte."""
-    _empty(f, job)
+    _empty(f, transfer)
     return _Retry(why)
 
 

@@ -1,7 +1,7 @@
 """Chooses tokens from logits, greedily or at random; every row has its own settings and random numbers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.data.traits import traits
 
 UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value always stays below that value
 
@@ -39,16 +40,15 @@ class Temperature:
     """A temperature, and the reason for the value in English and Chinese."""
 
     value: float
-    reason: dict[str, str]
+    reason: Mapping[str, str]
 
 
 def chat_temperature(asked: float | Literal["auto"], corpus: str | None) -> Temperature:
     """What chats with a model of a corpus draw at: what was asked for, or, for auto, what suits the model."""
     if asked != "auto":
         return Temperature(asked, {"en": "asked for", "zh": "您指定的"})
-    if corpus == "tinyworld":
-        return Temperature(0.0, {"en": "a TinyWorld model knows facts by its likeliest words only",
-                                 "zh": "TinyWorld 模型很小，最可能的词才可靠"})  # fmt: skip
+    if why := traits(corpus).greedy_chats:
+        return Temperature(0.0, why)
     return Temperature(0.6, {"en": "the default", "zh": "默认值"})
 
 

@@ -19,8 +19,8 @@ from nanochat.prepare.token_files import (
     is_there,
     locked,
     open_tokens,
-    part_writer,
     read_meta,
+    token_writer,
 )
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Toke
     token_bytes = tokenizer.token_bytes()
     conversations = iter(conversations)
     with (
-        part_writer(folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True) as writer,
+        token_writer(folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True) as writer,
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
         while some := list(itertools.islice(conversations, 1_000)):

@@ -27,7 +27,7 @@ THREADS = 8  # hashing leaves Python free, and disks like a few readers
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenFile:
     """One token file and what belongs to it, memory-mapped."""
 
     tokens: np.ndarray  # (tokens,) uint16 or uint32: documents one after another, without begin marks
@@ -41,7 +41,7 @@ class TokenSet:
 
     folder: Path
     meta: dict[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[TokenFile, ...]
 
     @property
     def tokens(self) -> int:
@@ -121,7 +121,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
             # An empty file cannot be mapped; asarray drops the memmap class, whose slices are slow to make.
             mapped = np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)
             arrays[kind] = np.asarray(mapped)
-        parts.append(Part(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
+        parts.append(TokenFile(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
     for name, why in damaged(folder, expected, verify).items():
         raise damage(folder / name, why)
     return TokenSet(folder, meta, tuple(parts))
@@ -135,7 +135,7 @@ def damage(path: Path, why: str) -> UserError:
     )
 
 
-class PartWriter:
+class TokenWriter:
     """Writes one part under temporary names, and at the end its description, which makes it count."""
 
     def __init__(self, folder: Path, name: str, dtype: str, masked: bool):
@@ -204,9 +204,9 @@ class PartWriter:
 
 
 @contextlib.contextmanager
-def part_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[PartWriter]:
+def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[TokenWriter]:
     """A writer that leaves nothing behind if it is not finished."""
-    writer = PartWriter(folder, name, dtype, masked)
+    writer = TokenWriter(folder, name, dtype, masked)
     try:
         yield writer
     finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.data.shards import batches, check_sha256
-from nanochat.prepare.token_files import dtype_for, part_writer
+from nanochat.prepare.token_files import dtype_for, token_writer
 from nanochat.prepare.workers import Message, Say, serve
 from nanochat.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ def tokenise_shard(
     """
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()
-    with part_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
+    with token_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
         for texts in batches(path):
             writer.add(*tokenizer.encode_joined(texts, threads), token_bytes)
             advance(len(texts))

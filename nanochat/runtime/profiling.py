@@ -21,7 +21,7 @@ from nanochat.common import UserError, log, read_json, warn, write_atomic, write
 from nanochat.device import Compute
 from nanochat.platforms import ascend_profiler as npu_profiler
 from nanochat.runtime import timeline
-from nanochat.runtime.timeline import Part, Span, Traced
+from nanochat.runtime.timeline import Span, StepPart, Traced
 
 # Steps after the first: some to settle, some timed, one for the profiler to settle, some traced.
 SETTLING, TIMED, TRACED = 2, 4, 3
@@ -184,7 +184,7 @@ class Profile:
         if self.number == NEEDED:
             self._tell()
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[StepPart]:
         """The mean of each part over the timed steps, with the slowest of all ranks."""
         device.synchronize(self.compute)
         host: dict[str, float] = {}
@@ -200,7 +200,7 @@ class Profile:
         if self.compute.world_size > 1:
             ranks = [{} for _ in range(self.compute.world_size)]
             dist.all_gather_object(ranks, own)
-        return [Part(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks)) for part, ms in own.items()]
+        return [StepPart(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks)) for part, ms in own.items()]
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
         """What this rank's trace says, and its file; a profiler that fails costs a warning, not the run."""
@@ -254,4 +254,4 @@ def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Comp
 def report_rows(folder: Path) -> list[dict[str, Any]]:
     """What a stage's profile says of the parts of a step, for its section of the report; none where there is none."""
     path = folder / FOLDER / FILE
-    return timeline.as_rows([Part(**part) for part in read_json(path)["parts"]]) if path.exists() else []
+    return timeline.as_rows([StepPart(**part) for part in read_json(path)["parts"]]) if path.exists() else []

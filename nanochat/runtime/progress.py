@@ -1,13 +1,12 @@
-"""Progress of long work: one bar on a terminal, a plain line every few seconds in a log."""
+"""Progress of long work: a bar on a terminal, otherwise lines in a log."""
 
 import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 
@@ -31,64 +30,85 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """How far a piece of work is; `advance` may be called from any thread.
+    """Shows on standard output how far a piece of work is: a bar if that is a terminal, otherwise lines.
 
-    It prints whatever its rank: only the one process that does the work makes one.
+    Work is counted by `advance`, which prints a line every few seconds, or told by `show`, which prints every line.
+    Both may be called from any thread. As a context manager, a Progress ends with a line that sums up the work.
+    Progress does not ask for the rank: of several processes one makes it with shown=True, and only that one prints.
     """
 
-    def __init__(self, title: str, total: float | None, unit: str, every_seconds: float = 10.0):
-        """`total` in units, None if unknown; `unit` is "B" for bytes, else a plural noun."""
+    def __init__(
+        self, title: str, total: float | None, unit: str, every_seconds: float = 10.0, done: float = 0.0,
+        shown: bool = True,
+    ):  # fmt: skip
+        """`total` counts units, None if unknown; `unit` is "B" for bytes, else a plural noun; `done` counts the units
+        of earlier runs."""
         self.title, self.total, self.unit, self.every_seconds = title, total, unit, every_seconds
-        self.done = 0.0
-        self._skipped = 0.0
+        self.done = done
+        self._skipped = done  # not done by this process, so not part of its speed
+        self._shown = shown
         self._lock = threading.Lock()
         self._start = self._last = time.monotonic()
         self._bar: Bar | None = None
-        if sys.stdout.isatty():
-            columns = (
-                TextColumn(title),
-                BarColumn(),
-                TextColumn("{task.fields[amount]}"),
-                TimeRemainingColumn(compact=True),
-            )
-            self._bar = Bar(*columns, console=Console(), transient=True)
-            self._task = self._bar.add_task(title, total=total, amount="")
+        console = Console()  # asks standard output, like the next line, and the variables TERM and TTY_INTERACTIVE
+        if shown and sys.stdout.isatty() and console.is_interactive:
+            texts = [TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}")]
+            self._bar = Bar(
+                texts[0], BarColumn(bar_width=20), texts[1],  # on 80 columns about 50 are left for the note
+                console=console, refresh_per_second=4, transient=True,
+                redirect_stderr=sys.stderr.isatty(),  # above the bar; errors that go to a file stay there
+            )  # fmt: skip
+            self._task = self._bar.add_task(title, total=total, completed=int(done), note="")
+            self._bar.start()
 
     def __enter__(self) -> "Progress":
-        if self._bar:
-            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()
+        self.close()
         if kind is None:
             seconds = time.monotonic() - self._start
             self._print(f"{self.title}: {self._amount()} in {duration(seconds)}{self._rate(seconds)}")
 
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar:
+            self._bar.stop()
+
     def advance(self, by: float, skipped: bool = False) -> None:
-        """Count work as done; `skipped` work was done before and says nothing about speed."""
+        """Count work as done. `skipped` work was done by an earlier run, so it does not enter the speed."""
         with self._lock:
             self.done += by
             self._skipped += by if skipped else 0
             now = time.monotonic()
             if self._bar:
-                text = f"{self._amount()}{self._rate(now - self._start)}"
-                self._bar.update(self._task, completed=self.done, total=self.total, amount=text)
+                self._bar.update(self._task, completed=self.done, note=self._note(now))
             elif now - self._last >= self.every_seconds:
                 self._last = now
-                self._print(f"{self.title}: {self._amount()}{self._rate(now - self._start)}{self._left(now)}")
+                self._print(f"{self.title}: {self._note(now)}")
+
+    def show(self, done: float, note: str, line: str) -> None:
+        """`done` units are done in all. A terminal shows `note` beside the bar, a log gets `line`."""
+        with self._lock:
+            self.done = done
+            if self._bar:
+                self._bar.update(self._task, completed=int(done), note=note)
+            else:
+                self._print(line)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line, above the bar if there is one."""
         with self._lock:
             self._print(line)
 
     def _print(self, line: str) -> None:
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
+        elif self._shown:
             print(line, flush=True)
+
+    def _note(self, now: float) -> str:
+        return f"{self._amount()}{self._rate(now - self._start)}{self._left(now)}"
 
     def _amount(self) -> str:
         if not self.total:
@@ -104,43 +124,3 @@ class Progress:
         if not self.total or fresh <= 0:
             return ""
         return f", {duration((now - self._start) * (self.total - self.done) / fresh)} left"
-
-
-class StepProgress:
-    """A bar on a terminal, one line a step in a log; on rank 0 only."""
-
-    def __init__(self, title: str, steps: int, done: int, main: bool):
-        self.steps, self.main, self.bar = steps, main, None
-        if main and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
-            self.bar = Progress(*columns, refresh_per_second=4, transient=True)
-            self.task = self.bar.add_task(title, total=steps, completed=done, note="")
-            self.bar.start()
-
-    def show(self, line: dict[str, Any], eta: float) -> None:
-        """Show a step."""
-        if self.bar is not None:
-            note = (
-                f"{line['step']}/{self.steps} loss {line['smooth_loss']:.3f} "
-                f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
-            )
-            self.bar.update(self.task, completed=line["step"], note=note)
-        elif self.main:
-            print(self.line(line, eta), flush=True)
-
-    def line(self, line: dict[str, Any], eta: float) -> str:
-        """A step in the published format, with the time left."""
-        step, steps = line["step"], self.steps
-        return (
-            f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
-            f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | "
-            f"tok/sec: {line['tokens_per_second']:,.0f} | mfu: {line['mfu']:.2f} | "
-            f"total time: {line['total_seconds'] / 60:.1f}m | eta: {eta / 60:.1f}m"
-        )
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()

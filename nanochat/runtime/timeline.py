@@ -40,7 +40,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What a part of a step took, on average, in ms: on the device, and on the host that gives it its work."""
 
     name: str
@@ -102,10 +102,10 @@ def _percent(ms: float, whole: float) -> str:
     return f"{100 * ms / whole:.1f} %" if whole else "-"
 
 
-def parts_table(parts: Sequence[Part], ranks: int, on_host: bool) -> str:
+def parts_table(parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
     """A line for each part of a step; the host has no device beside it, one rank no slowest."""
     whole = sum(part.ms for part in parts)
-    total = Part("step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts))
+    total = StepPart("step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts))
     lines = [f"{'part of a step':<18}{'ms':>10}{'share':>9}" + ("" if on_host else f"{'host ms':>10}")
              + (f"{'slowest rank':>14}" if ranks > 1 else "")]  # fmt: skip
     for part in (*parts, total):
@@ -131,12 +131,12 @@ def traced_table(traced: Traced, on_host: bool) -> str:
     return "\n".join(lines)
 
 
-def as_rows(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def as_rows(parts: Sequence[StepPart]) -> list[dict[str, Any]]:
     """The parts for the report."""
     whole = sum(part.ms for part in parts)
     return [{"part of a step": part.name, "ms": part.ms, "share": _percent(part.ms, whole)} for part in parts]
 
 
-def as_json(parts: Sequence[Part], traced: Traced | None) -> dict[str, Any]:
+def as_json(parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
     """Both, for a file."""
     return {"parts": [asdict(part) for part in parts], "traced": None if traced is None else asdict(traced)}

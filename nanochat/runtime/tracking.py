@@ -1,7 +1,6 @@
 """Where figures go while a stage trains: metrics.jsonl always, wandb when a run is named."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -79,8 +78,3 @@ def _wandb(run: str, settings: dict[str, Any]) -> Any:
     except Exception as failure:  # no key, no network: said before the run starts, not after it
         raise UserError(f"wandb could not start run {run!r}: {failure}. Log in with `wandb login`, set "
                         "WANDB_MODE=offline, or leave --run out") from failure  # fmt: skip
-
-
-def progress_on_terminal() -> bool:
-    """Whether a moving bar can be shown."""
-    return sys.stderr.isatty()

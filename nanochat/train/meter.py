@@ -99,6 +99,22 @@ class Meter:
         return {name: getattr(self, name) for name in STATE}
 
 
+def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
+    """A step in the published format, with the time left."""
+    step = line["step"]
+    return (
+        f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
+        f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | tok/sec: {line['tokens_per_second']:,.0f} | "
+        f"mfu: {line['mfu']:.2f} | total time: {line['total_seconds'] / 60:.1f}m | eta: {eta / 60:.1f}m"
+    )
+
+
+def step_note(line: dict[str, Any], steps: int, eta: float) -> str:
+    """A step as the terminal shows it beside the progress bar."""
+    pace = f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
+    return f"{line['step']}/{steps} loss {line['smooth_loss']:.3f} {pace}"
+
+
 class SaveClock:
     """Says when to save by time: every minute, but less often where saving would take over three percent of a run."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from nanochat import device
 from nanochat.common import UserError, log
+from nanochat.data.traits import traits
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.runtime import parallel
@@ -31,9 +32,9 @@ def model_config(
         raise UserError(f"model_dim must be a multiple of head_dim, got {dim} and {head}", exit_code=2)
     length = max_seq_len
     if length == "auto":
-        length, why = (256, "TinyWorld's documents are short") if corpus == "tinyworld" else (2048, "the default")
-        if corpus != "tinyworld" and compute.device_type == "cpu":
-            length, why = 512, "a CPU"
+        length, why = traits(corpus).row_tokens, f"the documents of {corpus} are short"
+        if length is None:
+            length, why = (512, "a CPU") if compute.device_type == "cpu" else (2048, "the default")
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
@@ -92,8 +93,8 @@ def batch(
     unit = shape.sequence_len * compute.world_size
     total = total_batch_size
     if total == "auto":
-        if corpus == "tinyworld":
-            total, why = 8192, "TinyWorld is small"
+        if (total := traits(corpus).step_tokens) is not None:
+            why = f"{corpus} is small"
         elif tokens is None:
             total, why = schedule.REFERENCE_BATCH, "the default"
         else:

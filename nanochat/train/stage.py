@@ -28,14 +28,14 @@ from nanochat.evals import loss
 from nanochat.gpt import GPT
 from nanochat.nn import kernels
 from nanochat.runtime import fingerprint, parallel, profiling, signals
-from nanochat.runtime.progress import StepProgress
+from nanochat.runtime.progress import Progress
 from nanochat.runtime.tracking import Tracker
 from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import probe
 from nanochat.train.compile import compiled
 from nanochat.train.flags import StageFlags
-from nanochat.train.meter import Meter, SaveClock, due
+from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.sizes import Batch
 from nanochat.train.update import LossScale, MicroBatches, Outcome, Spikes, update
@@ -164,7 +164,7 @@ class Stage:
         self.stop = min(flags.stop_at or self.total, self.total)
         self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main)
         owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
-        self.progress = StepProgress(self.name, self.total, self.step, compute.main)
+        self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
         self._clock = SaveClock(flags.save_seconds)
         self.profile = profiling.begin(flags.profile, self.name, self.folder, self.stop - self.step, compute)
         line = owed or ({"step": 0} if self.work.measures_first and self.step == 0 else None)
@@ -230,7 +230,8 @@ class Stage:
         self.compute.pulse.beat(self.step)
         self.profile.end_step()
         line = self.meter.tick(self.step, outcome, seconds, cpu, self._lrm)
-        self.progress.show(line, self.meter.eta(self.step))
+        steps, eta = self.total, self.meter.eta(self.step)
+        self.progress.show(self.step, step_note(line, steps, eta), step_line(line, steps, eta))
         return line
 
     def _save_due(self) -> bool:

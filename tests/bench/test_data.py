@@ -12,7 +12,7 @@ from bench.data.__main__ import Config, Loss, documents, packing_loss
 from nanochat.common import UserError
 from nanochat.prepare.packing import Packing
 from nanochat.prepare.plan import Plan
-from nanochat.prepare.token_files import Part, TokenSet
+from nanochat.prepare.token_files import TokenFile, TokenSet
 
 # The part of upstream's API that bench.data uses: rows of documents in order, the last of each row cropped.
 UPSTREAM = {
@@ -83,9 +83,8 @@ def test_what_packing_loses_by_hand():
     # Rows of 10 cells. Documents of 5, 12, 3 and 4 tokens; one token of the last is in no row.
     lengths = np.array([5, 12, 3, 4])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = TokenSet(Path(), {"parts": []}, (Part(np.zeros(24, np.uint16), offsets, None),))
-    # Row 0: nine tokens of the second document. Row 1: the first document, the end of the second, and a begin token.
-    # Row 2: the third document, and three tokens of the fourth.
+    tokens = TokenSet(Path(), {"parts": []}, (TokenFile(np.zeros(24, np.uint16), offsets, None),))
+    # Row 0: nine of the second. Row 1: the first, its end, a begin mark. Row 2: the third and three of the fourth.
     packing = Packing(np.array([0, 1, 4, 6]), np.array([5, 0, 14, 0, 17, 20]), np.array([9, 5, 3, 0, 3, 3], np.int32))
     plan = Plan(10, packing, np.array([10, 11, 8], np.int32), np.array([9, 8, 6], np.int32), "key", 0, 0)
     found = packing_loss(tokens, plan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanochat.common import UserError, write_json
-from nanochat.prepare.token_files import META, dtype_for, locked, open_tokens, part_writer
+from nanochat.prepare.token_files import META, dtype_for, locked, open_tokens, token_writer
 
 TOKEN_BYTES = np.array([1, 1, 2, 3, 0], np.int32)
 
@@ -19,7 +19,7 @@ def write(folder: Path, dtype: str = "uint16", masked: bool = True) -> None:
     for name, documents in (("a", [[0, 1], [2]]), ("b", []), ("c", [[3, 3, 4]])):
         tokens = np.array([token for document in documents for token in document], np.uint16)
         lengths = np.array([len(document) for document in documents], np.int64)
-        with part_writer(folder, name, dtype, masked) as writer:
+        with token_writer(folder, name, dtype, masked) as writer:
             writer.add(tokens, lengths, TOKEN_BYTES, np.ones(len(tokens), np.uint8) if masked else None)
             parts.append(writer.finish({}))
     write_json(folder / META, {"dtype": dtype, "parts": parts})
@@ -70,7 +70,7 @@ def test_damage_is_named_with_the_command_that_mends_it(tmp_path, suffix):
 
 
 def test_an_unfinished_part_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), part_writer(tmp_path / "t", "a", "uint16", masked=True) as writer:
+    with pytest.raises(KeyboardInterrupt), token_writer(tmp_path / "t", "a", "uint16", masked=True) as writer:
         writer.add(np.zeros(1, np.uint16), np.ones(1, np.int64), TOKEN_BYTES, np.ones(1, np.uint8))
         raise KeyboardInterrupt
     assert list((tmp_path / "t").iterdir()) == []

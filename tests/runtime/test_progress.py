@@ -1,4 +1,8 @@
-"""What progress prints where there is no terminal."""
+"""What progress prints: lines in a log, a bar on a terminal, which it looks for on standard output."""
+
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +46,110 @@ def test_a_failure_prints_no_last_line(capsys):
         progress.advance(1)
         raise ValueError
     assert capsys.readouterr().out == ""
+
+
+def test_a_log_gets_the_line_of_every_step_and_no_note(capsys):
+    progress = Progress("base", 3, "steps", done=1)
+    for step in (2, 3):
+        progress.show(step, "a note", f"step {step}")
+    progress.close()
+    assert capsys.readouterr().out == "step 2\nstep 3\n"
+
+
+def test_only_the_process_that_shows_prints(capsys):
+    with Progress("base", 3, "steps", every_seconds=0, shown=False) as progress:
+        progress.show(1, "a note", "step 1")
+        progress.advance(2)
+        progress.say("something happened")
+    assert capsys.readouterr().out == ""
+
+
+def test_units_of_earlier_runs_count_as_done_but_not_as_speed(capsys):
+    with Progress("base", 4, "steps", every_seconds=0, done=2) as progress:
+        progress.advance(0)
+    assert capsys.readouterr().out.splitlines()[0] == "base: 2 steps of 4 steps (50%)"
+
+
+class Terminal:
+    """A pseudo-terminal in the place of standard output and error, from `with` to its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        self.patch, self.drawn = monkeypatch, ""
+
+    def __enter__(self) -> "Terminal":
+        self.screen, keyboard = os.openpty()
+        self.stream = open(keyboard, "w")
+        # not in a fixture: pytest puts its own streams back before the test itself
+        self.patch.setattr(sys, "stdout", self.stream)
+        self.patch.setattr(sys, "stderr", self.stream)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+        print(end="\0", file=self.stream, flush=True)  # marks the end, since a terminal gives its text in pieces
+        drawn = b""
+        while not drawn.endswith(b"\0"):
+            drawn += os.read(self.screen, 1 << 16)
+        self.drawn = drawn[:-1].decode()
+        self.stream.close()
+        os.close(self.screen)
+
+
+def test_a_terminal_gets_a_bar_with_a_note_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(monkeypatch) as terminal:
+        progress = Progress("base [d4]", 5000, "steps", done=10)
+        progress.show(1000, "1000/5000 loss 3.456", "step 01000/05000")
+        progress.say("something happened")
+        progress.close()
+    text = terminal.drawn
+    assert "base [d4]" in text and "1000/5000 loss 3.456" in text and "something happened" in text
+    assert "step 01000/05000" not in text
+    assert text.endswith("\x1b[2K"), "the last thing drawn erases the bar"
+
+
+def test_a_terminal_gets_the_amount_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(monkeypatch) as terminal, Progress("fetch", 100, "rows") as progress:
+        progress.advance(30)
+    assert terminal.drawn.count("30 rows of 100 rows (30%), ") >= 1 and " left" in terminal.drawn
+    assert "fetch: 30 rows of 100 rows (30%) in " in terminal.drawn
+
+
+@pytest.mark.parametrize("variable", [("TERM", "dumb"), ("TTY_INTERACTIVE", "0")])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]
+) -> None:
+    with Terminal(monkeypatch) as terminal:
+        monkeypatch.setenv(*variable)
+        progress = Progress("base", 3, "steps")
+        progress.show(1, "a note", "step 1")
+        progress.close()
+    assert terminal.drawn == "step 1\r\n"
+
+
+def test_a_file_gets_lines_while_errors_go_to_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m scripts.base_train > log`; FORCE_COLOR must not bring the bar into the file."""
+    log = tmp_path / "log"
+    with Terminal(monkeypatch), open(log, "w") as stdout:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        progress = Progress("base", 3, "steps")
+        for step in (1, 2, 3):
+            progress.show(step, "a note", f"step {step}")
+        progress.close()
+    assert log.read_text() == "step 1\nstep 2\nstep 3\n"
+
+
+def test_a_file_gets_the_errors_while_the_bar_is_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = tmp_path / "errors"
+    with Terminal(monkeypatch) as terminal, open(errors, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        progress = Progress("base", 3, "steps")
+        print("warning: something", file=sys.stderr)
+        progress.show(2, "a note", "step 2")
+        progress.close()
+    assert errors.read_text() == "warning: something\n"
+    assert "a note" in terminal.drawn and "something" not in terminal.drawn

@@ -3,7 +3,7 @@
 import pytest
 
 from nanochat.runtime import timeline
-from nanochat.runtime.timeline import Operator, Part, Span, Traced
+from nanochat.runtime.timeline import Operator, Span, StepPart, Traced
 
 
 def test_time_is_counted_once_however_many_intervals_hold_it() -> None:
@@ -37,7 +37,7 @@ def test_operators_are_ranked_by_their_time_in_a_step() -> None:
     assert timeline.top(times, steps=2, count=1) == [Operator("mm", 1.0, 2.0)]
 
 
-PARTS = [Part("forward", 30.0, 20.0, 31.0), Part("backward", 70.0, 60.0, 90.0)]
+PARTS = [StepPart("forward", 30.0, 20.0, 31.0), StepPart("backward", 70.0, 60.0, 90.0)]
 
 
 @pytest.mark.parametrize(

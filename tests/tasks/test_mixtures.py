@@ -98,6 +98,27 @@ def test_tinyworld_keys_name_stage_and_seed() -> None:
     assert held_out.name == "mental" and len(train) > len(held_out) > 0
 
 
+def test_a_curriculum_is_chosen_by_the_traits_of_the_corpus() -> None:
+    assert mixtures.curriculum("tinyworld") is mixtures.CURRICULA["tinyworld"]
+    for corpus in ("fineweb", "tinyworld:1,fineweb:1", None):
+        assert mixtures.curriculum(corpus) is mixtures.CURRICULA["published"]
+
+
+def test_keys_of_prepared_conversations_stay_the_same() -> None:
+    version = tinyworld.VERSION
+    assert mix("mid", "tinyworld", 7).key == f"tinyworld mid 7 {version}"
+    assert mix("sft", "fineweb", 7).key == f"published sft 7 {version}"
+    assert (mix("mid", "tinyworld", 7).name, mix("sft", "x", 7).name) == ("TinyWorld", "SmolTalk and tasks")
+
+
+def test_every_curriculum_has_a_measure_of_its_own_name() -> None:
+    seen: set[str] = set()
+    for one in mixtures.CURRICULA.values():
+        names = set(one.measures(False))
+        assert names and not names & seen
+        seen |= names
+
+
 def write_own(path: Path, count: int) -> None:
     turns = ([{"role": "user", "content": f"问 {i}"}, {"role": "assistant", "content": "答"}] for i in range(count))
     path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in turns), encoding="utf-8")

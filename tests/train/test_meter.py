@@ -11,7 +11,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.device import Compute
-from nanochat.train.meter import Meter, SaveClock
+from nanochat.train.meter import Meter, SaveClock, step_line, step_note
 from nanochat.train.update import Outcome
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
@@ -127,3 +127,20 @@ def test_ten_bad_steps_in_a_row_stop_the_run() -> None:
         m.tick(step, bad, 1, 1, 1.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 20"):
         m.tick(20, bad, 1, 1, 1.0)
+
+
+LINE = {
+    "step": 1000, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
+    "total_seconds": 192.0,
+}  # fmt: skip
+
+
+def test_a_step_is_printed_in_the_published_format() -> None:
+    assert step_line(LINE, 5000, 600) == (
+        "step 01000/05000 (20.00%) | loss: 3.456 | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | mfu: 1.35 | "
+        "total time: 3.2m | eta: 10.0m"
+    )
+
+
+def test_the_note_beside_the_bar_says_step_loss_pace_and_time_left() -> None:
+    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"

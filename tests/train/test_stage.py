@@ -1,5 +1,7 @@
 """What a stage does between its steps: when it saves and measures, what it owes after a stop, and how it ends."""
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 from nanochat import report
 from nanochat.checkpoint_manager.files import read_meta, steps
 from nanochat.common import UserError, free_flags
+from nanochat.runtime.progress import Progress
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train.flags import StageFlags
 from nanochat.train.optim import Rates
@@ -75,6 +78,28 @@ def test_a_stage_that_measures_first_does_so_before_its_first_step_and_at_its_en
     go(stage)
     measured = [line["step"] for line in read_metrics(stage.folder) if "accuracy" in line]
     assert measured == [0, 3]
+
+
+def test_every_step_is_in_a_log_file_while_errors_go_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m scripts.base_train > log`, typed on a terminal, once gave an empty log."""
+    keyboard, terminal = os.openpty()
+    log = tmp_path / "log"
+    with open(terminal, "w") as stderr, open(log, "w") as stdout, monkeypatch.context() as streams:
+        streams.setattr(sys, "stderr", stderr)
+        streams.setattr(sys, "stdout", stdout)
+        go(begun(20))
+    os.close(keyboard)
+    lines = [line.partition("/")[0] for line in log.read_text().splitlines() if " | loss: " in line]
+    assert lines == [f"step {step:05d}" for step in range(1, 21)]
+
+
+def test_only_rank_0_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = begun(3)
+    stage.progress = Progress("base", 3, "steps", shown=False)  # as on other ranks
+    go(stage)
+    assert " | loss: " not in capsys.readouterr().out
 
 
 def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,38 @@
+"""What a corpus asks of the stages that train on it, by its name; without pyarrow, since chats read it too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a corpus that the stages and chats go by. The defaults suit a large corpus of web pages."""
+
+    row_tokens: int | None = None
+    """Tokens of a row in pretraining where no length was asked for; None: the device decides."""
+    step_tokens: int | None = None
+    """Tokens of a step, over all ranks, where no batch size was asked for; None: the length of the run decides."""
+    documents_every: int = 0
+    """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
+    greedy_chats: Mapping[str, str] | None = None
+    """Why chats take the likeliest token where no temperature was asked for, by language; None: they draw."""
+    curriculum: Literal["tinyworld", "published"] = "published"
+    """What the later stages learn from and what chat models are measured on: a key of CURRICULA in tasks.mixtures."""
+
+
+TINYWORLD = Traits(
+    row_tokens=256,
+    step_tokens=8192,
+    documents_every=4,
+    greedy_chats={
+        "en": "a TinyWorld model knows facts by its likeliest words only",
+        "zh": "TinyWorld 模型很小，最可能的词才可靠",
+    },
+    curriculum="tinyworld",
+)
+
+
+def traits(corpus: str | None) -> Traits:
+    """The traits of a corpus by its name. A mixture, an imported corpus and None (unknown) have the default traits."""
+    return TINYWORLD if corpus == "tinyworld" else Traits()

@@ -1,0 +1,17 @@
+"""Traits of corpora: TinyWorld is small and factual, every other corpus takes the defaults."""
+
+import pytest
+
+from nanochat.data.traits import Traits, traits
+
+
+def test_tinyworld_has_short_rows_small_steps_and_its_own_curriculum() -> None:
+    found = traits("tinyworld")
+    assert (found.row_tokens, found.step_tokens, found.documents_every) == (256, 8192, 4)
+    assert found.curriculum == "tinyworld"
+    assert found.greedy_chats is not None and set(found.greedy_chats) == {"en", "zh"}
+
+
+@pytest.mark.parametrize("corpus", ["fineweb", "mine", "tinyworld:7,fineweb:3", "TinyWorld", "", None])
+def test_every_other_corpus_and_every_mixture_has_the_default_traits(corpus: str | None) -> None:
+    assert traits(corpus) == Traits(None, None, 0, None, "published")
