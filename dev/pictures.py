@@ -1,11 +1,11 @@
-"""Makes the README's pictures from a finished run, small enough to commit, each in light and dark.
+"""Makes the README's pictures from a finished run, small enough to commit, and prints the rows of its table of results.
 
 python -m dev.pictures --base ~/.cache/nanochat                              # the chat page and the curves
 python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # and the bars of bench.tokenizer
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
-docs/pictures/ then holds chat.png, curves.png and tokenizer.png, and each again as NAME-dark.png. The page needs
-Chromium on the PATH. The bars need what `python -m bench.tokenizer --against rustbpe tokenizers tiktoken` printed.
+docs/pictures/ then holds chat.png, curves.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The
+chat needs Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed when it was given --against.
 """
 
 import argparse
@@ -35,6 +35,7 @@ STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
 PEERS = {"rustbpe": "karpathy/rustbpe", "tokenizers": "HF tokenizers", "tiktoken": "tiktoken"}
 BARS = {"train": "training", "train_zh": "training, Chinese", "encode": "encoding", "encode_zh": "encoding, Chinese"}
+MEASURES = ("tinyworld_en", "tinyworld_zh", "calculator", "mental")  # the columns of the table of results
 FROM_TOP_TO_BOTTOM = """() => {
   const scroller = document.querySelector("#scroller");
   return window.innerHeight - scroller.clientHeight + scroller.scrollHeight;
@@ -291,6 +292,29 @@ def tokenizer(file: Path) -> None:
         picture(f"tokenizer{theme.suffix}", figure)
 
 
+# --- the table of results ------------------------------------------------------------------------
+
+
+def results(base: Path) -> list[str]:
+    """The rows of the README's table of results, from the report of a finished run: accuracy and 95 % interval."""
+    file = base / "report" / "report.json"
+    if not file.exists():
+        return [f"no {file} yet: the table of results needs a finished run"]
+    sections = json.loads(file.read_text(encoding="utf-8"))["sections"]
+    rows = []
+    for stage in ("mid", "sft", "rl"):
+        tasks = sections.get(f"{stage}_eval", {}).get("tasks", {})
+        cells = [percent(tasks[name]) if name in tasks else "" for name in MEASURES]
+        if any(cells):
+            rows.append("| " + " | ".join([f"after {TITLES[stage]}", *cells]) + " |")
+    return rows
+
+
+def percent(score: dict[str, float]) -> str:
+    """A score such as 97.7 % (96.3–98.6)."""
+    return f"{100 * score['accuracy']:.1f} % ({100 * score['low']:.1f}–{100 * score['high']:.1f})"
+
+
 def size() -> int:
     """The bytes of all pictures of the README together."""
     return sum(file.stat().st_size for file in [*FOLDER.glob("*.png"), *FOLDER.parent.glob("architecture-*.svg")])
@@ -311,6 +335,7 @@ def main() -> None:
         curves(base, asked.tag)
     if asked.tokenizer and asked.only in (None, "tokenizer"):
         tokenizer(asked.tokenizer)
+    print("\n".join(results(base)))
     if size() > MOST_BYTES:
         sys.exit(f"the pictures have {size():,} bytes, at most {MOST_BYTES:,}: fewer colours, or a smaller page")
 

@@ -247,6 +247,8 @@ def test_links_lead_to_files_that_exist(name: str) -> None:
     local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
     missing = [link for link in local if link and not ((ROOT / name).parent / link).exists()]
     assert not missing, f"{name}: {missing}"
+    for page, mark in (link.split("#") for link in links if re.match(r"[^:#]+\.md#", link)):
+        assert mark in anchors(((ROOT / name).parent / page).read_text(encoding="utf-8")), f"{name}: {page}#{mark}"
 
 
 def test_a_translation_has_its_original() -> None:

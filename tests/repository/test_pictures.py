@@ -70,6 +70,18 @@ def test_bars_are_drawn_from_the_last_line_of_the_benchmark(run: Path, tmp_path:
         pictures.tokenizer(said)
 
 
+def test_rows_of_the_table_have_accuracy_and_interval(tmp_path: Path) -> None:
+    assert "needs a finished run" in pictures.results(tmp_path)[0]
+    score = {"accuracy": 0.977, "low": 0.963, "high": 0.986}
+    (tmp_path / "report").mkdir()
+    sections = {"sft_eval": {"tasks": {"tinyworld_zh": score}}, "rl_eval": {"tasks": {"mental": score}}}
+    (tmp_path / "report" / "report.json").write_text(json.dumps({"sections": sections}), encoding="utf-8")
+    assert pictures.results(tmp_path) == [
+        "| after SFT |  | 97.7 % (96.3–98.6) |  |  |",
+        "| after RL |  |  |  | 97.7 % (96.3–98.6) |",
+    ]
+
+
 def test_the_base_folder_must_be_given() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "dev.pictures"], cwd=pictures.ROOT, capture_output=True, text=True, check=False
