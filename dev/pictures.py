@@ -172,9 +172,10 @@ def plain(axes: Any, theme: Theme, title: str) -> None:
         side.set_visible(False)
 
 
-def mark(axes: Any, x: float, y: float, words: str, colour: str, above: float = 5) -> None:
-    """A label in the colour of its curve, a few points from a place on it."""
-    axes.annotate(words, (x, y), (0, above), textcoords="offset points", color=colour, fontsize=8.5, ha="center")
+def mark(axes: Any, x: float, y: float, words: str, colour: str, side: str = "above") -> None:
+    """A label in the colour of its curve, above a place on the curve or to its right."""
+    place = {"xytext": (0, 5), "ha": "center"} if side == "above" else {"xytext": (7, -3), "ha": "left"}
+    axes.annotate(words, (x, y), textcoords="offset points", color=colour, fontsize=8.5, **place)
 
 
 def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) -> None:
@@ -201,8 +202,9 @@ def draw_bits(axes: Any, runs: dict[str, list[dict[str, Any]]], theme: Theme) ->
         if points:
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, color=theme.stages[stage], linewidth=1.6, marker="o", markersize=3.5)
-            mark(axes, steps[-1], values[-1], f"{TITLES[stage]} {values[-1]:.3f}", theme.stages[stage], 7)
-    axes.margins(x=0.15, y=0.25)
+            mark(axes, steps[-1], values[-1], f"{TITLES[stage]} {values[-1]:.3f}", theme.stages[stage], "right")
+    axes.margins(y=0.15)
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.35)  # room for the labels
     axes.set_ylim(bottom=0)
 
 
@@ -215,12 +217,12 @@ def draw_rewards(axes: Any, lines: list[dict[str, Any]], theme: Theme) -> None:
         steps, values = zip(*sampled, strict=True)
         axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(steps, smoothed(values, 0.95), color=colour, linewidth=1.6)
-        mark(axes, steps[len(steps) // 2], max(values), "sampled", colour)
+        axes.text(0.02, 0.93, "sampled, smoothed", color=colour, fontsize=8.5, transform=axes.transAxes)
     if held_out:
         steps, values = zip(*held_out, strict=True)
         axes.plot(steps, values, color=theme.text, linewidth=1.2, marker="o", markersize=3.5)
-        mark(axes, steps[-1], values[-1], "greedy, held out", theme.text, -13)
-    axes.margins(x=0.1, y=0.15)
+        axes.text(0.02, 0.85, "greedy, held out", color=theme.text, fontsize=8.5, transform=axes.transAxes)
+    axes.margins(y=0.3)
 
 
 def curves(base: Path, tag: str | None) -> None:
