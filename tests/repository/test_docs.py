@@ -218,7 +218,7 @@ def test_variables_that_are_named_are_read_by_something(name: str) -> None:
 def launch_lines() -> Iterator[tuple[str, str]]:
     """The commands in the docstrings of modules, which --help shows: (file, line)."""
     for package in OURS:
-        for file in sorted((ROOT / package).glob("*.py")):
+        for file in sorted([*(ROOT / package).glob("*.py"), *(ROOT / package).glob("*/__main__.py")]):
             lines = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()
             yield from ((file.relative_to(ROOT).as_posix(), line) for line in lines if COMMAND.match(line))
 
