@@ -1,10 +1,10 @@
-# For CPUs and NVIDIA GPUs; Dockerfile.ascend is for NPUs.
+# The image for CPUs and NVIDIA GPUs. Dockerfile.ascend makes the image for NPUs.
 #   docker build -t nanochat .
-#   docker run --rm -it -v nanochat:/data nanochat                                   the pipeline, on a CPU
-#   docker run --rm -it --gpus all --ipc host -v nanochat:/data nanochat             on GPUs
+#   docker run --rm -it -v nanochat:/data nanochat                                   run the pipeline on a CPU
+#   docker run --rm -it --gpus all --ipc host -v nanochat:/data nanochat             run the pipeline on GPUs
 #   docker run --rm -it -p 127.0.0.1:8000:8000 -v nanochat:/data nanochat \
-#     python -m scripts.chat_web --host 0.0.0.0                                      chat with what was trained
-# A mirror of packages: --build-arg PIP_INDEX_URL=URL.
+#     python -m scripts.chat_web --host 0.0.0.0                                      chat with the trained model
+# To use a package mirror, build with --build-arg PIP_INDEX_URL=URL.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 RUN apt-get update && \

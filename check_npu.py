@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Checks an Ascend host from the driver to collectives over all cards, and names the cause and remedy of what fails.
+"""Checks an Ascend host from the driver to collectives over all cards; says why a check failed and what to do.
 
-    python check_npu.py                  a line for each check: PASS, WARN, FAIL or SKIP; exit code 1 if one fails
-    python check_npu.py --json           the same for machines
-    python check_npu.py --bench          also launch cost, copies and attention: figures worth reporting
-    python check_npu.py --processes      your training processes; --end ID... ends those that you pick
-    python check_npu.py --lang zh        in Chinese (by default as the locale says)
+    python check_npu.py                  one line per check: PASS, WARN, FAIL or SKIP; the exit code is 1 if any fails
+    python check_npu.py --json           the same as JSON, for programs
+    python check_npu.py --bench          also measure launch cost, copies and attention, for a bug report
+    python check_npu.py --processes      list your training processes; add --end ID... to end those that you pick
+    python check_npu.py --lang zh        print Chinese (default: the language of the locale)
 
-It starts on the standard library of any Python from 3.8 on; what needs torch runs in a process of its own, with
-.venv/bin/python where this Python has no torch.
+The script needs only the standard library of Python 3.8 or later. The checks that need torch run in a separate
+process, with .venv/bin/python if this Python has no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from tools_npu import host, host_checks, lines, processes, setup  # noqa: E402 -
 from tools_npu.lines import FAIL, SKIP, Line  # noqa: E402
 
 DEVICE_SECONDS = 900
+HEADER = f"{'ID':>8}  {'running':>11}  {'cards':<12} {'memory':>9}  command"
+HEADER_ZH = "  进程号       已运行  占用的卡          显存  命令"  # a Chinese character is two columns wide
 
 
 def python_with_torch() -> str:
-    """This Python if it has torch, else that of .venv; "" if neither has."""
+    """This Python if it has torch, otherwise .venv/bin/python; "" if neither has torch."""
     if sys.version_info >= (3, 10) and importlib.util.find_spec("torch") is not None:
         return sys.executable
     own = ROOT / ".venv" / "bin" / "python"
@@ -45,7 +47,7 @@ def python_with_torch() -> str:
 
 
 def torch_npu_version(python: str) -> str:
-    """The installed torch_npu, asked of the package's metadata, since importing it may fail."""
+    """The version of the installed torch_npu, read from its metadata, because importing it may fail."""
     if not python:
         return ""
     code = "from importlib import metadata; print(metadata.version('torch_npu'))"
@@ -54,10 +56,10 @@ def torch_npu_version(python: str) -> str:
 
 
 def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bool, log: Path) -> Iterator[Line]:
-    """What the process with torch finds, as it finds it; its crash or silence is a finding too."""
+    """Yield the findings of the process with torch as they come; a crash or a hang of it is a finding too."""
     if not python:
         yield Line("torch", FAIL, "neither this Python nor .venv/bin/python has torch",
-                   "当前 Python 与 .venv/bin/python 都没有 torch", "bash setup_ascend.sh")  # fmt: skip
+                   "当前的 Python 和 .venv/bin/python 都没有 torch", "bash setup_ascend.sh")  # fmt: skip
         return
     reader, writer = os.pipe()
     command = [python, "-m", "tools_npu.device_checks", str(writer)] + (["--bench"] if bench else [])
@@ -92,19 +94,19 @@ def device_lines(python: str, found: setup.Found, env: dict[str, str], bench: bo
             child.wait()
     if ended and not usable:
         yield Line(
-            "numerics, speed, hccl", SKIP, "they need a card that torch_npu can use", "需要 torch_npu 可用的 NPU 卡"
+            "numerics, speed, hccl", SKIP, "these need a card that torch_npu can use", "需要 torch_npu 能用的 NPU 卡"
         )
     if not ended:
-        why = f"no answer within {DEVICE_SECONDS} s" if late.is_set() else f"ended with code {child.returncode}"
-        why_zh = f"{DEVICE_SECONDS} 秒内没有应答" if late.is_set() else f"异常结束，退出码 {child.returncode}"
+        why = f"gave no answer within {DEVICE_SECONDS} s" if late.is_set() else f"ended with code {child.returncode}"
+        why_zh = f" {DEVICE_SECONDS} 秒内没有响应" if late.is_set() else f"异常结束，退出码 {child.returncode}"
         tail = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:])
-        yield Line(at, FAIL, f"the process that checks it {why}. {tail}", f"检查进程{why_zh}。{tail}",
-                   (f"all of its output: {log}; CANN's own logs: ~/ascend/log",
-                    f"全部输出：{log}；CANN 的日志（plog）：~/ascend/log"))  # fmt: skip
+        yield Line(at, FAIL, f"the process that ran this check {why}. {tail}", f"运行这项检查的进程{why_zh}。{tail}",
+                   (f"read its whole output in {log} and CANN's own logs in ~/ascend/log",
+                    f"查看完整输出 {log}，以及 CANN 自己的日志（plog）~/ascend/log"))  # fmt: skip
 
 
 def check(bench: bool, log: Path) -> Iterator[Line]:
-    """Every line, in order."""
+    """Yield the line of every check, in order."""
     env = dict(os.environ)
     found = setup.look(env)
     python = python_with_torch()
@@ -115,23 +117,27 @@ def check(bench: bool, log: Path) -> Iterator[Line]:
 
 
 def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
-    """List one's own training processes, and end those that were picked; the exit code."""
+    """List your own training processes, and end those that you pick; returns the exit code."""
     env = dict(os.environ)
     holders = host.parse_smi(host.run_smi(["info"], env)[0])[2]
     listed = processes.own(env, holders)
     zh = language == "zh"
     if not listed:
-        print("没有您的训练进程" if zh else "none of your processes trains or holds a card")
+        print("没有属于你的训练进程" if zh else "none of your processes is training or using a card")
+    else:
+        print(HEADER_ZH if zh else HEADER)
     for process in listed:
         held = f"{','.join(process.cards) or '-':<12} {process.used_mb:>6} MB"
         print(f"{process.pid:>8}  {process.minutes:7.1f} min  {held}  {process.command[:100]}")
     if not pids and listed and sys.stdin.isatty():
         asked = (
-            "输入要结束的进程号（空格分隔，回车不处理）：" if zh else "ids to end, separated by blanks (Enter: none): "
-        )
+            "要结束哪些进程？输入进程号，用空格分隔，直接回车则不结束：" if zh
+            else "IDs to end, separated by spaces (Enter: none): "
+        )  # fmt: skip
         pids = [int(word) for word in input(asked).split() if word.isdigit()]
     elif not pids and listed:
-        print("结束进程：" if zh else "to end some: ", "python check_npu.py --processes --end", listed[0].pid)
+        ending = "python check_npu.py --processes --end"
+        print(f"要结束其中的进程：{ending} 进程号..." if zh else f"to end any of them: {ending} ID...")
     return 0 if processes.end(pids, listed, force) else 1
 
 
@@ -139,18 +145,23 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     plain = argparse.RawDescriptionHelpFormatter
     words = argparse.ArgumentParser("check_npu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
-    words.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    words.add_argument("--bench", action="store_true", help="also measure launches, copies and attention")
+    words.add_argument("--json", action="store_true", help="print one JSON object instead of lines, for programs")
+    words.add_argument(
+        "--bench", action="store_true", help="also measure launch cost, copies and the speed of attention"
+    )
     words.add_argument("--processes", action="store_true", help="list your training processes instead of checking")
-    words.add_argument("--end", nargs="+", type=int, default=[], metavar="ID", help="with --processes: end these")
-    words.add_argument("--force", action="store_true", help="with --end: at once if asking is not enough")
-    words.add_argument("--lang", choices=["zh", "en"], help="language; default: the locale's")
-    words.add_argument("--root", default="", help="look for absolute paths under this folder")
+    words.add_argument("--end", nargs="+", type=int, default=[], metavar="ID",
+                       help="end these processes of the list with SIGTERM")  # fmt: skip
+    words.add_argument("--force", action="store_true",
+                       help="with --end: kill processes that SIGTERM has not ended after 10 seconds")  # fmt: skip
+    words.add_argument("--lang", choices=["zh", "en"], help="language of the output (default: that of the locale)")
+    words.add_argument("--root", default="",
+                       help="folder to put in front of every absolute path, for tests (default: none)")  # fmt: skip
     return words
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code: 0 if nothing failed."""
+    """Run the command line; returns 0 if no check failed."""
     options = parser().parse_args(words)
     language = options.lang or lines.language_of(os.environ)
     if options.root:
@@ -173,5 +184,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind `| head` it ends without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends the script without a traceback
     sys.exit(main())

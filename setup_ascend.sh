@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv on an Ascend host with the torch and torch_npu that fit its CANN, and tells the shell what jobs need.
-#   source setup_ascend.sh             make it, and put its variables into this shell (bash, zsh, dash)
-#   bash setup_ascend.sh               make it only; speedrun_npu.sh sources this file itself
-#   bash setup_ascend.sh --dry-run     print what would be done
-#   bash setup_ascend.sh --fix         repair what can be repaired
-#   bash setup_ascend.sh --torch-npu VERSION    another torch_npu than the table names for the CANN
-# Exit codes: 0 ready, 1 refused or failed, 2 a wrong flag, 3 this host has no NPU.
+# Makes .venv on an Ascend host with the torch and torch_npu that fit its CANN, and sets the variables that jobs need.
+#   source setup_ascend.sh             make .venv and set the variables in this shell (bash, zsh, dash)
+#   bash setup_ascend.sh               make .venv only; speedrun_npu.sh sources this file itself
+#   bash setup_ascend.sh --dry-run     print what would be done and change nothing
+#   bash setup_ascend.sh --fix         also repair the user's group and a torch_npu that does not load
+#   source setup_ascend.sh --fix       repair harmful variables of this shell as well
+#   bash setup_ascend.sh --torch-npu VERSION    install this torch_npu instead of the one that the table pairs with CANN
+# Exit codes: 0 ready, 1 refused or failed, 2 unknown flag, 3 this host has no NPU.
 #
-# It may be read by the user's own shell: nothing here but plain sh, no `set`, no `exit`, and no name stays behind.
-# The work is tools_npu/setup.py; it hands the variables over in a file.
+# The user's own shell may source this file. It is therefore plain sh, uses neither `set` nor `exit` when it is sourced,
+# and leaves no names behind. tools_npu/setup.py does the work and passes the variables back in a file.
 
-# shellcheck disable=SC2296,SC3028,SC3054  # zsh and bash each say in their own way which file is being read
+# shellcheck disable=SC2296,SC3028,SC3054  # bash and zsh name the sourced file in different ways
 if [ -n "${BASH_VERSION:-}" ]; then
     nanochat_file=${BASH_SOURCE[0]}
 elif [ -n "${ZSH_VERSION:-}" ]; then
@@ -18,27 +19,27 @@ elif [ -n "${ZSH_VERSION:-}" ]; then
 elif [ -f "$0" ] && [ "${0##*/}" = setup_ascend.sh ]; then
     nanochat_file=$0
 else
-    nanochat_file=./setup_ascend.sh # other shells do not tell
+    nanochat_file=./setup_ascend.sh # other shells do not name the sourced file
 fi
 nanochat_root=$(CDPATH='' cd -- "$(dirname -- "$nanochat_file")" && pwd -P)
 
 nanochat_start='import sys; sys.path[0] = sys.argv.pop(1); from tools_npu.setup import main; sys.exit(main())'
 
-nanochat_setup_ascend() { # FLAGS...: run the work with the first Python that can
+nanochat_setup_ascend() { # FLAGS...: run tools_npu/setup.py with the first Python that is new enough
     for nanochat_python in "$nanochat_root/.venv/bin/python" python3 python3.13 python3.12 python3.11 python3.10 python; do
         if "$nanochat_python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1; then
             "$nanochat_python" -c "$nanochat_start" "$nanochat_root" "$@"
             return
         fi
     done
-    echo "error: Python 3.10 or later is needed, and PATH has none: apt-get install -y python3.11 python3.11-venv python3.11-dev, or dnf install -y python3.11 python3.11-devel." >&2
-    echo "错误：需要 Python 3.10 或更高版本，但 PATH 中没有；请用上面的命令安装。" >&2
+    echo "error: Python 3.10 or later is needed, and PATH has none. Install it with apt-get install -y python3.11 python3.11-venv python3.11-dev, or with dnf install -y python3.11 python3.11-devel." >&2
+    echo "错误：需要 Python 3.10 或更高版本，但 PATH 里没有。请用上面的命令安装。" >&2
     return 1
 }
 
 if [ ! -f "$nanochat_root/tools_npu/setup.py" ]; then
-    echo "error: setup_ascend.sh must be sourced from the repository: cd into it and type . ./setup_ascend.sh" >&2
-    echo "错误：请在仓库目录下执行 . ./setup_ascend.sh" >&2
+    echo "error: setup_ascend.sh must be sourced in the folder of the repository. Change into it, then type . ./setup_ascend.sh" >&2
+    echo "错误：setup_ascend.sh 要在仓库目录下执行。请先进入该目录，再输入 . ./setup_ascend.sh" >&2
     nanochat_code=1
 elif [ "$0" = "$nanochat_file" ] && [ -z "${ZSH_EVAL_CONTEXT:-}" ] || [ "${ZSH_EVAL_CONTEXT:-}" = toplevel ]; then
     nanochat_setup_ascend "$@"
@@ -53,7 +54,7 @@ fi
 
 unset -f nanochat_setup_ascend
 unset nanochat_file nanochat_root nanochat_python nanochat_lines nanochat_start
-# The code goes through a function of no variables: the name must be gone when `return` reads it.
+# Each branch unsets the name first and returns a literal, because no name may stay behind.
 case $nanochat_code in
 0) unset nanochat_code && return 0 ;;
 2) unset nanochat_code && return 2 ;;

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Makes .venv and installs into it what pyproject.toml and the locks name; with nothing changed it does nothing.
+# Makes .venv and installs the packages that pyproject.toml and the lock files name. Does nothing if none has changed.
 #
-#   source setup_env.sh && setup_env    in a script: afterwards `python` is the one in .venv
+#   source setup_env.sh && setup_env    in a script: afterwards `python` is the Python of .venv
 #   bash setup_env.sh                   by hand
-# --dev adds the test tools. On an Ascend host torch is left alone: there it comes as a pair with torch_npu, which
-# setup_ascend.sh picks and asks for with --npu VERSION --python-max MINOR (the newest Python 3 that has a wheel of it).
+# --dev also installs the test tools. On an Ascend host this script does not choose torch: setup_ascend.sh picks a pair
+# of torch and torch_npu and passes --npu VERSION --python-max MINOR (the newest Python 3 for which it has a wheel).
 #
-# .venv/setup.stamp says for which inputs the environment is whole. .venv/setup.busy is there while packages are
-# being changed: an environment that a killed set-up left behind is thrown away and made anew from uv's cache.
+# .venv/setup.stamp records the inputs for which the environment is complete. .venv/setup.busy exists while packages
+# are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache.
 
 SETUP_ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 SETUP_VENV=$SETUP_ROOT/.venv
 
-setup_env() { # in the caller's shell; the work is done in a process of its own
+setup_env() { # activates .venv in the caller's shell; a separate process makes .venv
     bash "$SETUP_ROOT/setup_env.sh" "$@" || return
     export VIRTUAL_ENV=$SETUP_VENV PATH=$SETUP_VENV/bin:$PATH
     unset PYTHONHOME
@@ -26,16 +26,16 @@ say() { printf 'setup: %s\n' "$*"; }
 fail() { # English, 中文
     printf 'error: %s\n' "$1" >&2
     printf '错误：%s\n' "$2" >&2
-    if [ "${SETUP_KEEP:-0}" = 1 ]; then rm -f "$SETUP_VENV/setup.busy"; fi # refused, not killed: each package is whole
+    if [ "${SETUP_KEEP:-0}" = 1 ]; then rm -f "$SETUP_VENV/setup.busy"; fi # not killed: every package is complete
     exit 1
 }
 
-fail_with_log() { # English, 中文: what went wrong in the last command, and where it is all written
+fail_with_log() { # English, 中文: show the end of the log, and name the file
     tail -n 6 "$SETUP_LOG" | cut -c 1-150 | sed 's/^/  | /' >&2
     fail "$1 Details: $SETUP_LOG" "$2 详情见：$SETUP_LOG"
 }
 
-step() { # NAME COMMAND...: run with its output in the log; one line when done, on a terminal a running clock
+step() { # NAME COMMAND...: run with the output in the log; print a line when done, and a clock on a terminal
     local name=$1 start=$SECONDS ticker='' code=0
     shift
     printf '\n== %s: %s\n' "$name" "$*" >>"$SETUP_LOG"
@@ -51,14 +51,14 @@ step() { # NAME COMMAND...: run with its output in the log; one line when done, 
         wait "$ticker" 2>/dev/null || true
         printf '\r\033[K'
     fi
-    if [ $code -ge 128 ]; then exit $code; fi # killed: whatever it was writing is half written
+    if [ $code -ge 128 ]; then exit $code; fi # killed: a package may be half written
     if [ $code -eq 0 ]; then say "$name ($((SECONDS - start)) s)"; fi
     return $code
 }
 
-# --- what is there -------------------------------------------------------------------------------
+# --- the machine ---------------------------------------------------------------------------------
 
-probe_python() { # prints: major minor whole(1 if it can make a virtual environment)
+probe_python() { # prints MAJOR MINOR WHOLE; WHOLE is 1 if this Python can make a virtual environment
     "$1" -c 'import sys
 try:
     import ensurepip, venv
@@ -68,7 +68,7 @@ except ImportError:
 print("%d %d %d" % (sys.version_info[0], sys.version_info[1], whole))' 2>/dev/null
 }
 
-pick_python() { # sets PYTHON: the newest of 3.10 to 3.13 that can make an environment, else a newer one
+pick_python() { # sets PYTHON to the newest of 3.10 to 3.13 that can make an environment, or else to a newer one
     local name path major minor whole rank best=0 best_whole=0 newest=0 limit=${PYTHON_MAX:-0}
     for name in python3.13 python3.12 python3.11 python3.10 python3 python; do
         path=$(command -v "$name") || continue
@@ -76,31 +76,35 @@ pick_python() { # sets PYTHON: the newest of 3.10 to 3.13 that can make an envir
         rank=$((major * 100 + minor))
         if [ $rank -gt $newest ]; then newest=$rank; fi
         if [ $rank -lt 310 ] || { [ "$limit" -gt 0 ] && [ $rank -gt $((300 + limit)) ]; }; then continue; fi
-        if [ $rank -le 313 ]; then rank=$((rank + 1000)); fi # wheels of every package are known to exist
+        if [ $rank -le 313 ]; then rank=$((rank + 1000)); fi # every package is known to have wheels for these
         if [ "$whole" -eq 1 ]; then rank=$((rank + 10000)); fi
         if [ $rank -gt $best ]; then best=$rank best_whole=$whole PYTHON=$path PYTHON_VERSION=$major.$minor; fi
     done
     if [ $best -eq 0 ] && [ $newest -ge 310 ]; then
-        fail "torch_npu $NPU has wheels for Python 3.10 to 3.$limit, and PATH has only $((newest / 100)).$((newest % 100)). Install one, for example with
+        fail "torch_npu $NPU has wheels for Python 3.10 to 3.$limit, and PATH has only $((newest / 100)).$((newest % 100)). Install one of them, for example with
   apt-get install -y python3.$limit python3.$limit-venv python3.$limit-dev    (Debian, Ubuntu)
-  dnf install -y python3.$limit python3.$limit-devel                          (openEuler, Fedora), or upgrade CANN, then type the same command again." \
-            "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 中只有 $((newest / 100)).$((newest % 100))。请用上面的命令安装，或升级 CANN，然后再次输入同一条命令。"
+  dnf install -y python3.$limit python3.$limit-devel                          (openEuler, Fedora)
+or upgrade CANN, then type the same command again." \
+            "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 里只有 $((newest / 100)).$((newest % 100))。请用上面的命令安装，或升级 CANN，然后再次输入同一条命令。"
     fi
     local again='then type the same command again' again_zh='然后再次输入同一条命令'
     if [ $best -eq 0 ]; then
         local found='none was found' found_zh='没有找到 Python'
         if [ $newest -gt 0 ]; then
             found="the newest on PATH is $((newest / 100)).$((newest % 100))"
-            found_zh="PATH 中最新的是 $((newest / 100)).$((newest % 100))"
+            found_zh="PATH 里最新的是 $((newest / 100)).$((newest % 100))"
         fi
         fail "Python 3.10 or later is needed; $found. Install one, for example with
   apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
-  dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora), $again." \
+  dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora)
+$again." \
             "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，$again_zh。"
     fi
     if [ "$best_whole" -ne 1 ]; then
-        fail "$PYTHON (Python $PYTHON_VERSION) cannot make a virtual environment: its venv or ensurepip module is missing. Install it with
-  apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu; dnf install -y python3-pip elsewhere), $again." \
+        fail "$PYTHON (Python $PYTHON_VERSION) cannot make a virtual environment, because its venv or ensurepip module is missing. Install the module with
+  apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu)
+  dnf install -y python3-pip               (openEuler, Fedora)
+$again." \
             "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请用上面的命令安装，$again_zh。"
     fi
 }
@@ -115,11 +119,11 @@ check_disk() {
     free=$(free_gb "$SETUP_ROOT")
     if [ "$free" -lt $need ]; then
         fail "the disk of $SETUP_ROOT has $free GB free; the environment needs $need GB. Free some space, or clone the repository onto a larger disk, then type the same command again." \
-            "$SETUP_ROOT 所在磁盘剩余 $free GB，安装环境需要 $need GB。请清理空间，或把仓库克隆到更大的磁盘上，然后再次输入同一条命令。"
+            "$SETUP_ROOT 所在的磁盘剩余 $free GB，安装环境需要 $need GB。请清理磁盘，或把仓库克隆到更大的磁盘上，然后再次输入同一条命令。"
     fi
     cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/uv}
     while [ ! -d "$cache" ]; do cache=$(dirname "$cache"); done
-    # uv keeps what it downloads. A home folder on a small disk of its own would fill up with it.
+    # uv keeps its downloads, which would fill a home folder that lies on a small disk.
     if [ "$(mount_of "$cache")" != "$(mount_of "$SETUP_ROOT")" ] && [ "$(free_gb "$cache")" -lt $need ]; then
         export UV_CACHE_DIR=$SETUP_VENV/uv-cache
     fi
@@ -127,27 +131,27 @@ check_disk() {
 
 # --- the package index ---------------------------------------------------------------------------
 
-pip_setting() { # NAME: pip's value for it, the environment before the files; several values on one line
+pip_setting() { # NAME: prints pip's value of a setting on one line; the environment wins over pip's files
     local scope value
     for scope in ':env:' install global; do
         value=$(sed -n "s/^$scope\.$1=['\"]\(.*\)['\"]\$/\1/p" <<<"$PIP_CONFIG" | head -n 1)
         if [ -n "$value" ]; then
             value=${value//\\n/ }
-            # shellcheck disable=SC2086  # splitting is meant: it drops line ends and double blanks
+            # shellcheck disable=SC2086  # word splitting is wanted here: it removes line breaks and double spaces
             echo $value
             return
         fi
     done
 }
 
-hand_on_index() { # what is set for pip (a mirror, a folder of wheels) holds for uv too, unless uv has its own
+hand_on_index() { # passes pip's settings (a mirror, a folder of wheels) to uv; uv's own settings win
     local value
     PIP_CONFIG=$("$SETUP_VENV/bin/python" -m pip config list 2>/dev/null || true)
     value=$(pip_setting index-url)
     if [ -n "$value" ]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$value}; fi
     value=$(pip_setting extra-index-url)
     if [ -n "$value" ]; then
-        # pip looks at all indexes at once; every file is checked against its hash, so uv may do the same.
+        # pip searches all indexes at once. uv may do the same, because every file is checked against its hash.
         export UV_INDEX=${UV_INDEX:-$value} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
     fi
     value=$(pip_setting find-links)
@@ -167,7 +171,7 @@ get_uv() { # sets INSTALLER to uv or pip
     if step uv "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes -r "$lock"; then
         INSTALLER=uv
     else
-        say "uv could not be installed; pip goes on, more slowly"
+        say "uv could not be installed; falling back to pip, which is slower"
         INSTALLER=pip
     fi
 }
@@ -180,65 +184,66 @@ pip_install() {
     fi
 }
 
-install() { # NAME ARGUMENTS of pip install...: by uv; where uv fails pip goes on
+install() { # NAME ARGUMENTS of pip install...: install with uv; if uv fails, fall back to pip
     local name=$1
     shift
     if step "$name" pip_install "$@"; then return; fi
     if [ "$INSTALLER" = pip ]; then return 1; fi
-    say "uv failed at: $name; pip goes on, more slowly"
+    say "uv failed at: $name; falling back to pip, which is slower"
     INSTALLER=pip
     step "$name" pip_install "$@"
 }
 
 install_lock() { # NAME FILE
     if ! install "$1" --require-hashes -r "$SETUP_ROOT/$2"; then
-        fail_with_log "the packages of $2 could not be installed. If the package index does not answer, name a mirror with: pip config set global.index-url URL; then type the same command again." \
+        fail_with_log "the packages of $2 could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
             "无法安装 $2 中的软件包。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
     fi
 }
 
-install_npu() { # the pair that setup_ascend.sh picked; its own requirement on torch names a build that indexes lack
+install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itself requires a torch that indexes lack
     local torch=${NPU%%.post*} found=0
-    if [ "$(uname -m)" = x86_64 ]; then # there the plain torch brings CUDA along, 2 GB that nothing here uses
+    if [ "$(uname -m)" = x86_64 ]; then # the plain torch for x86_64 brings 2 GB of CUDA that nothing here uses
         if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then found=1; fi
     fi
     if [ $found -eq 0 ] && ! install "torch $torch" "torch==$torch"; then
-        fail_with_log "torch $torch could not be installed. If the package index does not answer, name a mirror with: pip config set global.index-url URL; then type the same command again." \
+        fail_with_log "torch $torch could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
             "无法安装 torch $torch。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
     fi
     if ! install "torch_npu $NPU" --no-deps "torch_npu==$NPU"; then
-        fail_with_log "torch_npu $NPU could not be installed; it is published for Linux on x86_64 and aarch64." \
-            "无法安装 torch_npu $NPU；它只支持 Linux 的 x86_64 与 aarch64。"
+        fail_with_log "torch_npu $NPU could not be installed; it is published for Linux on x86_64 and aarch64 only. If the package index lacks this version, choose another one: bash setup_ascend.sh --torch-npu VERSION." \
+            "无法安装 torch_npu $NPU；它只支持 x86_64 和 aarch64 的 Linux。如果软件包索引里没有这个版本，请换一个：bash setup_ascend.sh --torch-npu 版本号。"
     fi
-    # CANN's own operators import these at run time.
-    if ! install "what CANN imports" decorator attrs psutil scipy cffi absl-py pyyaml; then
-        fail_with_log "the Python packages that CANN imports could not be installed." "无法安装 CANN 所需的 Python 软件包。"
+    # CANN's own operators import these packages at run time.
+    if ! install "the packages that CANN imports" decorator attrs psutil scipy cffi absl-py pyyaml; then
+        fail_with_log "the Python packages that CANN imports could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
+            "无法安装 CANN 要用的 Python 软件包。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
     fi
 }
 
 # --- our own code --------------------------------------------------------------------------------
 
 build_rustbpe() {
-    # A registry of crates that does not answer must not hold up the set-up: there is the wheel.
+    # A crate registry that does not answer must not hold up set-up, because the published wheel works too.
     export CARGO_NET_RETRY=${CARGO_NET_RETRY:-1} CARGO_HTTP_TIMEOUT=${CARGO_HTTP_TIMEOUT:-20}
-    # Without the lock's descriptor: a compiler cache started here would hold the lock for as long as it lives.
+    # 9>&- closes the lock: a compiler cache that starts here would otherwise hold the lock as long as it lives.
     step "rustbpe, built from source" pip_install --no-deps --no-build-isolation "$SETUP_ROOT/rustbpe" 9>&- &&
         "$SETUP_VENV/bin/python" -c 'import rustbpe; rustbpe.Tokenizer()' >>"$SETUP_LOG" 2>&1
 }
 
-install_rustbpe() { # the wheel of requirements.lock is there already; our own is faster
+install_rustbpe() { # replaces the wheel of requirements.lock by the build of rustbpe/, which is faster
     if [ ! -f "$SETUP_ROOT/rustbpe/Cargo.toml" ]; then return; fi
     if ! command -v cargo >/dev/null; then
-        say "no Rust toolchain (cargo): going on with the published rustbpe wheel"
-        say "没有 Rust 工具链（cargo）：改用已发布的 rustbpe 安装包"
+        say "no Rust toolchain (cargo): using the published rustbpe wheel, which is slower"
+        say "没有 Rust 工具链（cargo）：使用已发布的 rustbpe 安装包，速度较慢"
     elif ! build_rustbpe; then
-        say "rustbpe could not be built (details: $SETUP_LOG): going on with the published wheel"
-        say "rustbpe 编译失败（详情见 $SETUP_LOG）：改用已发布的安装包"
+        say "rustbpe could not be built (details: $SETUP_LOG): using the published wheel, which is slower"
+        say "rustbpe 编译失败（详情见 $SETUP_LOG）：使用已发布的安装包，速度较慢"
         install_lock "rustbpe, the published wheel" requirements.lock
     fi
 }
 
-check_compiler() { # torch.compile needs one, and Python's headers
+check_compiler() { # torch.compile needs a C++ compiler and the headers of Python
     local need=''
     if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
         need='g++'
@@ -248,30 +253,31 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
         need="${need:+$need }python3-dev"
     fi
     if [ -n "$need" ]; then
-        say "no C++ compiler or no Python headers: models run uncompiled, more slowly; apt-get install -y $need mends it"
-        say "缺少 C++ 编译器或 Python 头文件：模型将不经编译运行，速度较慢；安装 $need 即可解决"
+        say "no C++ compiler or no Python headers: models run uncompiled, which is slower. To fix this: apt-get install -y $need"
+        say "缺少 C++ 编译器或 Python 头文件：模型不编译也能运行，但速度较慢。安装 $need 即可解决"
     fi
 }
 
 check_imports() {
-    local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken # nanochat first: it keeps torch from loading torch_npu
+    local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken # nanochat comes first: it stops torch from loading torch_npu
     if [ "$TORCH" = 1 ] || [ -n "$NPU" ]; then
         modules=$modules,torch
     elif ! "$SETUP_VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch_npu"))'; then
         fail "this is an Ascend host: torch and torch_npu must be of one release that fits its CANN. Install that pair with
-  bash setup_ascend.sh, then type the same command again." \
-            "这是昇腾主机：torch 与 torch_npu 必须是同一版本，并与本机的 CANN 匹配。请运行 bash setup_ascend.sh，然后再次输入同一条命令。"
+  bash setup_ascend.sh
+then type the same command again." \
+            "这是昇腾主机：torch 和 torch_npu 的版本必须一致，并与本机的 CANN 配套。请先运行 bash setup_ascend.sh，然后再次输入同一条命令。"
     fi
-    # Without the variable that some hosts set: what is compiled to bytecode here saves a second per process later.
+    # Some hosts set PYTHONDONTWRITEBYTECODE. The bytecode that is written here saves every later process a second.
     if ! step "a first import" env -u PYTHONDONTWRITEBYTECODE "$SETUP_VENV/bin/python" -c "import $modules"; then
-        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later." \
-            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 以上的 64 位 Linux。"
+        fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later. On such a system, delete the environment (rm -rf .venv), then type the same command again." \
+            "已安装的软件包无法加载。这些安装包需要 glibc 2.28 或更高的 64 位 Linux。如果系统符合要求，请删掉环境（rm -rf .venv），然后再次输入同一条命令。"
     fi
 }
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- set-up --------------------------------------------------------------------------------------
 
-fingerprint() { # what the environment follows from
+fingerprint() { # prints the inputs that determine the environment
     local files
     echo "root $SETUP_ROOT"
     echo "parts dev=$DEV torch=$TORCH${NPU:+ npu=$NPU python_max=$PYTHON_MAX}"
@@ -280,7 +286,7 @@ fingerprint() { # what the environment follows from
     cd "$SETUP_ROOT" || return
     files=$(find pyproject.toml setup_env.sh requirements*.lock rustbpe -name target -prune -o -type f \
         -not -name '*.so' -not -name '*.pyc' -print 2>/dev/null | LC_ALL=C sort)
-    # shellcheck disable=SC2086  # our own file names, without blanks
+    # shellcheck disable=SC2086  # the files of this repository have no spaces in their names
     cksum $files
 }
 
@@ -288,7 +294,7 @@ is_whole() {
     [ -f "$SETUP_VENV/setup.stamp" ] && [ "$(fingerprint)" = "$(cat "$SETUP_VENV/setup.stamp")" ]
 }
 
-keep_parts() { # what is installed stays: a speedrun after the tests does not undo their tools
+keep_parts() { # keeps the installed parts, so that a speedrun after the tests does not remove the test tools
     local parts
     parts=$(grep -s '^parts' "$SETUP_VENV/setup.stamp") || return 0
     case $parts in *dev=1*) DEV=1 ;; esac
@@ -297,24 +303,25 @@ keep_parts() { # what is installed stays: a speedrun after the tests does not un
     fi
 }
 
-make_environment() { # ends with a working .venv that has pip, a stamp that says "stale" and the mark of business
+make_environment() { # leaves a working .venv with pip, a stamp that says "stale", and the mark setup.busy
     local stamp=$SETUP_VENV/setup.stamp
     if [ -e "$SETUP_VENV/setup.busy" ] || [ ! -e "$SETUP_VENV" ]; then
         rm -rf "$SETUP_VENV"
     elif [ ! -e "$stamp" ]; then
-        fail "$SETUP_VENV was not made by this script, so it is left as it is. Move it away (mv .venv .venv.old), then type the same command again." \
-            "$SETUP_VENV 不是由本脚本创建的，因此保持原样。请先把它移走（mv .venv .venv.old），然后再次输入同一条命令。"
+        fail "$SETUP_VENV was not made by this script, so this script does not change it. Move it away (mv .venv .venv.old), then type the same command again." \
+            "$SETUP_VENV 不是由本脚本创建的，所以没有改动它。请先把它移走（mv .venv .venv.old），然后再次输入同一条命令。"
     elif ! grep -qxF "root $SETUP_ROOT" "$stamp" || ! "$SETUP_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         rm -rf "$SETUP_VENV" # the folder was moved, or its Python is gone
     elif [ "$PYTHON_MAX" -gt 0 ] && ! "$SETUP_VENV/bin/python" -c "import sys; sys.exit(sys.version_info[1] > $PYTHON_MAX)"; then
-        rm -rf "$SETUP_VENV" # its Python is too new for the torch_npu that is asked for
+        rm -rf "$SETUP_VENV" # its Python is too new for the requested torch_npu
     fi
     mkdir -p "$SETUP_VENV"
     touch "$SETUP_VENV/setup.busy"
     : >"$SETUP_LOG"
     if [ ! -e "$stamp" ]; then
         step "Python $PYTHON_VERSION" "$PYTHON" -m venv "$SETUP_VENV" ||
-            fail_with_log "$PYTHON -m venv failed." "$PYTHON -m venv 执行失败。"
+            fail_with_log "$PYTHON -m venv failed. Fix what the lines above say, then type the same command again." \
+                "$PYTHON -m venv 执行失败。请按上面的信息处理，然后再次输入同一条命令。"
         echo "root $SETUP_ROOT" >"$stamp"
     fi
     echo stale >>"$stamp"
@@ -331,7 +338,7 @@ setup_main() {
         --dev) DEV=1 ;;
         --npu) NPU=$2 TORCH=0 && shift ;;
         --python-max) PYTHON_MAX=$2 && shift ;;
-        *) fail "setup_env.sh takes --dev, got $1" "setup_env.sh 只接受 --dev，收到 $1" ;;
+        *) fail "setup_env.sh takes --dev, got $1. Leave $1 out, and type the command again." "setup_env.sh 只接受 --dev，收到 $1。请去掉它再试。" ;;
         esac
         shift
     done
@@ -341,10 +348,10 @@ setup_main() {
     if command -v flock >/dev/null; then
         exec 9>"$SETUP_ROOT/.venv.lock"
         if ! flock -n 9; then
-            say "waiting for another set-up in this folder"
+            say "waiting for another set-up in this folder to end"
             flock 9
         fi
-        keep_parts # another set-up may just have ended
+        keep_parts # another set-up may have changed the installed parts
         if is_whole; then return; fi
     fi
     pick_python
@@ -358,7 +365,8 @@ setup_main() {
     if [ -n "$NPU" ]; then install_npu; fi
     if [ "$DEV" = 1 ]; then install_lock "test tools" requirements-dev.lock; fi
     if ! install "nanochat" --no-deps --no-build-isolation --editable "$SETUP_ROOT"; then
-        fail_with_log "nanochat itself could not be installed." "无法安装 nanochat 本身。"
+        fail_with_log "nanochat itself could not be installed. Fix what the lines above say, then type the same command again." \
+            "无法安装 nanochat 本身。请按上面的信息处理，然后再次输入同一条命令。"
     fi
     install_rustbpe
     check_imports

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# The whole pipeline, from nothing to a model to chat with, on whatever device there is.
-#   bash speedrun.sh                    CPU: the embedded corpus TinyWorld; GPU: FineWeb-Edu, 20 layers
-#   bash speedrun.sh --data tinyworld   the embedded corpus on any device (also where there is no network)
-#   bash speedrun.sh --preset smoke     every stage in two minutes, to see that it works
-#   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; speedrun_npu.sh chooses it
-#   bash speedrun.sh --other_code       go on with a stage that was begun before the code was changed
-# NPROC_PER_NODE takes fewer devices than there are.
-# Stopped at any moment and typed again, it goes on where it was; typed again when done, it says so.
-# Data, checkpoints and the report lie in NANOCHAT_BASE_DIR, by default ~/.cache/nanochat.
+# Trains a chat model from nothing: runs the whole pipeline on the device that this machine has.
+#   bash speedrun.sh                    on a CPU the embedded corpus TinyWorld; on a GPU FineWeb-Edu, 20 layers
+#   bash speedrun.sh --data tinyworld   the embedded corpus on any device; needs no network
+#   bash speedrun.sh --preset smoke     every stage in two minutes, to see that everything works
+#   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; the default of speedrun_npu.sh
+#   bash speedrun.sh --other_code       resume a stage that started before you changed the code
+# Set NPROC_PER_NODE to use fewer devices than the machine has.
+# You can stop the command at any moment: typed again, it resumes; typed again after the end, it says that all is done.
+# Data, checkpoints and the report go to NANOCHAT_BASE_DIR (default ~/.cache/nanochat).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
 
 preset=auto
 data=auto
-accepted=() # flags of all training stages
+accepted=() # flags for all training stages
 while [ $# -gt 0 ]; do
     case $1 in
     --preset=* | --data=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     --preset | --data)
         if [ $# -lt 2 ]; then
-            echo "error: $1 needs a value; bash speedrun.sh --help shows the flags" >&2
+            echo "error: $1 needs a value; bash speedrun.sh --help lists the flags" >&2
             exit 2
         fi
         printf -v "${1#--}" %s "$2"
@@ -32,24 +32,24 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME and --other_code, got $1" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
         exit 2
         ;;
     esac
 done
 case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20) ;; *)
-    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12 or d20, got $preset" >&2
+    echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12 or d20, got $preset; bash speedrun.sh --help lists the flags" >&2
     exit 2
     ;;
 esac
 
-# shellcheck disable=SC2119  # its flags are not ours
+# shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
-export OMP_WAIT_POLICY=PASSIVE # threads that wait must not burn the cores that others need
+export OMP_WAIT_POLICY=PASSIVE # waiting threads must not spin on cores that other processes need
 base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 mkdir -p "$base"
 
-finish() { # the table and what to type next
+finish() { # print the table of results and what to type next
     python -m nanochat.report show
     echo
     echo "Chat with it / 和它聊天："
@@ -58,17 +58,17 @@ finish() { # the table and what to type next
     echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
 }
 
-key="$preset $data" # what was asked for names the finished run
+key="$preset $data" # identifies a finished run by the flags that it was started with
 if python -m nanochat.report finished --key "$key"; then
-    echo "Everything is done already / 已全部完成。"
+    echo "Everything is done already / 全部阶段都已完成。"
     finish
     exit 0
 fi
 
-# One run at a time: a killed shell may have left its last stage at work.
+# Only one run at a time: after a killed shell, its last stage may still be running.
 exec 9>>"$base/.speedrun.lock"
 if ! flock -n 9; then
-    echo "Another speedrun, or the last stage of a stopped one, still works in $base; waiting for it to end ..."
+    echo "Another speedrun, or the last stage of a stopped one, is still running in $base; waiting for it to end ..."
     flock 9
 fi
 
@@ -79,7 +79,7 @@ python -m nanochat.report begin --key "$key"
 read -r device dtype devices < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
     if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-        echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE" >&2
+        echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
         exit 2
     fi
     devices=$NPROC_PER_NODE
@@ -88,7 +88,7 @@ if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$data" != tinyworld ]; then
         preset=d20
     elif [ "$dtype" = float32 ]; then
-        preset=tinyworld-small # a CPU that multiplies no bf16 is two to three times slower
+        preset=tinyworld-small # a CPU without bf16 matmuls is two to three times slower
     else
         preset=tinyworld
     fi
@@ -99,30 +99,30 @@ if [ "$data" = auto ]; then
 fi
 if [ "$device" = cpu ]; then
     cores=$(nproc 2>/dev/null || echo 2)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # more threads do not pay in so small a model
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # so small a model gains nothing from more threads
 fi
 echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices device(s)); files in $base"
 
 interrupted=
-trap 'interrupted=1' INT # a stage saves and ends by itself, with code 0
+trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 0
 
-run_stage() { # NAME COMMAND...: each stage knows itself whether it is done, and goes on where it was
+run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its own work
     local name=$1 code=0
     shift
     echo
     echo "== $name"
     python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
     if [ -n "$interrupted" ]; then
-        echo "speedrun: stopped in the stage $name; type the same command again to go on from there" >&2
+        echo "speedrun: stopped in the stage $name; type the same command again to resume" >&2
         exit 130
     fi
     if [ $code -ne 0 ]; then
-        echo "error: the stage $name ended with code $code; type the same command again to go on from there" >&2
+        echo "error: the stage $name ended with code $code; the lines above say why. Type the same command again to resume" >&2
         exit $code
     fi
 }
 
-stage() { # NAME MODULE FLAGS...: a stage that runs on all devices
+stage() { # NAME MODULE FLAGS...: run a stage on all devices
     if [ "$devices" -gt 1 ]; then
         run_stage "$1" torchrun --standalone --nproc_per_node="$devices" -m "$2" -- "${@:3}"
     else
@@ -130,12 +130,12 @@ stage() { # NAME MODULE FLAGS...: a stage that runs on all devices
     fi
 }
 
-train() { # NAME MODULE FLAGS...: a stage that saves as it goes, and is gone on with
+train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints and can resume
     stage "$@" "${accepted[@]}"
 }
 
 tag=speedrun
-tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and rl; chat_eval's in measure
+tinyworld() { # VOCABULARY; takes the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
     run_stage dataset python -m nanochat.dataset --data tinyworld
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
@@ -149,7 +149,7 @@ tinyworld() { # VOCABULARY, then flags by stage in the arrays base, mid, sft and
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
-fineweb() { # SHARDS, then flags by stage in the arrays base, mid, sft and rl, and those of all stages in every
+fineweb() { # SHARDS; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags, common ones from every
     if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
@@ -164,11 +164,11 @@ fineweb() { # SHARDS, then flags by stage in the arrays base, mid, sft and rl, a
     stage rl_eval scripts.chat_eval -i rl -a GSM8K --once "${every[@]}"
 }
 
-ascend_d12() { # the flags as the guides for Ascend publish them, on 1, 2, 4, 8 or 16 cards; a pass by memory
+ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 8 or 16 cards; memory sets the rows per pass
     local cards=16 rows
     while [ $cards -gt "$devices" ]; do cards=$((cards / 2)); done
     if [ $cards -lt "$devices" ]; then
-        echo "speedrun: $cards of $devices devices, since 262,144 tokens a step must divide evenly"
+        echo "speedrun: using $cards of $devices devices, because 262,144 tokens per step must divide evenly among them"
         devices=$cards
     fi
     base_flags=(--depth=12 --total_batch_size=262144)
@@ -185,7 +185,7 @@ ascend_d12() { # the flags as the guides for Ascend publish them, on 1, 2, 4, 8 
 }
 
 # --- the presets -----------------------------------------------------------------------------------
-# Fitted in dev/LOG.md: fifteen minutes on two threads of a CPU that multiplies bf16.
+# dev/LOG.md has the experiments: the tinyworld preset takes fifteen minutes on two threads of a CPU with bf16 matmuls.
 
 small_model=(--depth=4 --model_dim=192 --head_dim=64 --window_pattern=L --max_seq_len=256 --total_batch_size=4096)
 eval_flags=()
@@ -216,7 +216,7 @@ tinyworld | tinyworld-small)
     ;;
 d12)
     ascend_d12
-    fineweb 40 # 1.6 billion tokens are needed, a shard holds 50 million
+    fineweb 40 # the run needs 1.6 billion tokens, and a shard holds 50 million
     ;;
 d20)
     base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=() every=()

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The whole pipeline on Ascend NPUs: sets the host up, then trains d12 as published, 262,144 tokens a step.
+# Runs the whole pipeline on Ascend NPUs: sets up the host, then trains the published d12, 262,144 tokens per step.
 #   bash speedrun_npu.sh                                    FineWeb-Edu, 12 layers, on 1, 2, 4, 8 or 16 cards
-#   bash speedrun_npu.sh --data tinyworld                   the embedded corpus, also where there is no network
-#   bash speedrun_npu.sh --data tinyworld --preset smoke    every stage in minutes, to see that it works
-# Cards: ASCEND_RT_VISIBLE_DEVICES=0,1 or NPROC_PER_NODE=2. A mirror for data: HF_ENDPOINT. All flags are speedrun.sh's.
-# Stopped at any moment and typed again, it goes on where it was. On a host without NPU it goes on as speedrun.sh.
+#   bash speedrun_npu.sh --data tinyworld                   the embedded corpus; needs no network
+#   bash speedrun_npu.sh --data tinyworld --preset smoke    every stage in minutes, to see that everything works
+# Choose cards with ASCEND_RT_VISIBLE_DEVICES=0,1 or NPROC_PER_NODE=2, and a mirror for data with HF_ENDPOINT. The flags
+# are those of speedrun.sh. You can stop the command at any moment: typed again, it resumes. On a host without an NPU it
+# runs speedrun.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -22,28 +23,28 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-go_on() { # WORDS, 中文: as speedrun.sh on what else there is
-    echo "speedrun_npu: $1; going on as speedrun.sh"
+run_speedrun() { # REASON, 中文: run speedrun.sh on another device
+    echo "speedrun_npu: $1; running speedrun.sh instead"
     echo "speedrun_npu：$2；改为运行 speedrun.sh"
     exec bash speedrun.sh "${flags[@]}"
 }
 
 if [ -n "${NANOCHAT_DEVICE:-}" ] && [ "$NANOCHAT_DEVICE" != npu ]; then
-    go_on "NANOCHAT_DEVICE=$NANOCHAT_DEVICE" "NANOCHAT_DEVICE=$NANOCHAT_DEVICE"
+    run_speedrun "NANOCHAT_DEVICE=$NANOCHAT_DEVICE" "NANOCHAT_DEVICE=$NANOCHAT_DEVICE"
 fi
 code=0
 # shellcheck source=setup_ascend.sh
 source ./setup_ascend.sh || code=$?
-if [ $code -eq 3 ]; then go_on "no Ascend NPU was found, so a GPU or this CPU trains" "没有找到昇腾 NPU，将使用 GPU 或 CPU"; fi
+if [ $code -eq 3 ]; then run_speedrun "no Ascend NPU was found, so a GPU or this CPU trains" "没有找到昇腾 NPU，将使用 GPU 或 CPU"; fi
 if [ $code -ne 0 ]; then
-    # A server with NPUs must not train on its CPU for weeks because of something that one command repairs.
+    # A server with NPUs must not train on its CPU for weeks because of a fault that one command fixes.
     echo "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" >&2
-    echo "error: to train without them all the same: NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
-    echo "错误：本机的 NPU 还不能使用，原因见上文。下一步：python check_npu.py；不用 NPU 训练：NANOCHAT_DEVICE=cpu" >&2
+    echo "error: to train without NPUs: NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
+    echo "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py。不用 NPU 训练：NANOCHAT_DEVICE=cpu bash speedrun_npu.sh" >&2
     exit 1
 fi
 if ! compgen -G "${ASCEND_ROOT_PREFIX:-}/dev/davinci[0-9]*" >/dev/null; then
-    go_on "CANN is there, but no card is visible" "已安装 CANN，但看不到 NPU 卡"
+    run_speedrun "CANN is installed, but no card is visible" "装了 CANN，但看不到 NPU 卡"
 fi
 export NANOCHAT_DEVICE=npu
 if [ -z "$preset" ] && [ "$data" != tinyworld ]; then flags+=(--preset d12); fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs every test and linter, in .venv, which it makes if needed. What is not named here goes to pytest.
-#   bash test.sh            all of it
-#   bash test.sh --quick    without ranks, browser, whole stages and the emulated NPU
-#   bash test.sh --lint     the linters only: what pre-commit runs
+# Runs every test and linter in .venv, and makes .venv first if needed. Other flags and paths go to pytest.
+#   bash test.sh            everything
+#   bash test.sh --quick    without the tests of ranks, browser, whole stages and the emulated NPU
+#   bash test.sh --lint     only the linters, as pre-commit does
 #   bash test.sh --quick tests/test_common.py -k atomic
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -24,7 +24,7 @@ trap 'rm -f "$output"' EXIT
 passed=0
 failed=()
 
-note() { # NAME CODE START: counts a result and prints its line
+note() { # NAME CODE START: count a result and print its line
     if [ "$2" -eq 0 ]; then
         passed=$((passed + 1))
         echo "ok: $1 ($((SECONDS - $3)) s)"
@@ -34,7 +34,7 @@ note() { # NAME CODE START: counts a result and prints its line
     fi
 }
 
-check() { # NAME COMMAND...: its output is shown if it fails; the others run in any case
+check() { # NAME COMMAND...: run a check and show its output if it fails; later checks run in any case
     local name=$1 start=$SECONDS code=0
     shift
     "$@" >"$output" 2>&1 || code=$?
@@ -42,7 +42,7 @@ check() { # NAME COMMAND...: its output is shown if it fails; the others run in 
     note "$name" $code $start
 }
 
-has() { # COMMAND NAME REASON: without the command the check is left out; in CI that is a failure
+has() { # COMMAND NAME REASON: whether a command exists; without it the check is skipped, which fails in CI
     if command -v "$1" >/dev/null; then return; fi
     echo "skipped: $2: $3"
     if [ "${CI:-}" = true ]; then note "$2" 1 $SECONDS; fi
@@ -54,11 +54,11 @@ cargo_check() { # NAME SUBCOMMAND ARGUMENTS...
 }
 
 lint() {
-    shopt -s nullglob # a folder may hold none yet
+    shopt -s nullglob # a folder may have no scripts
     local scripts=(./*.sh .ci/run dev/*.sh runs/*.sh)
     check "ruff format" ruff format --check .
     check "ruff check" ruff check .
-    check "pyright" env PYRIGHT_PYTHON_IGNORE_WARNINGS=1 pyright # else it asks a registry for its newest version
+    check "pyright" env PYRIGHT_PYTHON_IGNORE_WARNINGS=1 pyright # otherwise pyright asks a registry for its newest version
     if has shellcheck shellcheck "no wheel for this machine"; then
         check "shellcheck" shellcheck --external-sources "${scripts[@]}"
     fi
@@ -69,7 +69,7 @@ lint() {
 }
 
 tests() {
-    # Several processes share the cores: one thread each, and waiting threads that do not spin.
+    # Several processes share the cores, so each gets one thread, and waiting threads do not spin.
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
     local workers select=() start code=0
     workers=$(python -c 'import os

@@ -36,8 +36,8 @@ from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
-from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, BATCH = 2048, 16  # of the loaders: the default context, rows of a pass
@@ -142,13 +142,13 @@ def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> floa
     model = GPT(D4, compute.dtype)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
-    scale, stream = loop.LossScale(), dataloader.steps(rows, 0, 8, 8, compute)
+    scale, stream = LossScale(), dataloader.steps(rows, 0, 8, 8, compute)
     shares = []
     for _ in range(steps + 1):
         begin = time.perf_counter()
         step = next(stream)
         came = time.perf_counter()
-        loop.update(model, optimizers, step, scale, compute)
+        update(model, optimizers, step, scale, compute)
         shares.append((came - begin) / (time.perf_counter() - begin))
     return median(shares[1:])  # before the first there was nothing to compute meanwhile
 

@@ -29,7 +29,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of loop.update."""
+    """A step of update."""
 
     num_targets: int
     micro_batches: Sequence[tuple[Tensor, ...]]
@@ -42,8 +42,8 @@ def ours(task: dict[str, Any]) -> Side:
     from nanochat.nn import kernels
     from nanochat.platforms import nvidia_attention as gpu_attention
     from nanochat.train import compile as compiling
-    from nanochat.train import loop
     from nanochat.train.optim import Optimizers, Rates
+    from nanochat.train.update import LossScale, update
 
     compute = device.compute_init(task["device"])
     kernels.select("auto", compute)
@@ -57,11 +57,11 @@ def ours(task: dict[str, Any]) -> Side:
     fast = compiling.compiled(
         model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head]
     )
-    scale = loop.LossScale.start(compute, {})
+    scale = LossScale.start(compute, {})
 
     def step(batches: Batches) -> float:
         work = Work(sum(targets.numel() for _, targets in batches), batches)
-        return loop.update(fast, optimizers, work, scale, compute).loss
+        return update(fast, optimizers, work, scale, compute).loss
 
     peak, _ = device.peak_flops(compute)
     chosen = gpu_attention.chosen() if compute.device_type == "cuda" else "the device's own"

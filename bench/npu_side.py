@@ -16,8 +16,8 @@ from torch import Tensor
 from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn import kernels
-from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 
 
 class Batch:
@@ -44,9 +44,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     model.init_weights()
     model.to(compute.device)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
-    scale = loop.LossScale.start(compute, {})
+    scale = LossScale.start(compute, {})
     for seed in (1, 2):
-        loop.update(model, optimizers, Batch(shape, compute, seed), scale, compute)
+        update(model, optimizers, Batch(shape, compute, seed), scale, compute)
     parts: list[Any] = []  # records of what belongs to the optimizer, though the main thread launches it too
 
     def watched(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     batch = Batch(shape, compute, 3)
     device.synchronize(compute)
     with log.record() as seen:
-        outcome = loop.update(model, optimizers, batch, scale, compute)
+        outcome = update(model, optimizers, batch, scale, compute)
     if outcome.skipped:
         raise RuntimeError(f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}")
     optimizer = sum((part.operators for part in parts), Counter())

@@ -31,8 +31,8 @@ from nanochat.platforms import cpu as host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import compile as compiling
-from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 
 # Also bench.train's model: 43 % of its parameters are matrices, which the bytes sent depend on.
 D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")
@@ -133,7 +133,7 @@ def training_step(task: Task, compute: Compute) -> Any:
     count = sum(parameter.numel() for parameter in model.parameters())
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, task.mode)
     optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
-    T, scale = task.shape.sequence_len, loop.LossScale()
+    T, scale = task.shape.sequence_len, LossScale()
     rows = task.tokens // T // compute.world_size // task.passes
     fast = compiling.compiled(model, task.compiled, (rows, T), compute, [*model.blocks, model.lm_head])
 
@@ -143,7 +143,7 @@ def training_step(task: Task, compute: Compute) -> Any:
         batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cells]
         work = dataloader.Step(0, task.tokens, batches)
         with Wire() as wire:
-            loop.update(fast, optimizers, work, scale, compute)
+            update(fast, optimizers, work, scale, compute)
         return sum(wire.bytes.values()) / count
 
     return step

@@ -65,8 +65,9 @@ def ours(task: dict[str, Any]) -> Side:
     from nanochat import dataloader, device
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.train import compile as compiling
-    from nanochat.train import loop, schedule
-    from nanochat.train.optim import Optimizers, Rates, for_run
+    from nanochat.train import schedule
+    from nanochat.train.optim import Optimizers, Rates
+    from nanochat.train.update import LossScale, update
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), Config()
@@ -77,11 +78,11 @@ def ours(task: dict[str, Any]) -> Side:
     tokens, factor = shape[0] * shape[1], 1.0
     rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
     if steps is not None:
-        rates, factor = for_run(cfg, tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
+        rates, factor = cfg.for_run(tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
         first_beta = schedule.table_momentum(steps)
     optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
     fast = compiling.compiled(model, task["compiled"], shape, compute, model.blocks)
-    scale = loop.LossScale()
+    scale = LossScale()
 
     def step(number: int, batch: Batch) -> float:
         if steps is not None:
@@ -90,7 +91,7 @@ def ours(task: dict[str, Any]) -> Side:
             momentum = schedule.momentum(number, steps, cfg.warmdown_ratio)
             optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
         work = dataloader.Step(0, batch[1].numel(), [batch])
-        return loop.update(fast, optimizers, work, scale, compute).loss
+        return update(fast, optimizers, work, scale, compute).loss
 
     return Side(step, lambda batch: model(*batch, "none"), sum(p.numel() for p in model.parameters()))
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Writes the lock files from pyproject.toml: `bash dev/lock.sh`, or with --upgrade for newer versions.
+# Writes the lock files from pyproject.toml. Run `bash dev/lock.sh`; add --upgrade to get newer versions.
 #
-# One resolution over everything fixes the versions, so that the three locks agree with each other; then each
-# file gets its share, with hashes. They hold for Python 3.10 and later on every platform, and name no index.
-#   requirements.lock        what runs the project and what builds it, without torch
-#   requirements-torch.lock  torch and its dependencies; an Ascend host takes another pair instead
-#   requirements-dev.lock    test tools
+# One resolution over all dependencies fixes the versions, so that the three lock files agree with each other. Then each
+# file gets its packages with their hashes. The files hold for Python 3.10 and later on every platform, and name no index.
+#   requirements.lock        the packages that run and build the project, without torch
+#   requirements-torch.lock  torch and its dependencies; an Ascend host gets a pair of torch and torch_npu instead
+#   requirements-dev.lock    the test tools
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh
@@ -20,7 +20,7 @@ compile() {
 }
 
 if [ "${1:-}" != --upgrade ]; then
-    # What is locked now is preferred, as long as it fits.
+    # Keep the locked versions as long as they fit.
     sed '/--hash/d; s/ *\\$//' requirements.lock requirements-torch.lock requirements-dev.lock | sort -u >"$all"
 fi
 compile pyproject.toml --group build --group torch --group dev --output-file "$all"

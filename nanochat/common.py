@@ -16,11 +16,14 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
+T = TypeVar("T")
+FREE = "does not change what is learned"  # the mark of such a flag
+Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
 RANK_0_SECONDS = 10  # in which a mistake of all ranks has ended rank 0, and the launcher the others
 
 
@@ -58,6 +61,25 @@ def warn(message: str) -> None:
     """Print a warning to standard error, on rank 0 only."""
     if rank() == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass
+class Pulse:
+    """What a process tells those who watch it: that it moves, at which step it is, and whether it was asked to stop."""
+
+    moments: int = 0  # how often the process has said that it moves
+    step: int = 0
+    asked: str = ""  # the name of the first signal that asked for the end, or another reason
+    catching: bool = False  # signals are noted here instead of ending the process
+
+    def beat(self, step: int | None = None) -> None:
+        """Say that this process moves, and which step it has reached."""
+        self.moments += 1
+        self.step = self.step if step is None else step
+
+    def ask(self, why: str) -> None:
+        """Ask this process to save and stop at its next step."""
+        self.asked = self.asked or why
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -242,6 +264,12 @@ def _complain(message: str) -> None:
         time.sleep(RANK_0_SECONDS)
         message = f"{message} (rank {rank()})"
     print(message, file=sys.stderr, flush=True)
+
+
+def free_flags(config: type[Any]) -> frozenset[str]:
+    """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ()))
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -277,6 +277,28 @@ def conversation_rows(
     folder = base_dir() / "chat_data" / name
     token_set = prepare_conversations(folder, _Lazy(conversations), tokenizer, key)
     return Rows(token_set, plan(token_set, length + 1, cut=False), tokenizer.bos, seed, masked)
+
+
+class Conversations(Protocol):
+    """What chat_rows() tokenises: conversations to train and to validate on; `key` names their content."""
+
+    @property
+    def key(self) -> str: ...
+
+    def train(self) -> Iterable[Conversation]: ...
+
+    def val(self) -> Iterable[Conversation]: ...
+
+
+def chat_rows(
+    stage: str, conversations: Conversations, tokenizer: Tokenizer, length: int, seed: int, masked: bool
+) -> tuple[Rows, Rows]:
+    """The rows of a stage's conversations to train on and to validate on; see conversation_rows()."""
+    parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))
+    train, val = (
+        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked) for name, part in parts
+    )
+    return train, val
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from nanochat.common import UserError, base_dir, warn
+from nanochat.common import Pulse, UserError, base_dir, warn
 from nanochat.platforms import ascend
 from nanochat.platforms import cpu as host
 from nanochat.platforms import nvidia as gpus
@@ -139,6 +139,7 @@ class Compute:
     dtype: torch.dtype
     dtype_reason: str
     chip: ascend.Chip | None = None  # of an NPU whose SoC version is known
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
 
     @property
     def main(self) -> bool:

@@ -1,9 +1,10 @@
-"""Generation: many conversations of different lengths in one batch, with the calculator, sampled per request.
+"""Generates replies for many requests in one batch; each request has its own length, sampling settings and seed.
 
-A request waits until a slot of the cache is free, has its prompt read in chunks, and then gains one token per step
-together with every other request in flight. The rows in flight always lie in slots 0 .. n-1 of the cache: first
-those that decode, then those whose prompt is still being read; when one leaves, another is moved into its place,
-so that a pass works on one contiguous slice and no finished row is ever computed again.
+A request waits until the cache has a free slot. The engine then prefills the prompt in chunks, and from there on
+every step adds one token to every request in flight. When a reply closes a calculator call, the engine writes the
+answer. Requests in flight always occupy slots 0 .. n-1 of the cache: first the decoding ones, then the ones that
+still prefill. When a request leaves, others move up into its slot, so every pass works on one contiguous slice and
+a finished request costs nothing.
 """
 
 import itertools
@@ -27,26 +28,26 @@ from nanochat.gpt import GPT
 from nanochat.nn.cache import Spans
 from nanochat.tokenizer import Tokenizer
 
-CHUNK = 512  # columns of a pass over prompts
-FAILED = "error"  # what the calculator's output says when the call was no calculation
+CHUNK = 512  # most tokens of one prompt in a prefill pass
+FAILED = "error"  # the answer to a calculator call that is not a valid calculation
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Event:
-    """A token of a reply. `forced` tokens were put in by the engine (the calculator's answer), not sampled."""
+    """One token of a reply. A `forced` token was not sampled: the engine wrote it as part of a calculator answer."""
 
     request: int
     token: int
-    logprob: float  # natural log of the token's probability at temperature 1 among all tokens; 0 if forced
+    logprob: float  # natural log of the token's probability over all tokens at temperature 1; 0 if forced
     forced: bool
-    finish: Finish | None  # set on the last token of a reply: its end mark ("stop") or no room for more ("length")
+    finish: Finish | None  # set on the last token only: "stop" at an end mark, "length" when no room is left
 
 
 @dataclass
 class Completion:
-    """A whole reply, end mark included: what was sampled and what was forced, token by token."""
+    """A whole reply, end mark included: every token, whether the token was forced, and its log probability."""
 
     tokens: list[int] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Completion:
     finish: Finish | None = None
 
     def add(self, event: Event) -> None:
+        """Append the token of an event."""
         self.tokens.append(event.token)
         self.forced.append(event.forced)
         self.logprobs.append(event.logprob)
@@ -61,30 +63,31 @@ class Completion:
 
 
 @dataclass(eq=False)
-class _Row:
-    """A request: waiting, or in flight with its tokens in the cache."""
+class _Request:
+    """A request that waits for a slot, or is in flight with its tokens in the cache."""
 
-    request: int
+    number: int
     prompt: list[int]
     sampling: Sampling
     random: random.Random
-    pending: list[int]  # decided tokens that the cache does not hold yet, never empty
-    cached: int = 0  # tokens that the cache holds
+    pending: list[int]  # tokens of the prompt or reply that are not in the cache yet; never empty
+    cached: int = 0  # count of tokens in the cache
     generated: int = 0
-    expression: list[int] | None = None  # tokens of an open calculator call
+    expression: list[int] | None = None  # tokens of a calculator call that is still open
 
     @property
-    def reading(self) -> bool:
-        """Whether the prompt is still being read; its last token is left to the first decoding pass."""
+    def prefilling(self) -> bool:
+        """Whether the prompt still prefills. The last prompt token is left to the first decoding pass."""
         return self.generated == 0 and len(self.pending) > 1
 
 
 class Engine:
-    """Runs a model for many requests at once. Not thread-safe: one thread calls it.
+    """Runs a model for many requests at once. Not thread-safe: call one engine from one thread only.
 
-    `slots` requests run together, more wait; `length` bounds prompt and reply together (default and at most the
-    model's context); between two decoding passes at most `prefill_tokens` of prompts are read; `pad` rounds the
-    shapes of passes up to a few sizes (default: on accelerators, where a new shape costs a compilation).
+    `slots` is the number of requests that run together; further requests wait. `length` is the limit for prompt and
+    reply together, in tokens (default and maximum: the model's context). `prefill_tokens` is the most prompt tokens
+    read between two decoding passes. `pad` rounds the shape of every pass up to one of a few sizes (default: only on
+    accelerators, where every new shape costs a compilation).
     """
 
     def __init__(
@@ -100,25 +103,25 @@ class Engine:
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
             raise UserError(
-                f"the model was made for {model.config.vocab_size} tokens, this tokenizer has {tokenizer.vocab_size}: "
-                "they do not belong together. Load the tokenizer saved with the checkpoint."
+                f"the model has a vocabulary of {model.config.vocab_size} tokens, the tokenizer "
+                f"{tokenizer.vocab_size}: they do not belong together. Load the tokenizer saved with the checkpoint."
             )
         self.length = context if length is None else length
         if slots < 1 or not 2 <= self.length <= context:
             raise UserError(
-                f"an engine needs a slot and a length of 2 to {context} tokens (the model's context), "
-                f"got {slots} slots and length {length}"
+                f"an engine needs at least 1 slot and a length from 2 to {context} tokens (the model's context), got "
+                f"{slots} slots and length {length}. Pass other values for slots and length."
             )
         self.model, self.tokenizer, self.slots = model, tokenizer, slots
         self.prefill_tokens = prefill_tokens
         self.pad = model.device.type != "cpu" if pad is None else pad
-        self.passes = self.prompt_tokens_read = 0  # batches computed, and prompt tokens in them (copies do not count)
+        self.passes = self.prompt_tokens_read = 0  # passes of the model; prompt tokens prefilled, copies not counted
         self._cache = model.new_cache(slots, self.length, dtype)
-        self._rows: list[_Row] = []  # row i is in slot i
-        self._waiting: deque[_Row] = deque()
+        self._active: list[_Request] = []  # the request at index i has slot i
+        self._waiting: deque[_Request] = deque()
         self._next_request = 0
         self._stops = {tokenizer.special("assistant_end"), tokenizer.bos}
-        # Only the calculator writes its output, so what is shown as its answer is its answer.
+        # The model may not sample these marks: an answer shown as the calculator's always is the calculator's.
         banned = [tokenizer.special("output_start"), tokenizer.special("output_end")]
         self._banned = torch.tensor(banned, device=model.device)
 
@@ -126,12 +129,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request runs or waits."""
-        return bool(self._rows or self._waiting)
+        """Whether any request is in flight or waiting."""
+        return bool(self._active or self._waiting)
 
     @property
     def free_slots(self) -> int:
-        return self.slots - len(self._rows)
+        """How many slots no request occupies."""
+        return self.slots - len(self._active)
 
     @property
     def waiting(self) -> int:
@@ -139,35 +143,36 @@ class Engine:
         return len(self._waiting)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Queue a prompt and return its request number; UserError if it is empty or leaves no room for a reply."""
+        """Queue a prompt and return its request number. UserError if the prompt is empty or leaves no reply room."""
         if not prompt:
-            raise UserError("the prompt is empty: it must have at least one token")
+            raise UserError("the prompt is empty: it must have at least one token. Pass a text to answer.")
         if len(prompt) >= self.length:
             raise UserError(
-                f"the prompt is too long: it has {len(prompt)} tokens and the context holds {self.length}, of which "
-                "the reply needs at least one. Shorten it or start a new chat."
+                f"the prompt is too long: it has {len(prompt)} tokens, the context holds {self.length}, and the "
+                "reply needs at least one. Shorten the prompt or start a new chat."
             )
         request, self._next_request = self._next_request, self._next_request + 1
-        self._waiting.append(_Row(request, list(prompt), sampling, random.Random(sampling.seed), pending=list(prompt)))
+        draws = random.Random(sampling.seed)
+        self._waiting.append(_Request(request, list(prompt), sampling, draws, pending=list(prompt)))
         return request
 
     @torch.inference_mode()
     def cancel(self, request: int) -> bool:
-        """Drop a request, waiting or in flight; its slot is free at once. False if it was not there any more."""
-        for row in self._waiting:
-            if row.request == request:
-                self._waiting.remove(row)
+        """Drop a request, waiting or in flight; the slot is free at once. False if the request had already ended."""
+        for waiting in self._waiting:
+            if waiting.number == request:
+                self._waiting.remove(waiting)
                 return True
-        slot = next((slot for slot, row in enumerate(self._rows) if row.request == request), None)
+        slot = next((slot for slot, active in enumerate(self._active) if active.number == request), None)
         if slot is not None:
             self._leave(slot)
         return slot is not None
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit waiting requests, read a part of their prompts, and decode one token of every row that is ready."""
+        """Admit waiting requests, prefill some of their prompts, and decode a token for each ready request."""
         self._admit()
-        self._read_prompts()
+        self._prefill()
         return self._decode()
 
     def generate(
@@ -177,15 +182,16 @@ class Engine:
         samples: int = 1,
         done: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt `samples` times: all samples of the first prompt, then of the second, ...
+        """Complete every prompt `samples` times; return all samples of the first prompt, then of the second, ...
 
-        A sample's seed is made from the given seed, its number and its prompt, so that it is the same whatever
-        else runs, on however many ranks. `done` is told each index that is complete. UserError as submit() says.
+        The seed of a sample depends only on the given seed, the sample's number and the prompt, so a reply is the
+        same whatever else runs, on any number of ranks. `done` is called with the index of each finished completion.
+        Raises UserError like submit().
         """
         if self.busy:
-            raise UserError("generate() needs an engine of its own, this one has requests in flight")
+            raise UserError("generate() needs an idle engine, and this one has requests in flight: make another Engine")
         completions = [Completion() for _ in range(len(prompts) * samples)]
-        index: dict[int, int] = {}  # of a request's completion
+        index: dict[int, int] = {}  # request number -> index of its completion
         try:
             for i, prompt in enumerate(prompts):
                 mark = zlib.crc32(array("q", prompt).tobytes())
@@ -198,39 +204,39 @@ class Engine:
                     if event.finish and done:
                         done(index[event.request])
         finally:
-            for request in index:  # after an error or Ctrl-C, leave nothing behind
+            for request in index:  # after an error or Ctrl-C, leave no request behind
                 self.cancel(request)
         return completions
 
     # --- slots -----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests: short prompts first, equal prompts last, to be copied."""
+        """Give free slots to waiting requests: short prompts first, repeated prompts last, since those are copied."""
         arrived = [self._waiting.popleft() for _ in range(min(self.free_slots, len(self._waiting)))]
-        originals: dict[tuple[int, ...], _Row] = {}
-        for row in sorted(arrived, key=lambda row: len(row.prompt)):
-            originals.setdefault(tuple(row.prompt), row)
-        copies = [row for row in arrived if row is not originals[tuple(row.prompt)]]
-        self._rows += [*originals.values(), *copies]
+        originals: dict[tuple[int, ...], _Request] = {}
+        for request in sorted(arrived, key=lambda request: len(request.prompt)):
+            originals.setdefault(tuple(request.prompt), request)
+        copies = [request for request in arrived if request is not originals[tuple(request.prompt)]]
+        self._active += [*originals.values(), *copies]
 
     def _ready(self) -> int:
-        """How many rows, from slot 0 on, have their prompt read."""
-        return next((slot for slot, row in enumerate(self._rows) if row.reading), len(self._rows))
+        """How many requests are ready to decode; they occupy the first slots."""
+        return next((slot for slot, request in enumerate(self._active) if request.prefilling), len(self._active))
 
     def _leave(self, slot: int) -> None:
-        """Take a row out; the last ready row fills its slot, and rows that still read keep their order behind."""
+        """Free a slot: the last ready request moves into it, and the prefilling ones move up in their order."""
         ready = self._ready()
-        first = max(slot, ready - 1)  # the hole that the reading rows close up to
-        for target, source in itertools.pairwise((slot, first, *range(first + 1, len(self._rows)))):
+        first = max(slot, ready - 1)  # the hole left for the prefilling requests to close
+        for target, source in itertools.pairwise((slot, first, *range(first + 1, len(self._active)))):
             if source != target:
                 self._copy(source, target)
-                self._rows[target] = self._rows[source]
-        self._rows.pop()
-        self._cache.clear(slice(len(self._rows), len(self._rows) + 1))
+                self._active[target] = self._active[source]
+        self._active.pop()
+        self._cache.clear(slice(len(self._active), len(self._active) + 1))
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy what the cache holds of a row to another slot."""
-        cache, held = self._cache, self._rows[source].cached
+        """Copy the cached state of one slot to another."""
+        cache, held = self._cache, self._active[source].cached
         cache.k[:, target, :held] = cache.k[:, source, :held]
         cache.v[:, target, :held] = cache.v[:, source, :held]
         cache.positions[target] = cache.positions[source]
@@ -238,63 +244,65 @@ class Engine:
 
     # --- passes ----------------------------------------------------------------------------------
 
-    def _read_prompts(self) -> None:
-        """Read prompts, all but their last token, in the order of slots until the budget is spent."""
+    def _prefill(self) -> None:
+        """Prefill prompts, all but their last token, in the order of slots until the budget is spent."""
         budget = self.prefill_tokens
-        while budget > 0 and (first := self._ready()) < len(self._rows):
-            count, columns = self._chunk(self._rows[first:], budget)
-            rows = self._rows[first : first + count]
-            parts = [row.pending[: min(columns, len(row.pending) - 1)] for row in rows]
-            self._pass(first, parts)
-            for row, part in zip(rows, parts, strict=True):
-                self.prompt_tokens_read += len(part)
-                row.cached += len(part)
-                row.pending = row.pending[len(part) :]
+        while budget > 0 and (first := self._ready()) < len(self._active):
+            count, columns = self._chunk(self._active[first:], budget)
+            requests = self._active[first : first + count]
+            pieces = [request.pending[: min(columns, len(request.pending) - 1)] for request in requests]
+            self._pass(first, pieces)
+            for request, piece in zip(requests, pieces, strict=True):
+                self.prompt_tokens_read += len(piece)
+                request.cached += len(piece)
+                request.pending = request.pending[len(piece) :]
             budget -= count * columns
             self._share(first)
 
-    def _chunk(self, rows: Sequence[_Row], budget: int) -> tuple[int, int]:
-        """How many rows and columns the next pass over prompts takes: within the budget, at most half padding."""
-        columns = min(len(rows[0].pending) - 1, CHUNK, budget)
+    def _chunk(self, requests: Sequence[_Request], budget: int) -> tuple[int, int]:
+        """Rows and columns of the next prefill pass: within the budget, with at most half of the pass as padding."""
+        columns = min(len(requests[0].pending) - 1, CHUNK, budget)
         count, real = 1, columns
-        for row in rows[1:]:
-            wanted = min(len(row.pending) - 1, CHUNK)
+        for request in requests[1:]:
+            wanted = min(len(request.pending) - 1, CHUNK)
             wider = max(columns, wanted)
             area = (count + 1) * wider
-            twin = any(row.prompt == other.prompt for other in rows[:count])  # will be copied, not read
+            twin = any(request.prompt == other.prompt for other in requests[:count])  # is copied, not computed
             if wanted == 0 or twin or area > budget or area > 2 * (real + wanted):
                 break
             count, columns, real = count + 1, wider, real + wanted
-        # A padded row must not run past the end of the cache: it goes on in the next pass.
-        return count, min(columns, *(self.length - row.cached for row in rows[:count]))
+        # A padded row must not run past the end of the cache: the rest of a long prompt waits for the next pass.
+        return count, min(columns, *(self.length - request.cached for request in requests[:count]))
 
     def _share(self, first: int) -> None:
-        """Copy prompts that were just read to the rows behind that have the same."""
-        rows = list(enumerate(self._rows[first:], first))
-        read = {tuple(row.prompt): slot for slot, row in rows if not row.reading}
-        for slot, row in rows:
-            if row.reading and row.cached == 0 and (source := read.get(tuple(row.prompt))) is not None:
+        """Copy the prompts that have just been prefilled to later slots whose requests have the same prompt."""
+        slots = list(enumerate(self._active[first:], first))
+        ready = {tuple(request.prompt): slot for slot, request in slots if not request.prefilling}
+        for slot, request in slots:
+            source = ready.get(tuple(request.prompt))
+            if request.prefilling and request.cached == 0 and source is not None:
                 self._copy(source, slot)
-                row.cached, row.pending = self._rows[source].cached, row.pending[-1:]
+                request.cached, request.pending = self._active[source].cached, request.pending[-1:]
 
-    def _pass(self, first: int, parts: Sequence[Sequence[int]]) -> Tensor:  # (B', T, C), B' >= B
-        """Put new tokens of the rows from slot `first` on through the model; returns its activations."""
-        B, T = len(parts), max(len(part) for part in parts)
-        if self.pad:  # powers of two, as far as there are slots and places
+    def _pass(self, first: int, pieces: Sequence[Sequence[int]]) -> Tensor:  # (B', T, C), B' >= B
+        """Run new tokens of the requests from slot `first` on through the model; return the hidden states."""
+        B, T = len(pieces), max(len(piece) for piece in pieces)
+        if self.pad:  # up to powers of two, as far as the cache has slots and positions
             B = min(1 << (B - 1).bit_length(), self.slots - first)
-        behind = self._rows[first : first + B]
-        held = max(row.cached for row in behind)
+        touched = self._active[first : first + B]
+        held = max(request.cached for request in touched)
         if self.pad and held + (wider := 1 << (T - 1).bit_length()) <= self.length:
             T = wider
-        spare = B - len(parts)  # rows of padding claim a token each; what that changes is put back
-        table = [[*part, *[0] * (T - len(part))] for part in parts] + [[0] * T] * spare
+        spare = B - len(pieces)  # a padding row claims one token of its slot; the slot's state is restored below
+        table = [[*piece, *[0] * (T - len(piece))] for piece in pieces] + [[0] * T] * spare
         idx = torch.tensor(table).to(self.model.device, non_blocking=True)
-        lengths = torch.tensor([len(part) for part in parts] + [1] * spare).to(self.model.device, non_blocking=True)
-        cache, borrowed = self._cache, slice(first + len(parts), first + B)
+        lengths = torch.tensor([len(piece) for piece in pieces] + [1] * spare).to(self.model.device, non_blocking=True)
+        cache, borrowed = self._cache, slice(first + len(pieces), first + B)
         kept = (cache.positions[borrowed].clone(), cache.previous[borrowed].clone()) if spare else None
-        # Of the rows of padding some are slots that nobody is in.
+        # A padding row may fall on a slot that no request occupies.
         spans = Spans(
-            [row.cached for row in behind] + [0] * (B - len(behind)), [len(part) for part in parts] + [1] * spare
+            [request.cached for request in touched] + [0] * (B - len(touched)),
+            [len(piece) for piece in pieces] + [1] * spare,
         )
         hidden = self.model.hidden(idx, cache, slice(first, first + B), lengths, spans)
         if kept:
@@ -303,23 +311,23 @@ class Engine:
         return hidden
 
     def _decode(self) -> list[Event]:
-        """One token for every ready row: feed the first pending token of each, sample where none is left."""
+        """Feed one pending token of every ready request; sample the next token where nothing more is pending."""
         ready = self._ready()
         if not ready:
             return []
-        rows = self._rows[:ready]
-        hidden = self._pass(0, [row.pending[:1] for row in rows])
+        requests = self._active[:ready]
+        hidden = self._pass(0, [request.pending[:1] for request in requests])
         logits = self.model.logits(hidden[:ready, 0])
-        # No random number is used up where a forced token follows and the choice is not looked at.
-        uniforms = [uniform(row.random) if len(row.pending) == 1 else 0.0 for row in rows]
-        tokens, logprobs = choose(logits, [row.sampling for row in rows], uniforms, self._banned)
+        # Draw random numbers only for requests that sample; where a forced token follows, the choice is dropped.
+        uniforms = [uniform(request.random) if len(request.pending) == 1 else 0.0 for request in requests]
+        tokens, logprobs = choose(logits, [request.sampling for request in requests], uniforms, self._banned)
         events, leaving = [], []
-        for slot, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-            row.cached += 1
-            row.pending = row.pending[1:]
-            if row.pending:
-                continue  # a forced token is fed next
-            events += self._accept(row, token, logprob)
+        for slot, (request, token, logprob) in enumerate(zip(requests, tokens, logprobs, strict=True)):
+            request.cached += 1
+            request.pending = request.pending[1:]
+            if request.pending:
+                continue  # the next step feeds a forced token
+            events += self._accept(request, token, logprob)
             if events[-1].finish:
                 leaving.append(slot)
         for slot in reversed(leaving):
@@ -328,33 +336,34 @@ class Engine:
 
     # --- tokens ----------------------------------------------------------------------------------
 
-    def _accept(self, row: _Row, token: int, logprob: float) -> list[Event]:
-        """Add a sampled token to a row, and after the end of a calculator call the answer."""
-        answer = self._calculator(row, token)
+    def _accept(self, request: _Request, token: int, logprob: float) -> list[Event]:
+        """Add a sampled token to a reply, and the calculator's answer if the token closes a call."""
+        answer = self._calculator(request, token)
         events = []
         for i, next_token in enumerate((token, *answer)):
-            row.pending.append(next_token)
-            row.generated += 1
-            full = row.generated == row.sampling.max_tokens or row.cached + len(row.pending) == self.length
+            request.pending.append(next_token)
+            request.generated += 1
+            held = request.cached + len(request.pending)
+            full = request.generated == request.sampling.max_tokens or held == self.length
             finish: Finish | None = "stop" if next_token in self._stops else "length" if full else None
-            events.append(Event(row.request, next_token, 0.0 if i else logprob, bool(i), finish))
+            events.append(Event(request.number, next_token, 0.0 if i else logprob, bool(i), finish))
             if finish:
                 break
         return events
 
-    def _calculator(self, row: _Row, token: int) -> list[int]:
-        """Follow a calculator call; at its end the tokens of the answer, marks included.
+    def _calculator(self, request: _Request, token: int) -> list[int]:
+        """Follow calculator calls; return the tokens of the answer, marks included, when a call closes, else none.
 
-        A call that is no calculation is answered by FAILED: left alone, the model would make an answer up.
+        The answer to an invalid expression is FAILED: without an answer the model would make one up.
         """
         special = self.tokenizer.special
         if token == special("python_start"):
-            row.expression = []
-        elif token == special("python_end") and row.expression is not None:
-            answer = calculate(self.tokenizer.decode(row.expression))
-            row.expression = None
+            request.expression = []
+        elif token == special("python_end") and request.expression is not None:
+            answer = calculate(self.tokenizer.decode(request.expression))
+            request.expression = None
             text = self.tokenizer.encode(FAILED if answer is None else answer)
             return [special("output_start"), *text, special("output_end")]
-        elif row.expression is not None:
-            row.expression.append(token)
+        elif request.expression is not None:
+            request.expression.append(token)
         return []

@@ -317,6 +317,14 @@ class GPT(nn.Module):
         total = self.lm_head(x, targets, weights)
         return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
 
+    def shard_groups(self) -> list[nn.Module]:
+        """The modules whose parameters are gathered and reduced together when the model is sharded."""
+        return [*self.value_embeds.values(), self.wte, *self.blocks, self.lm_head]
+
+    def compile_groups(self) -> list[nn.Module]:
+        """The modules that are compiled one by one where the model is sharded."""
+        return [*self.blocks, self.lm_head]
+
     def parameter_roles(self) -> dict[str, Role]:
         """What each parameter is; optim.py gives every role its settings."""
         return {name: self._role(name) for name, _ in self.named_parameters()}

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the scripts of this folder share; sourced from the root of the repository.
+# Functions for the scripts of this folder, which source this file in the root of the repository.
 
-prepare() { # make the environment of this host; sets `device` and `devices`, which NPROC_PER_NODE lowers
+prepare() { # make the environment of this host; sets `device` and `devices`, which NPROC_PER_NODE may lower
     local code=3
     case ${NANOCHAT_DEVICE:-npu} in npu)
         code=0
@@ -12,25 +12,25 @@ prepare() { # make the environment of this host; sets `device` and `devices`, wh
     if [ $code -eq 3 ] && [ "${NANOCHAT_DEVICE:-}" != npu ]; then # no NPU: a GPU or the CPU
         # shellcheck source=setup_env.sh
         source ./setup_env.sh
-        # shellcheck disable=SC2119  # its flags are not ours
+        # shellcheck disable=SC2119  # setup_env must not get the flags of this script
         setup_env
     elif [ $code -ne 0 ]; then
         echo "error: the NPUs of this host cannot be used yet; the lines above say why. Next: python check_npu.py" >&2
-        echo "错误：本机的 NPU 还不能使用，原因见上文。下一步：python check_npu.py" >&2
+        echo "错误：本机的 NPU 还不能用，原因见上文。下一步：python check_npu.py" >&2
         exit 1
     fi
     export OMP_WAIT_POLICY=PASSIVE
     read -r device _ devices < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
-            echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE" >&2
+            echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
             exit 2
         fi
         devices=$NPROC_PER_NODE
     fi
 }
 
-launch() { # MODULE FLAGS...: one process on each device of this host
+launch() { # MODULE FLAGS...: run a module with one process on each device of this host
     if [ "$devices" -gt 1 ]; then
         torchrun --standalone --nproc_per_node="$devices" -m "$1" -- "${@:2}"
     else

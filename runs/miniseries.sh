@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A series of models of growing depth, and a picture of their bits per byte against the FLOPs of their training: d2 to d8
-# of TinyWorld on a CPU, d10 to d20 of FineWeb-Edu elsewhere. Stopped and typed again, it goes on.
+# Trains models of growing depth and plots their bits per byte against their training FLOPs: d2 to d8 on TinyWorld on a
+# CPU, d10 to d20 on FineWeb-Edu on other devices. Typed again after a stop, it resumes.
 #   bash runs/miniseries.sh
-#   bash runs/miniseries.sh --quick            three tiny models, within two minutes
-#   bash runs/miniseries.sh --data NAME        another corpus that is prepared, with its tokenizer
+#   bash runs/miniseries.sh --quick            three tiny models in less than two minutes
+#   bash runs/miniseries.sh --data NAME        another corpus that is already prepared and has a tokenizer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh
-# shellcheck disable=SC2119  # its flags are not ours
+# shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE
 base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
@@ -20,7 +20,7 @@ for flag in "$@"; do
     --quick) quick=yes ;;
     esac
 done
-if [ -z "$data" ]; then # choose a corpus, and make what is missing
+if [ -z "$data" ]; then # choose a corpus, and make the corpus and its tokenizer if they are missing
     read -r device _ < <(python -m nanochat.device)
     if [ "$device" = cpu ] || [ -n "$quick" ]; then
         data=tinyworld

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A script over several hosts: type the same command on each, with its own NODE_RANK.
+# Runs a script on several hosts: type the same command on each host, with a different NODE_RANK.
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multinode_npu.sh scripts.base_train --depth=20
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multinode_npu.sh scripts.base_train --depth=20
-# On ModelArts, and under Volcano with its plug-ins env and svc and a task named worker, the platform tells all three.
-# NANOCHAT_BASE_DIR must be a folder that all hosts share; prepare the data on one host first.
+# ModelArts sets all three variables, and so does Volcano with the plug-ins env and svc and a task named worker.
+# NANOCHAT_BASE_DIR must be a folder that all hosts share. Prepare the data on one host first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
@@ -13,23 +13,23 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 words=("$@")
-set -- # setup_ascend.sh must not take them for its own
+set -- # setup_ascend.sh must not see these arguments
 hosts=${NNODES:-${MA_NUM_HOSTS:-${VC_WORKER_NUM:-1}}}
 number=${NODE_RANK:-${VC_TASK_INDEX:-}}
 first=${MASTER_ADDR:-${VC_WORKER_HOSTS:-}}
 first=${first%%,*}
 port=${MASTER_PORT:-29500}
 if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: NNODES must be the number of hosts, got $hosts" >&2
+    echo "error: NNODES must be the number of hosts, got $hosts; set it to the same number on every host" >&2
     exit 2
 fi
 if [ "$hosts" -gt 1 ]; then
     if ! [[ $number =~ ^[0-9]+$ ]] || [ "$number" -ge "$hosts" ]; then
-        echo "error: NODE_RANK must be this host's number, from 0 to $((hosts - 1)), got '$number'" >&2
+        echo "error: NODE_RANK must be this host's number, from 0 to $((hosts - 1)), got '$number'; set a different number on every host" >&2
         exit 2
     fi
     if [ -z "$first" ]; then
-        echo "error: MASTER_ADDR must be the address of the host with NODE_RANK=0" >&2
+        echo "error: MASTER_ADDR must be the address of the host with NODE_RANK=0, and is not set; set it to the same address on every host" >&2
         exit 2
     fi
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Eight layers, 100 steps on FineWeb-Edu, on all cards (or NPROC_PER_NODE of them): whether data and cards work.
+# Tests whether data and cards work: trains 8 layers for 100 steps on FineWeb-Edu, on all cards or on NPROC_PER_NODE.
 #   bash runs/quick_fineweb_test.sh
 #   NPROC_PER_NODE=4 bash runs/quick_fineweb_test.sh
 set -euo pipefail
@@ -8,6 +8,6 @@ source runs/common.sh
 
 prepare
 python -m nanochat.dataset -n 4
-python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # as speedrun.sh trains it
+python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # the tokenizer of speedrun.sh
 launch scripts.base_train --data=fineweb --model_tag=fineweb_quick_d8 --depth=8 --total_batch_size=262144 \
     --num_iterations=100 --eval_every=50

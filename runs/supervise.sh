@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Starts a training command again whenever it fails, with a fresh rendezvous each time; it goes on from its newest save.
+# Restarts a training command whenever it fails. Each start has a new rendezvous and resumes from the newest checkpoint.
 #   bash runs/supervise.sh scripts.base_train --depth=20            one process on each device of this host
-#   bash runs/supervise.sh bash runs/multinode_npu.sh scripts.base_train --depth=20    on every host
-# It ends when the command is done, when it was stopped by a signal (which is handed on), when the command line was wrong
-# (code 2), or when SUPERVISE_TRIES (3) starts in a row have saved nothing new. SUPERVISE_PAUSE (5) seconds lie between.
+#   bash runs/supervise.sh bash runs/multinode_npu.sh scripts.base_train --depth=20    type this on every host
+# It ends when the command succeeds, when a signal stops it (the command gets the signal too), when the command line is
+# wrong (code 2), or when SUPERVISE_TRIES starts in a row (default 3) have saved nothing new. It waits SUPERVISE_PAUSE
+# seconds (default 5) before each restart.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +13,7 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 words=("$@")
-set -- # setup_ascend.sh must not take them for its own
+set -- # setup_ascend.sh must not see these arguments
 case ${words[0]} in
 scripts.*)
     # shellcheck source=runs/common.sh
@@ -22,19 +23,19 @@ scripts.*)
     ;;
 *) start=("${words[@]}") ;;
 esac
-# A launcher gives its ranks this long to save after a signal, by itself only 30 seconds.
+# The seconds that a launcher gives its ranks to save after a signal; its own default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
-saved() { # what has been saved so far, in a word
+saved() { # print a checksum of the checkpoints, which changes with every save
     local base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
     find "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null | sort | cksum
 }
 
-alive() { # whether anything of the command still runs
+alive() { # whether any process of the command still runs
     kill -0 -- "-$child" 2>/dev/null
 }
 
-end_it() { # ask the command and all that it started to save and stop
+end_it() { # ask the command and all its processes to save and stop
     stopped=$1
     if [ -n "$child" ]; then kill -TERM -- "-$child" 2>/dev/null || true; fi
 }
@@ -43,8 +44,8 @@ stopped=
 child=
 trap 'end_it SIGTERM' TERM
 trap 'end_it SIGINT' INT
-trap 'end_it SIGUSR1' USR1 # for which a launcher would end without its ranks
-set -m                     # the command gets a process group of its own
+trap 'end_it SIGUSR1' USR1 # a launcher would end on SIGUSR1 without its ranks, so the ranks get SIGTERM
+set -m                     # gives the command a process group of its own
 
 fruitless=0
 number=1
@@ -54,27 +55,27 @@ while true; do
     child=$!
     code=0
     wait "$child" || code=$?
-    while [ -n "$stopped" ] && alive; do # a signal ends `wait` before the command has ended
+    while [ -n "$stopped" ] && alive; do # a signal ends `wait` before the command ends
         code=0
         wait "$child" 2>/dev/null || code=$?
         sleep 0.2
     done
     if [ -n "$stopped" ]; then
-        echo "supervise: stopped by $stopped; the same command goes on" >&2
+        echo "supervise: stopped by $stopped; type the same command again to resume" >&2
         exit "$code"
     fi
     if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then exit "$code"; fi
-    if alive; then # what a launcher that was killed has left behind
+    if alive; then # a launcher that was killed leaves its ranks behind
         kill -KILL -- "-$child" 2>/dev/null || true
     fi
     child=
     fruitless=$((fruitless + 1))
     if [ "$(saved)" != "$before" ]; then fruitless=0; fi
     if [ "$fruitless" -ge "${SUPERVISE_TRIES:-3}" ]; then
-        echo "error: supervise: $fruitless starts in a row ended with code $code and saved nothing new; see above why" >&2
+        echo "error: supervise: $fruitless starts in a row ended with code $code and saved nothing new; the lines above say why. Fix that, then type the same command again" >&2
         exit "$code"
     fi
-    echo "supervise: start $number ended with code $code; starting again in ${SUPERVISE_PAUSE:-5} s" >&2
+    echo "supervise: start $number ended with code $code; restarting in ${SUPERVISE_PAUSE:-5} s" >&2
     number=$((number + 1))
     sleep "${SUPERVISE_PAUSE:-5}" || true
     if [ -n "$stopped" ]; then exit 130; fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Twelve layers, 5,000 steps of 262,144 tokens of FineWeb-Edu (1.3 billion), on all cards (or NPROC_PER_NODE of them).
-# Stopped and typed again, it goes on. mid_train, chat_sft and chat_rl come next, with --model_tag=fineweb_base_d12.
+# Pretrains 12 layers on FineWeb-Edu: 5,000 steps of 262,144 tokens (1.3 billion), on all cards or on NPROC_PER_NODE.
+# Typed again after a stop, it resumes. Next come mid_train, chat_sft and chat_rl with --model_tag=fineweb_base_d12.
 #   bash runs/train_with_fineweb.sh
 #   bash runs/train_with_fineweb.sh --num_iterations=10000
 set -euo pipefail
@@ -8,11 +8,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
 flags=("$@")
-set -- # setup_ascend.sh must not take them for its own
+set -- # setup_ascend.sh must not see these flags
 prepare
-# 5,000 steps need 27 shards of about 50 million tokens; more steps without more shards repeat them.
+# 5,000 steps need 27 shards of about 50 million tokens. More steps repeat the shards.
 python -m nanochat.dataset -n 32
-python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # as speedrun.sh trains it
+python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # the tokenizer of speedrun.sh
 size=()
 if [ "$device" = npu ]; then
     plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")

@@ -1,8 +1,8 @@
-"""CORE of a base model, where there is an eval bundle, and bits per byte on the validation split.
+"""Evaluate a base model: CORE, if the eval bundle is on this machine, and bits per byte on the validation split.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
-python -m scripts.base_eval --download                         # fetches the bundle first, 162 MB
+python -m scripts.base_eval --download                         # downloads the bundle first, 162 MB
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=DIR
 """
 
@@ -21,43 +21,44 @@ from nanochat.evals.core import Core
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of the evaluation of a base model."""
+    """Evaluate a base model: CORE and bits per byte."""
 
     device_type: str = ""
-    """npu, cuda or cpu; empty = the first that is usable"""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """corpus by name, a folder of one's own, or a mixture such as web:0.7,books:0.3; default: what the model was
-    trained on"""
+    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
+    Default: the corpus that the model was trained on."""
     model_tag: str | None = None
-    """folder of the checkpoints, such as d20; default: the newest"""
+    """Tag of the model, such as d20. Default: the newest."""
     step: int | None = None
-    """step of the checkpoint; default: the newest"""
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     eval_bundle: str | None = None
-    """folder of CORE's tasks; default: eval_bundle in the base folder"""
+    """Folder of CORE's tasks. Default: eval_bundle in the base folder. Set it if you copied the bundle by hand."""
     download: bool = False
-    """fetch the bundle into the base folder first, if it is not there"""
+    """Download the bundle (162 MB) into the base folder first, unless it is there already."""
     max_per_task: int = -1
-    """problems of each task, at most; -1 = all"""
+    """Most problems to evaluate of each CORE task; -1 means all. Set 100 for a quick look."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """rows of a pass on one device"""
+    """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per byte. Lower it if the
+    device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
-    """tokens to measure bits per byte on, at most all: 10 M, on a CPU 262,144"""
+    """Tokens to measure bits per byte on, at most the whole split. auto: 10 M, on a CPU 262,144."""
 
 
 def table(core: Core) -> str:
-    """The scores as the published CSV file: Task, Accuracy, Centered."""
+    """The scores in the format of the published CSV file: Task, Accuracy, Centered."""
     lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
     lines += [f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks]
     return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {core.core:<10.6f}", ""])
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
-    """CORE, written to <base>/base_eval/<tag>_<step>.csv; None without a bundle."""
+    """Measure CORE and write it to <base>/base_eval/<tag>_<step>.csv. None if there is no bundle."""
     bundle = core_eval.find_bundle(cfg.eval_bundle)
     if bundle is None:
         log(
-            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. --download fetches it, "
-            "--eval_bundle DIR takes one that was carried in"
+            f"CORE is left out: there is no eval bundle in {base_dir() / 'eval_bundle'}. Download it with --download, "
+            "or name your own copy with --eval_bundle DIR"
         )
         return None
     length = loaded.model.config.sequence_len
@@ -72,7 +73,7 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
 
 
 def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Loss | None:
-    """Bits per byte on the validation split; None if the corpus is not on this machine and none was asked for."""
+    """Measure bits per byte on the validation split. None if --data is not given and the corpus is not here."""
     try:
         data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     except UserError as missing:
@@ -87,7 +88,7 @@ def evaluate_bits(cfg: Config, loaded: Loaded, compute: Compute) -> loss_eval.Lo
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Evaluate what there is, and leave a section for the report; the section."""
+    """Measure what can be measured on this machine; write the figures to the report, and return them."""
     if cfg.download:
         if compute.main and core_eval.find_bundle(cfg.eval_bundle) is None:
             core_eval.download_bundle()
@@ -97,7 +98,10 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     core = evaluate_core(cfg, loaded, compute)
     bits = evaluate_bits(cfg, loaded, compute)
     if core is None and bits is None:
-        raise UserError("nothing was evaluated: neither an eval bundle nor the corpus is here, see above", exit_code=2)
+        raise UserError(
+            "nothing was evaluated: neither an eval bundle nor the corpus is here. The lines above say how to get them",
+            exit_code=2,
+        )
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step}
     section["core"] = None if core is None else {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
     section["val"] = None if bits is None else asdict(bits)

@@ -1,4 +1,4 @@
-"""Bits per byte of a base model on both splits of its corpus, and what it says after a few beginnings.
+"""Measure the bits per byte of a base model on both splits of its corpus, and let it continue a few prompts.
 
 python -m scripts.base_loss
 torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_size=32 --split_tokens=10485760
@@ -35,29 +35,29 @@ SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of the evaluation of a base model's loss."""
+    """Measure bits per byte of a base model, and let it continue a few prompts."""
 
     device_type: str = ""
-    """npu, cuda or cpu; empty = the first that is usable"""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
-    """corpus by name, a folder of one's own, or a mixture such as web:0.7,books:0.3; default: what the model was
-    trained on"""
+    """Corpus to measure bits per byte on: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
+    Default: the corpus that the model was trained on."""
     model_tag: str | None = None
-    """folder of the checkpoints, such as d20; default: the newest"""
+    """Tag of the model, such as d20. Default: the newest."""
     model_step: int | None = None
-    """step of the checkpoint; default: the newest"""
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """rows of a pass on one device"""
+    """Rows per pass on one device. auto: 32, on a CPU 4,096 tokens. Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
-    """tokens of each split to measure on, at most all: 10 M, on a CPU 262,144"""
+    """Tokens of each split to measure on, at most the whole split. auto: 10 M, on a CPU 262,144."""
     sample_tokens: int = 16
-    """tokens of each sample; 0 = no samples"""
+    """Tokens to generate after each prompt; 0 skips the samples."""
     once: bool = False
-    """do nothing if the report already has the figures of this checkpoint"""
+    """Do nothing if the report already has the figures of this checkpoint."""
 
 
 def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
-    """What a base model says after each of PROMPTS, taking the likeliest token each time."""
+    """The continuation of each of PROMPTS, always with the likeliest token."""
     tokenizer = loaded.tokenizer
     engine = Engine(loaded.model, tokenizer)
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in PROMPTS]
@@ -67,7 +67,7 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
 
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
-    """Measure, sample, and leave a section for the report; the section."""
+    """Measure and sample; write the figures to the report, and return them."""
     loaded = load_model("base", cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"base model {loaded.tag}, step {loaded.step:,}, on {data.name}")

@@ -2,7 +2,7 @@
 
 python -m scripts.chat_cli                            # the latest stage
 python -m scripts.chat_cli -i sft -g d20              # stage sft of the model with tag d20
-python -m scripts.chat_cli -p "What is 37 * 48?"      # one answer, alone on standard output
+python -m scripts.chat_cli -p "What is 37 * 48?"      # one answer; standard output has nothing else
 echo "法国的首都是哪里？" | python -m scripts.chat_cli
 """
 
@@ -33,87 +33,88 @@ class Config:
     """Chat with a trained model in the terminal."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Unset: the latest there is of rl > sft > mid > base."""
+    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Unset: the newest."""
+    """Tag of the model, such as d20. Default: the newest."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Unset: the last."""
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
-    """Answer this and end. Unset: chat, or answer what comes through a pipe."""
+    """Answer this prompt and exit. Default: chat interactively, or answer the text that comes through a pipe."""
     system: str = ""
-    """Instructions that go before the chat."""
+    """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """How freely words are drawn; 0 takes the likeliest. auto: 0 for a TinyWorld model, else 0.6."""
+    """Randomness of the replies: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6. Raise it
+    for more variety."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Draw among the k likeliest tokens; 0 takes all."""
+    """Sample from the k likeliest tokens; 0 samples from all."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
-    """Longest reply in tokens."""
+    """Longest reply, in tokens."""
     seed: int = 42
-    """Of the draws: the same seed and the same words give the same replies."""
+    """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
-    """Language of the messages. auto: that of the terminal (LC_ALL, LC_MESSAGES, LANG)."""
+    """Language of this program's own messages. auto: the language of the terminal (LC_ALL, LC_MESSAGES, LANG)."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
-    """Number format of the computation. auto: the device's best."""
+    """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
-    """Device to use. Unset: the best there is."""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
 TEXTS = {
     "en": {
         "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
         "temperature": "temperature {value:g}: {reason}",
-        "base": "this model was not taught to chat: it continues what you type",
-        "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends",
-        "help": """/help         this list
-/new          start a new chat
-/system TEXT  set the instructions and start a new chat; without TEXT, none
-/temp X       temperature, 0 takes the likeliest words (now {temperature:g})
-/topk N       draw among the N likeliest tokens, 0 takes all (now {top_k})
-/max N        longest reply in tokens (now {max_tokens})
-/save FILE    write the chat to a file
-/load FILE    go on with a chat from a file
-/quit         end
-\"\"\"           before and after a text of several lines""",
-        "new": "a new chat",
+        "base": "this is a base model, which has not learned to chat: it continues the text that you type",
+        "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat",
+        "help": """/help         show this list
+/new          start a new chat; the instructions stay
+/system TEXT  set the instructions and start a new chat; without TEXT, clear the instructions
+/temp X       set the temperature; 0 always takes the likeliest token (now {temperature:g})
+/topk N       sample from the N likeliest tokens; 0 samples from all (now {top_k})
+/max N        set the longest reply in tokens (now {max_tokens})
+/save FILE    save the chat to a file
+/load FILE    load a chat from a file and continue it
+/quit         end the chat
+\"\"\"           type this before and after a text of several lines""",
+        "new": "started a new chat",
         "set": "temperature {temperature:g}, top-k {top_k}, at most {max_tokens} tokens",
-        "number": "{command} needs a number, got {given!r}",
-        "file": "{command} needs a file name",
-        "saved": "{count} messages written to {path}",
-        "loaded": "{count} messages read from {path}",
-        "unknown": "there is no command {command}, see /help; before a text that begins with / put a space",
+        "number": "{command} needs a number, got {given!r}: type {command} 1, for example",
+        "file": "{command} needs a file name: type {command} chat.json, for example",
+        "saved": "saved {count} messages to {path}",
+        "loaded": "loaded {count} messages from {path}",
+        "unknown": "there is no command {command}: see /help. To send a text that begins with /, put a space first",
         "forgotten": "the context is full: the model no longer sees the first {count} messages",
-        "length": "the reply was cut at its limit; /max N sets another, /new makes room",
+        "length": "the reply was cut off at its length limit: /max N sets another limit, /new makes room",
         "stopped": "stopped",
         "empty": "the model said nothing",
         "speed": "{tokens} tokens, {rate:.0f} tokens/s, context {used} of {context}",
-        "bye": "Ctrl-D or /quit ends",
+        "bye": "Ctrl-D or /quit ends the chat",
     },
     "zh": {
         "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
         "temperature": "温度 {value:g}：{reason}",
-        "base": "此模型还没有学过对话，只会接着您输入的文字往下写",
+        "base": "这是基座模型，还没有学过对话，只会接着输入的文字往下写",
         "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",
         "help": """/help         显示本列表
-/new          开始新对话
-/system 文字  设置系统提示并开始新对话；不写文字则清除
-/temp X       温度，0 表示总取最可能的词（现为 {temperature:g}）
-/topk N       只在最可能的 N 个词元中抽取，0 表示不限（现为 {top_k}）
-/max N        回答的最大词元数（现为 {max_tokens}）
-/save 文件    把对话写入文件
-/load 文件    从文件读入对话并继续
+/new          开始新对话，系统提示不变
+/system 文字  设置系统提示并开始新对话；不写文字则清除系统提示
+/temp X       设置温度，0 表示总取最可能的词元（现为 {temperature:g}）
+/topk N       只从最可能的 N 个词元中采样，0 表示不限（现为 {top_k}）
+/max N        设置回答的最大词元数（现为 {max_tokens}）
+/save 文件    把对话保存到文件
+/load 文件    从文件载入对话并继续
 /quit         退出
-\"\"\"           放在多行文字的前后""",
+\"\"\"           输入多行文字时，放在开头和结尾""",
         "new": "已开始新对话",
         "set": "温度 {temperature:g}，top-k {top_k}，最多 {max_tokens} 个词元",
-        "number": "{command} 后面要写一个数字，而不是 {given!r}",
-        "file": "{command} 后面要写文件名",
-        "saved": "已把 {count} 条消息写入 {path}",
-        "loaded": "已从 {path} 读入 {count} 条消息",
-        "unknown": "没有命令 {command}，请看 /help；要发送以 / 开头的文字，请在前面加一个空格",
-        "forgotten": "上下文已满：模型看不到最前面的 {count} 条消息了",
-        "length": "回答到了长度上限，被截断；/max N 可改上限，/new 可腾出上下文",
+        "number": "{command} 后面要写数字，不能写 {given!r}；例如 {command} 1",
+        "file": "{command} 后面要写文件名，例如 {command} chat.json",
+        "saved": "已把 {count} 条消息保存到 {path}",
+        "loaded": "已从 {path} 载入 {count} 条消息",
+        "unknown": "没有命令 {command}，输入 /help 查看命令；要发送以 / 开头的文字，请在前面加一个空格",
+        "forgotten": "上下文已满，模型看不到最前面的 {count} 条消息了",
+        "length": "回答达到长度上限，已截断；/max N 可调整上限，/new 可腾出上下文",
         "stopped": "已停止",
-        "empty": "模型没有说话",
+        "empty": "模型没有给出回答",
         "speed": "{tokens} 个词元，每秒 {rate:.0f} 个，上下文 {used}/{context}",
         "bye": "按 Ctrl-D 或输入 /quit 退出",
     },
@@ -122,7 +123,7 @@ TEXTS = {
 
 @dataclass
 class Chat:
-    """A conversation with a loaded model; replies go to `out`, everything else to `notes`."""
+    """A chat with a loaded model. Replies go to `out`, everything else to `notes`."""
 
     loaded: Loaded
     engine: Engine
@@ -130,20 +131,21 @@ class Chat:
     lang: str
     out: TextIO
     notes: TextIO
-    messages: list[Message] = field(default_factory=list)  # whole pairs of turns, a system turn before them or not
+    messages: list[Message] = field(default_factory=list)  # whole exchanges, perhaps after a system message
     replies: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the draws, as the commands take them."""
+        """The sampling settings as the commands take them: top_k 0 means all tokens."""
         given = self.sampling
         return {"temperature": given.temperature, "top_k": given.top_k or 0, "max_tokens": given.max_tokens}
 
     def note(self, name: str, **values: Any) -> None:
-        """Say something about the chat, beside it."""
+        """Print one of TEXTS to the notes."""
         self.dim(TEXTS[self.lang][name].format(**values))
 
     def dim(self, text: str) -> None:
+        """Print a text to the notes, in grey on a terminal."""
         print(dim(text, self.notes), file=self.notes, flush=True)
 
 
@@ -151,13 +153,13 @@ class Chat:
 
 
 def prompt_tokens(chat: Chat, question: str) -> list[int]:
-    """What the model is given: the chat and the question, without its first turns if they no longer fit."""
+    """The tokens of the chat and the question, without the first exchanges if they no longer fit."""
     tokenizer, length = chat.loaded.tokenizer, chat.engine.length
     if chat.loaded.stage == "base":
         return [tokenizer.bos, *tokenizer.encode(question)]
     head = instructions(chat.messages)
     turns = [*chat.messages[len(head) :], user(question)]
-    room = length - min(chat.sampling.max_tokens, length // 4)  # what a reply is left at least
+    room = length - min(chat.sampling.max_tokens, length // 4)  # the rest is the least room for a reply
     for forgotten in range(0, len(turns), 2):
         seen = Conversation((*head, *turns[forgotten:]))
         tokens = tokenizer.render_prompt(seen)
@@ -169,7 +171,7 @@ def prompt_tokens(chat: Chat, question: str) -> list[int]:
 
 
 def show(part: Part, chat: Chat, call: str) -> str:
-    """Print a part as it comes; a calculator call waits for its answer. Returns the call that waits."""
+    """Print a part of a reply. A calculator call waits for its answer: return the call that waits, or an empty text."""
     if part.kind == "python":
         return part.text
     if part.kind == "text":
@@ -182,9 +184,9 @@ def show(part: Part, chat: Chat, call: str) -> str:
 
 
 def reply(chat: Chat, question: str) -> bool:
-    """Answer a question word by word and add both turns to the chat. False if Ctrl-C stopped it.
+    """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C stopped the reply.
 
-    UserError, with the chat as it was, if the question does not fit the context.
+    UserError if the question does not fit into the context; the chat then stays unchanged.
     """
     prompt = prompt_tokens(chat, question)
     request = chat.engine.submit(prompt, replace(chat.sampling, seed=chat.sampling.seed + chat.replies))
@@ -218,7 +220,7 @@ def reply(chat: Chat, question: str) -> bool:
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Do what a line that begins with / says. False if it ends the chat. UserError if it cannot be done."""
+    """Carry out a line that begins with /. False if the line ends the chat. UserError if the command is wrong."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/quit", "/exit"):
@@ -239,7 +241,7 @@ def command(chat: Chat, line: str) -> bool:
 
 
 def use_file(chat: Chat, name: str, given: str) -> None:
-    """Write the chat to a file, or go on with one from a file."""
+    """Save the chat to a file, or load a chat from a file and continue it."""
     if not given:
         raise UserError(TEXTS[chat.lang]["file"].format(command=name))
     path = Path(given).expanduser()
@@ -251,7 +253,7 @@ def use_file(chat: Chat, name: str, given: str) -> None:
 
 
 def set_number(chat: Chat, name: str, given: str) -> None:
-    """Change a setting of the draws; without a number, only say what they are."""
+    """Change a sampling setting and print all of them; without a number, only print them."""
     changes: dict[str, Any] = {}
     try:
         if name == "/temp" and given:
@@ -279,7 +281,7 @@ def converse(chat: Chat) -> None:
             except EOFError:
                 print(file=chat.out)
                 return
-            except KeyboardInterrupt:  # at the keyboard it only drops the line
+            except KeyboardInterrupt:  # Ctrl-C while typing drops only the line
                 print(file=chat.out)
                 chat.note("bye")
                 continue
@@ -294,9 +296,11 @@ def converse(chat: Chat) -> None:
 
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
-    """Load the model and say which."""
+    """Load the model, and print which one it is and how it samples."""
     given = 0.0 if cfg.temperature == "auto" else cfg.temperature
-    sampling = Sampling(given, cfg.top_k or None, cfg.max_tokens, cfg.seed)  # before all else: it checks the flags
+    sampling = Sampling(
+        given, cfg.top_k or None, cfg.max_tokens, cfg.seed
+    )  # first, because it checks the flags before the model loads
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         if cfg.dtype != "auto":
@@ -315,20 +319,21 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
 
 def main(cfg: Config) -> None:
+    """Chat, or answer one prompt from the command line or a pipe."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? for what it lacks
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
     piped = cfg.prompt is None and not sys.stdin.isatty()
     prompt = sys.stdin.read() if piped else cfg.prompt
     if prompt is not None and not prompt.strip():
-        raise UserError('the prompt is empty: write it after -p, such as -p "What is 37 * 48?"', exit_code=2)
+        raise UserError('the prompt is empty: write a question after -p, such as -p "What is 37 * 48?"', exit_code=2)
     try:
         chat = open_chat(cfg, sys.stdout if prompt is None and sys.stdout.isatty() else sys.stderr)
         if prompt is None:
             converse(chat)
         elif not reply(chat, prompt.strip()):
             raise KeyboardInterrupt
-    except BrokenPipeError:  # the reader of the answer has seen enough
+    except BrokenPipeError:  # the program that reads the answer has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         compute_cleanup()

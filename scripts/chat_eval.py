@@ -1,6 +1,6 @@
-"""How many problems of each task a chat model answers rightly.
+"""Evaluate a chat model: what share of the problems of each task it solves.
 
-python -m scripts.chat_eval                                   # the latest stage, the tasks that fit its corpus
+python -m scripts.chat_eval                                   # the latest stage, on the tasks that suit its corpus
 python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
 """
@@ -26,47 +26,47 @@ from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
 from tasks.spellingbee import SpellingBee
 
-SAMPLES = 6  # replies of each task kept for the report
+SAMPLES = 6  # replies of each task to keep for the report
 
 
 @dataclass(frozen=True)
 class Config:
-    """How many problems of each task a chat model answers rightly."""
+    """Evaluate a chat model: what share of the problems of each task it solves."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Unset: the latest there is of rl > sft > mid > base."""
+    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
-    """Tasks, with | between them. Unset: those that fit the corpus of the model."""
+    """Tasks to evaluate, with | between their names. Default: the tasks that suit the corpus of the model."""
     temperature: Annotated[float, arg(aliases=["-t"])] = 0.0
-    """How freely words are drawn; 0 takes the likeliest."""
+    """Randomness of the replies: 0 always takes the likeliest token. Raise it for several samples."""
     max_new_tokens: Annotated[int, arg(aliases=["-m"])] = 512
-    """Longest reply in tokens."""
+    """Longest reply, in tokens."""
     num_samples: Annotated[int, arg(aliases=["-n"])] = 1
-    """Replies to each problem, which counts as right if one of them is; needs a temperature above 0."""
+    """Replies to each problem; a problem counts as right if one of them is. Needs a temperature above 0."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Draw among the k likeliest tokens; 0 takes all."""
+    """Sample from the k likeliest tokens; 0 samples from all."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
-    """Problems or replies that are computed together on each device."""
+    """Problems or replies to compute together on each device. Lower it if the device runs out of memory."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Unset: the newest."""
+    """Tag of the model, such as d20. Default: the newest."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Unset: the last."""
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     max_problems: Annotated[int | None, arg(aliases=["-x"])] = None
-    """Ask only so many problems of each task."""
+    """Most problems to ask of each task. Default: all. Lower it for a quick look."""
     once: bool = False
-    """Leave out tasks that the report already has of this checkpoint, asked in this way."""
+    """Skip the tasks whose figures, for this checkpoint and these flags, are already in the report."""
     show: int = 0
-    """Print so many wrong replies of each task."""
+    """Number of wrong replies to print for each task."""
     unsafe_exec: bool = False
-    """HumanEval: run the model's programs even where this machine cannot isolate them."""
+    """HumanEval: run the model's programs even if this machine cannot isolate them. They can then read your files."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
-    """Number format of the computation. auto: the device's best."""
+    """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
-    """Device to use. Unset: the best there is."""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
 def published(unsafe_exec: bool) -> dict[str, Callable[[], Task]]:
-    """The tasks of ChatCORE; each is read when it is called."""
+    """The tasks of ChatCORE; calling an entry reads that task."""
     return {
         "ARC-Easy": lambda: ARC("ARC-Easy", "test"),
         "ARC-Challenge": lambda: ARC("ARC-Challenge", "test"),
@@ -78,9 +78,9 @@ def published(unsafe_exec: bool) -> dict[str, Callable[[], Task]]:
 
 
 def choose_tasks(asked: str | None, corpus: str, unsafe_exec: bool) -> list[Task]:
-    """The tasks that were named, or those that fit a corpus, without those whose rows are not to be had here.
+    """The named tasks, or by default the tasks that suit a corpus and whose rows are on this machine or the hub.
 
-    UserError (code 2) for an unknown name, for a named task without rows, or if no task is left.
+    UserError (code 2) for an unknown name, for a named task whose rows cannot be read, or if no task is left.
     """
     makers = published(unsafe_exec)
     names = [name.strip() for name in asked.split("|") if name.strip()] if asked is not None else []
@@ -90,7 +90,8 @@ def choose_tasks(asked: str | None, corpus: str, unsafe_exec: bool) -> list[Task
     unknown = [name for name in names if name not in makers and name not in small]
     if unknown or (asked is not None and not names):
         raise UserError(
-            f"--task_name takes {', '.join((*makers, *small))}, with | between several; got {asked!r}", exit_code=2
+            f"--task_name must be one or more of {', '.join((*makers, *small))}, with | between them, got {asked!r}",
+            exit_code=2,
         )
     if asked is not None:
         return [small[name] if name in small else makers[name]() for name in names]
@@ -103,12 +104,12 @@ def choose_tasks(asked: str | None, corpus: str, unsafe_exec: bool) -> list[Task
         except UserError as missing:
             warn(f"{name} is left out: {missing}")
     if not tasks:
-        raise UserError("none of the tasks can be evaluated here; the warnings say what each of them needs", 2)
+        raise UserError("none of the tasks can be evaluated here: the warnings above say what each task needs", 2)
     return tasks
 
 
 def words(parts: Sequence[Part]) -> str:
-    """A reply for people: calculator calls and answers in brackets."""
+    """A reply as readable text, with calculator calls and answers in brackets."""
     shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
     return "".join(shown[part.kind].format(part.text) for part in parts)
 
@@ -121,6 +122,7 @@ class Listener:
         self.samples: list[dict[str, Any]] = []
 
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
+        """Take the reply to problem `i` and its grade."""
         if len(self.samples) < SAMPLES or (self.show and grade < 1):
             question = self.task[i].prompt.messages[-1].text
             if len(self.samples) < SAMPLES:
@@ -131,7 +133,7 @@ class Listener:
 
 
 def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the report keeps of a task."""
+    """The figures of a task for the report."""
     groups = {name: {"right": right, "total": total} for name, (right, total) in by_group(task, score).items()}
     return {
         "accuracy": score.accuracy,
@@ -148,7 +150,7 @@ def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, An
 
 
 def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The report's section of the stage, without figures if it is of another checkpoint or way of asking."""
+    """The stage's section of the report, or an empty one if that belongs to another checkpoint or other flags."""
     model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
     about = {"tag": loaded.tag, "step": loaded.step, "model": model, "sampling": dict(sampling)}
     path = report.report_dir() / "sections" / f"{loaded.stage}_eval.json"
@@ -158,7 +160,7 @@ def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], core: float | None) -> None:
-    """Add figures to the report's section of the stage; those of another checkpoint or way of asking go."""
+    """Add figures to the stage's section of the report; drop the figures of another checkpoint or other flags."""
     before = kept(loaded, sampling)
     section = {**before, "tasks": {**before["tasks"], **tasks}}
     core = before["chat_core"] if core is None else core
@@ -166,9 +168,11 @@ def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], 
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
-    """Evaluate the tasks one after another and keep the figures for the report."""
+    """Evaluate the tasks one after another, and add their figures to the report."""
     if cfg.num_samples > 1 and cfg.temperature == 0:
-        raise UserError("--num_samples above 1 needs --temperature above 0: else all samples are the same", 2)
+        raise UserError(
+            "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all samples are equal", 2
+        )
     if cfg.dtype != "auto":
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)

@@ -1,8 +1,8 @@
-"""Chat with a trained model in the browser, and through an API that OpenAI's clients speak.
+"""Chat with a trained model in the browser, or through an OpenAI-compatible API.
 
 python -m scripts.chat_web                      # the latest stage, at http://127.0.0.1:8000
 python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
-python -m scripts.chat_web --host 0.0.0.0       # other machines may use it too
+python -m scripts.chat_web --host 0.0.0.0       # other machines can use it too
 """
 
 import errno
@@ -26,41 +26,40 @@ class Config:
     """Chat with a trained model in the browser."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Unset: the latest there is of rl > sft > mid > base."""
+    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Unset: the newest."""
+    """Tag of the model, such as d20. Default: the newest."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Unset: the last."""
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """How freely words are drawn, 0 to 2; 0 takes the likeliest. auto: 0 for a TinyWorld model, else 0.6. A request
-    may ask for another."""
+    """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
+    A request may set its own."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Draw among the k likeliest tokens; 0 takes all. A request may ask for another."""
+    """Sample from the k likeliest tokens; 0 samples from all. A request may set its own."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
-    """Longest answer in tokens, unless a request asks for another."""
+    """Longest answer, in tokens. A request may set its own."""
     num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
-    """Must be 1: one model answers many chats at once."""
+    """Number of devices. Must be 1: one model on one device answers many chats at once."""
     slots: int = 32
-    """Chats that are answered at once; more wait."""
+    """Chats to answer at the same time; further chats wait. Lower it if the device runs out of memory."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
-    """Number format of the computation. auto: the device's best."""
+    """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
-    """Device to use. Unset: the best there is."""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 lets other machines in."""
+    """Address to listen on. 127.0.0.1 serves only this machine; 0.0.0.0 lets other machines in."""
     port: Annotated[int, arg(aliases=["-p"])] = 8000
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0 takes any free port."""
     allowed_hosts: tuple[str, ...] = ()
-    """More names under which browsers may reach this server, such as that of a proxy before it."""
+    """Further host names under which browsers reach this server, such as the name of a proxy in front of it."""
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError (code 2) for settings that cannot be."""
+    """Raise UserError (code 2) for settings out of range."""
     if cfg.num_gpus != 1:
         raise UserError(
-            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs one model on one device and answers "
-            f"{cfg.slots} chats with it at once. For more devices start one server on each, every one with its "
-            "own --port.",
+            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs one model on one device, which answers "
+            f"{cfg.slots} chats at once. To use more devices, start one server per device, each with its own --port.",
             exit_code=2,
         )
     limits = {
@@ -80,11 +79,14 @@ def check(cfg: Config) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded, so that a taken one is known at once. UserError says what to do."""
+    """Open the port before the model loads, so that a port in use fails at once. UserError says what to do."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as failure:
-        raise UserError(f"--host must be an address of this machine, got {host!r} ({failure.strerror})") from None
+        text = (
+            f"--host must be an address of this machine, got {host!r} ({failure.strerror}): leave it out for 127.0.0.1"
+        )
+        raise UserError(text) from None
     try:
         return _bound(family, address)
     except OSError as failure:
@@ -92,9 +94,9 @@ def listen(host: str, port: int) -> socket.socket:
             free = next(_free_ports(family, address))
             text = f"port {port} is taken by another program. Port {free} is free: add --port {free}"
         elif failure.errno == errno.EACCES:
-            text = f"port {port} needs administrator rights; use one from 1024 on, such as --port 8000"
+            text = f"port {port} needs administrator rights: use a port from 1024 on, such as --port 8000"
         elif failure.errno == errno.EADDRNOTAVAIL:
-            text = f"--host must be an address of this machine, got {host}; 127.0.0.1 is this machine alone"
+            text = f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
         else:
             raise
         raise UserError(text) from None
@@ -113,7 +115,7 @@ def _bound(family: int, address: tuple) -> socket.socket:
 
 
 def _free_ports(family: int, address: tuple) -> Iterator[int]:
-    """Free ports, those just above the wanted one first."""
+    """Free ports, starting just above the wanted one."""
     host, port, *rest = address
     for other in (*range(port + 1, min(port + 100, 65535)), 0):
         try:
@@ -124,12 +126,12 @@ def _free_ports(family: int, address: tuple) -> Iterator[int]:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether the address is reachable only from this machine."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def addresses(listener: socket.socket, host: str) -> list[str]:
-    """What to type into a browser."""
+    """The addresses to open in a browser."""
     port = listener.getsockname()[1]
     everywhere = host in ("0.0.0.0", "::", "")
     names = ["127.0.0.1", socket.gethostname()] if everywhere else [f"[{host}]" if ":" in host else host]
@@ -140,7 +142,7 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 
 
 def settings_of(cfg: Config, loaded: Loaded, temperature: float) -> Settings:
-    """What the server needs to know about the model and the defaults."""
+    """The server's settings, from the flags and the loaded model."""
     return Settings(
         model=f"nanochat-{loaded.stage}-{loaded.tag}",
         stage=loaded.stage,
@@ -165,8 +167,8 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
     log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
     if not is_local(cfg.host):
         warn(
-            f"--host {cfg.host} lets everyone who can reach this machine use the model; there is no password, and "
-            "what is said travels unencrypted. The default, 127.0.0.1, is for this machine alone."
+            f"--host {cfg.host} lets everyone who can reach this machine use the model, without a password, and all "
+            "messages travel unencrypted. To serve only this machine, leave --host out."
         )
     for address in addresses(listener, cfg.host):
         log(f"在浏览器中打开 / open in a browser: {address}")
@@ -176,6 +178,7 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
 
 
 def main(cfg: Config) -> None:
+    """Check the flags, open the port, and serve."""
     check(cfg)
     with listen(cfg.host, cfg.port) as listener:
         compute = compute_init(cfg.device_type or None)

@@ -1,4 +1,4 @@
-"""The batched engine against plain recomputation without a cache, one request at a time."""
+"""The batched engine gives the same replies as plain recomputation, without a cache and one request at a time."""
 
 import random
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 @torch.inference_mode()
 def recomputed(model: GPT, prompt: list[int], sampling: Sampling, length: int = LENGTH) -> Completion:
-    """The reference: the whole sequence through the model for every token, no cache, no batch."""
+    """The reference: the whole sequence through the model for every token, without a cache and without a batch."""
     ids, reply, generator = list(prompt), Completion(), random.Random(sampling.seed)
     banned = torch.tensor([mark("output_start"), mark("output_end")])
     expression: list[int] | None = None

@@ -1,4 +1,4 @@
-"""The engine's calculator calls, with a script in the place of the model."""
+"""The engine's calculator calls, with a script in place of the model."""
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ mark = TOKENIZER.special
 
 
 class Scripted:
-    """Stands in for a GPT: says the script that the first token of its slot names, and proves on the way that every
-    slot holds exactly the tokens of one conversation."""
+    """Stands in for a GPT. The first token of a slot names the script that the model says there.
+
+    Every pass checks that each slot holds exactly the tokens of one conversation.
+    """
 
     def __init__(self, scripts: dict[int, list[int]]):
         self.config = GPTConfig(
@@ -58,7 +60,7 @@ def call(expression: str, answer: str) -> list[int]:
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_each_row_is_given_the_answer_of_its_own_call(pad):
+def test_each_request_gets_the_answer_to_its_own_call(pad):
     words = TOKENIZER.encode
     scripts = {
         1: call("12*12", "144") + words(" cat") + [mark("assistant_end")],

@@ -1,4 +1,4 @@
-"""What setup_ascend.sh and check_npu.py know about an Ascend host: the standard library alone, Python 3.8 and later.
+"""The code behind setup_ascend.sh and check_npu.py; it runs on Python 3.8 and later with the standard library alone.
 
-Nothing here imports nanochat or torch but numerics.py and collectives.py, which run in processes of their own.
+Only device_checks.py, numerics.py and collectives.py import torch or nanochat, and they run in separate processes.
 """

@@ -1,4 +1,7 @@
-"""One rank of the check of collectives: python -m tools_npu.collectives RANK RANKS PORT MEGABYTES; prints JSON."""
+"""One rank of the check of the collectives; it prints its results as JSON.
+
+python -m tools_npu.collectives RANK RANKS PORT MEGABYTES
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def wrong(name: str, good: bool) -> list[str]:
+    """The name of a collective in a list if its result was wrong, otherwise an empty list."""
     return [] if good else [name]
 
 
 def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str]]:
-    """Run every collective that training uses, with answers known by hand; names of the wrong ones, and GB/s."""
+    """Run every collective that training uses on inputs with known answers.
+
+    Returns the names of the collectives that were wrong, and the bandwidth of all_reduce in GB/s.
+    """
     import torch
     import torch.distributed as dist
 
@@ -28,7 +35,7 @@ def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str
     found += wrong("all_reduce", bool((x.cpu() == total).all()))
 
     x = torch.full((8,), rank + 1.0, device=device, dtype=torch.float16)
-    dist.all_reduce(x, op=dist.ReduceOp.AVG)  # HCCL has none: torch_npu sums and divides
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)  # HCCL has no AVG: torch_npu sums, then divides
     found += wrong("all_reduce average", bool((x.cpu() == total / ranks).all()))
 
     parts = torch.arange(4.0 * ranks, device=device) + rank
@@ -60,16 +67,16 @@ def results(rank: int, ranks: int, megabytes: int) -> dict[str, float | list[str
         dist.all_reduce(block)
         torch.npu.synchronize()
         best = min(best, time.perf_counter() - start)
-    moved = 2 * (ranks - 1) / ranks * block.numel() * 4  # what a ring moves over each link
+    moved = 2 * (ranks - 1) / ranks * block.numel() * 4  # bytes that a ring moves over each link
     return {"wrong": found, "gb_per_s": moved / best / 1e9}
 
 
 def main() -> None:
-    """Join the group as one rank, and print what came of it."""
+    """Join the process group as one rank, run the collectives, and print the results."""
     rank, ranks, port, megabytes = (int(word) for word in sys.argv[1:5])
     import torch
     import torch.distributed as dist
-    import torch_npu  # noqa: F401 - it makes torch.npu
+    import torch_npu  # noqa: F401 - the import defines torch.npu
 
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)

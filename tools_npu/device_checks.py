@@ -1,7 +1,7 @@
-"""The checks that need torch, in a process of their own: python -m tools_npu.device_checks PIPE [--bench].
+"""The checks that need torch, in a separate process: python -m tools_npu.device_checks PIPE [--bench].
 
-Each result is a JSON line written to the file descriptor PIPE, before each check a line that names it: where this
-process crashes or hangs, check_npu.py knows at which check.
+The process writes each result to the file descriptor PIPE as a line of JSON. Before each check it writes a line that
+names the check, so check_npu.py knows which check was running if this process crashes or hangs.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ from tools_npu import versions
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
 HCCL_SECONDS = 240
-MATMUL_SECONDS = 1.0  # what one matmul of the speed test may take at most: an emulated card is slow
+MATMUL_SECONDS = 1.0  # the most that one matmul of the speed test may take, because an emulated card is slow
 
-UPDATE = ("update CANN and torch_npu; until then NANOCHAT_KERNELS=plain",
-          "升级 CANN 与 torch_npu；在此之前可用 NANOCHAT_KERNELS=plain")  # fmt: skip
+UPDATE = ("update CANN and torch_npu; until then set NANOCHAT_KERNELS=plain",
+          "升级 CANN 和 torch_npu；升级之前可以先设 NANOCHAT_KERNELS=plain")  # fmt: skip
 
 
 class Output:
-    """Where the lines go."""
+    """The pipe to check_npu.py."""
 
     def __init__(self, pipe: int):
         self.file = os.fdopen(pipe, "w", encoding="utf-8")
 
     def write(self, message: dict[str, Any]) -> None:
+        """Send one message as a line of JSON."""
         self.file.write(json.dumps(message, ensure_ascii=False) + "\n")
         self.file.flush()
 
     def line(self, line: Line) -> None:
+        """Send the result of a check."""
         self.write({"line": list(line)})
 
     def begin(self, name: str) -> None:
+        """Announce the check that runs next."""
         self.write({"begin": name})
 
 
 def first_line(failure: BaseException) -> str:
+    """The first line of an exception's message, at most 300 characters."""
     return (str(failure).strip().splitlines() or [repr(failure)])[0][:300]
 
 
@@ -51,14 +55,14 @@ def first_line(failure: BaseException) -> str:
 
 
 def load(out: Output, cann: str) -> str:
-    """Import torch and torch_npu, and judge the pair; the version of torch_npu, "" if it cannot be used."""
+    """Import torch and torch_npu and check that they fit; returns the version of torch_npu, "" if it is unusable."""
     from nanochat.platforms import ascend
 
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else `import torch` itself fails where CANN is missing
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # otherwise `import torch` itself fails if CANN is missing
     out.begin("torch")
     try:
         import torch
-    except Exception as failure:  # the edge to a foreign library: its words are the finding
+    except Exception as failure:  # a foreign library may raise anything, and its message is the finding
         out.line(Line("torch", FAIL, first_line(failure), first_line(failure), "bash setup_ascend.sh --fix"))
         return ""
     status = PASS if versions.release(torch.__version__)[:2] >= versions.TORCH_FLOOR else FAIL
@@ -66,7 +70,7 @@ def load(out: Output, cann: str) -> str:
     out.begin("torch_npu")
     try:
         import torch_npu
-    except Exception as failure:  # as above
+    except Exception as failure:  # see above
         traceback.print_exc()
         english, chinese, remedy = ascend.why_not_loaded(str(failure))
         told = first_line(failure)
@@ -78,15 +82,15 @@ def load(out: Output, cann: str) -> str:
     out.line(Line("torch_npu", pair.status, pair.english or version, pair.chinese or version,
                   "bash setup_ascend.sh --fix", {"version": version, "torch": torch.__version__}))  # fmt: skip
     fit = versions.cann_fits(version, cann)
-    out.line(Line("torch_npu and CANN", fit.status, fit.english or f"{version} goes with {cann}",
-                  fit.chinese or f"{version} 与 {cann} 匹配",
+    out.line(Line("torch_npu and CANN", fit.status, fit.english or f"torch_npu {version} fits CANN {cann}",
+                  fit.chinese or f"torch_npu {version} 与 CANN {cann} 配套",
                   ("bash setup_ascend.sh (it picks the torch_npu that fits)",
-                   "bash setup_ascend.sh（会选择匹配的 torch_npu）")))  # fmt: skip
+                   "bash setup_ascend.sh（会自动选装配套的 torch_npu）")))  # fmt: skip
     return version if pair.status == PASS else ""
 
 
 def open_card(out: Output) -> int:
-    """Put a tensor on the first card; how many are visible, 0 if none can be used."""
+    """Compute on the first card; returns how many cards are visible, 0 if none can be used."""
     import torch
 
     from nanochat.platforms import ascend
@@ -95,14 +99,14 @@ def open_card(out: Output) -> int:
     try:
         count = torch.npu.device_count() if torch.npu.is_available() else 0
         if not count:
-            out.line(Line("npu:0", FAIL, "torch_npu loads, but sees no card", "torch_npu 已加载，但看不到 NPU 卡",
+            out.line(Line("npu:0", FAIL, "torch_npu loads but sees no card", "torch_npu 能加载，但看不到 NPU 卡",
                           "npu-smi info; unset ASCEND_RT_VISIBLE_DEVICES"))  # fmt: skip
             return 0
         torch.npu.set_device(0)
         total = float(torch.arange(100, device="npu:0").sum().cpu())
         soc, name = int(torch.npu.get_soc_version()), torch.npu.get_device_name(0)
         free, memory = torch.npu.mem_get_info(0)
-    except Exception as failure:  # whatever the driver says is the finding
+    except Exception as failure:  # whatever the driver reports is the finding
         told = first_line(failure)
         words = (ascend.explain(str(failure)), ascend.explain(str(failure), "zh"))
         remedy = words if words[0] else "npu-smi info"
@@ -113,8 +117,9 @@ def open_card(out: Output) -> int:
     status = FAIL if total != 4950 else PASS if chip else WARN
     data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1)}
     what = f"{name} (SoC {soc}, {known}), {memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
-    out.line(Line("npu:0", status, what + ("" if total == 4950 else "; 0 + ... + 99 is not 4950 there"), what,
-                  "npu-smi info", data))  # fmt: skip
+    english = what + ("" if total == 4950 else f"; it computed 0 + ... + 99 = {total:g} instead of 4950")
+    chinese = what + ("" if total == 4950 else f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950")
+    out.line(Line("npu:0", status, english, chinese, "npu-smi info", data))
     if words := ascend.in_use(0, free, memory):
         chinese = ascend.in_use(0, free, memory, "zh")
         out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
@@ -125,7 +130,7 @@ def open_card(out: Output) -> int:
 
 
 def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], Any, tuple[str, str]]]:
-    """(name, check, format, why it is left out in both languages) of every operation that is needed here."""
+    """(name, check, number format, why it is skipped in both languages) for every operation that training needs."""
     import torch
 
     from tools_npu import numerics as check
@@ -133,8 +138,8 @@ def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], 
     short = str(dtype).removeprefix("torch.")
     trains = chip is None or chip.trains
     no = ("", "")
-    only_inference = no if trains else ("an inference card: no backward operators", "推理卡：没有反向算子")
-    bf16 = no if chip is None or chip.bf16 else (f"a {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
+    only_inference = no if trains else ("this inference card has no backward operators", "推理卡没有反向算子")
+    bf16 = no if chip is None or chip.bf16 else (f"the {chip.name} has no bf16", f"{chip.name} 不支持 bf16")
     yield "pinned copy", check.there_and_back, torch.float32, no
     yield "matmul float16", lambda: check.matmul(torch.float16), torch.float16, only_inference
     yield "matmul bfloat16", lambda: check.matmul(torch.bfloat16), torch.bfloat16, bf16 if bf16[0] else only_inference
@@ -150,7 +155,7 @@ def numerics(chip: Any, dtype: Any) -> Iterator[tuple[str, Callable[[], float], 
 
 
 def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
-    """A line for each operation: its error against fp32 on the host."""
+    """Report the error of each operation compared with fp32 on the host."""
     from tools_npu.numerics import TOLERANCE
 
     for name, check, kind, left_out in numerics(chip, dtype):
@@ -170,15 +175,15 @@ def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
                     told,
                     told,
                     (
-                        "bash setup_ascend.sh --fix; until it works NANOCHAT_KERNELS=plain",
-                        "bash setup_ascend.sh --fix；在此之前可用 NANOCHAT_KERNELS=plain",
+                        "bash setup_ascend.sh --fix; if it still fails, set NANOCHAT_KERNELS=plain for now",
+                        "bash setup_ascend.sh --fix；如果仍然失败，可以先设 NANOCHAT_KERNELS=plain",
                     ),
                 )
             )
             continue
         allowed = TOLERANCE[kind]
-        text = f"error {wrong:.1e}, allowed {allowed:.0e}"
-        out.line(Line(name, PASS if wrong <= allowed else FAIL, text, f"误差 {wrong:.1e}，允许 {allowed:.0e}",
+        text = f"error {wrong:.1e}, limit {allowed:.0e}"
+        out.line(Line(name, PASS if wrong <= allowed else FAIL, text, f"误差 {wrong:.1e}，上限 {allowed:.0e}",
                       UPDATE, {"error": wrong, "allowed": allowed}))  # fmt: skip
 
 
@@ -186,7 +191,7 @@ def check_numerics(out: Output, chip: Any, dtype: Any) -> None:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """The shortest of so many runs, the device's work included."""
+    """The time of the fastest of `repeats` runs, including the work on the device."""
     import torch
 
     best = float("inf")
@@ -200,7 +205,7 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
 
 
 def check_speed(out: Output, chip: Any, dtype: Any) -> None:
-    """TFLOP/s of the largest square matmul, up to 4,096, that ends within a second."""
+    """Report TFLOP/s of the largest square matmul, up to 4,096, that takes less than a second."""
     import torch
 
     short = str(dtype).removeprefix("torch.")
@@ -219,13 +224,13 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
     text = f"{tflops:.3g} TFLOP/s in {short}, {size}^3{peak}"
     slow = chip is not None and tflops < 0.4 * chip.tflops
     out.line(Line("matmul speed", WARN if slow else PASS, text, text,
-                  ("look at `npu-smi info`: power, temperature, other processes",
-                   "用 npu-smi info 查看功耗、温度与其他进程"),
+                  ("check power, temperature and other processes with `npu-smi info`",
+                   "用 npu-smi info 查看功耗、温度，以及有没有其他进程"),
                   {"tflops": tflops, "size": size, "peak": chip.tflops if chip else None}))  # fmt: skip
 
 
 def check_bench(out: Output, dtype: Any) -> None:
-    """--bench: launch cost, copies both ways, memory, attention: figures that a user would report."""
+    """--bench: report launch cost, copies in both directions, memory bandwidth and the speed of attention."""
     import torch
 
     from nanochat.nn import kernels
@@ -240,18 +245,18 @@ def check_bench(out: Output, dtype: Any) -> None:
     out.begin("launch")
     launches()
     micro = 1e6 * seconds_of(launches, 3) / 1000
-    out.line(Line("launch", PASS, f"{micro:.1f} us an operator", f"每个算子 {micro:.1f} 微秒", data={"us": micro}))
+    out.line(Line("launch", PASS, f"{micro:.1f} us per operator", f"下发一个算子 {micro:.1f} 微秒", data={"us": micro}))
     out.begin("copies")
     host = torch.ones(16 << 20).pin_memory()
     card = host.to("npu:0")
     up = host.numel() * 4 / seconds_of(lambda: card.copy_(host, non_blocking=True), 3) / 1e9
     down = host.numel() * 4 / seconds_of(lambda: host.copy_(card, non_blocking=True), 3) / 1e9
     memory = 2 * host.numel() * 4 / seconds_of(lambda: card.clone(), 3) / 1e9
-    out.line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} back, {memory:.0f} within",
-                  f"到卡 {up:.1f} GB/s，回主机 {down:.1f}，卡内 {memory:.0f}",
+    out.line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} GB/s back, {memory:.0f} GB/s on the card",
+                  f"主机到卡 {up:.1f} GB/s，卡到主机 {down:.1f} GB/s，卡内 {memory:.0f} GB/s",
                   data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": memory}))  # fmt: skip
     out.begin("attention speed")
-    shape = (1, 2048, 8, 128) if micro < 100 else (1, 256, 2, 64)  # small where the card is slow
+    shape = (1, 2048, 8, 128) if micro < 100 else (1, 256, 2, 64)  # (B, T, H, D); a slow card gets a small shape
     q, k, v = (torch.randn(shape, device="npu:0").to(dtype).requires_grad_() for _ in range(3))
     flops = 3.5 * 4 * shape[1] ** 2 / 2 * shape[2] * shape[3]
 
@@ -260,25 +265,27 @@ def check_bench(out: Output, dtype: Any) -> None:
 
     both()
     tflops = flops / seconds_of(both, 3) / 1e12
-    text = f"{tflops:.3g} TFLOP/s forward and backward, causal, T {shape[1]}, {shape[2]} heads of {shape[3]}"
-    out.line(Line("attention speed", PASS, text, text, data={"tflops": tflops}))
+    text = f"{tflops:.3g} TFLOP/s, causal, forward and backward, T {shape[1]}, {shape[2]} heads of {shape[3]}"
+    chinese = f"{tflops:.3g} TFLOP/s，因果，前向加反向，T {shape[1]}，{shape[2]} 个头，每个 {shape[3]} 维"
+    out.line(Line("attention speed", PASS, text, chinese, data={"tflops": tflops}))
 
 
 # --- collectives -------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
+    """A TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
-    """HCCL over all visible cards: each collective with a known answer, and the bandwidth of all_reduce."""
+    """Check each HCCL collective over all visible cards for its known answer, and measure all_reduce."""
     from nanochat.platforms import ascend
 
     if ranks < 2:
-        out.line(Line("hccl", SKIP, "one card is visible", "只有一张可见的卡"))
+        out.line(Line("hccl", SKIP, "only one card is visible", "只有一张可见的卡"))
         return
     out.begin("hccl")
     env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block(hold=True))}
@@ -297,13 +304,13 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
             for other in started:
                 other.kill()
             said, failed = process.communicate()
-            failed += f"\nrank {rank}: no answer within {HCCL_SECONDS} s"
+            failed += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
         answers.append((rank, process.returncode, said, failed))
     report_collectives(out, answers, ranks)
 
 
 def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> None:
-    """The lines that follow from what each rank said."""
+    """Report the results of all ranks, or the first rank that failed."""
     from nanochat.platforms import ascend
 
     broken = [answer for answer in answers if answer[1] != 0]
@@ -312,27 +319,27 @@ def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ra
         sys.stderr.write(failed)
         last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
         words = (ascend.explain(failed), ascend.explain(failed, "zh"))
-        general = ("source setup_ascend.sh; look at the ports, and at HCCL_IF_IP and HCCL_SOCKET_IFNAME",
-                   "source setup_ascend.sh；检查端口以及 HCCL_IF_IP、HCCL_SOCKET_IFNAME")  # fmt: skip
-        out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"rank {rank}：{last}", words if words[0] else general))
+        general = ("source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
+                   "先 source setup_ascend.sh；再检查端口、HCCL_IF_IP 和 HCCL_SOCKET_IFNAME")  # fmt: skip
+        out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", words if words[0] else general))
         return
     results = [json.loads(said.strip().splitlines()[-1]) for _, _, said, _ in answers]
     for name in ("all_reduce", "all_reduce average", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
         wrong = [str(rank) for rank, result in enumerate(results) if name in result["wrong"]]
-        text = f"wrong on rank {', '.join(wrong)}" if wrong else f"right on {ranks} ranks"
-        chinese = f"rank {', '.join(wrong)} 结果错误" if wrong else f"{ranks} 个 rank 结果正确"
+        text = f"wrong on rank {', '.join(wrong)}" if wrong else f"correct on {ranks} ranks"
+        chinese = f"进程 {'、'.join(wrong)} 结果错误" if wrong else f"{ranks} 个进程结果正确"
         out.line(Line(f"hccl {name}", FAIL if wrong else PASS, text, chinese,
-                      ("update driver and CANN", "升级驱动与 CANN")))  # fmt: skip
+                      ("update the driver and CANN", "升级驱动和 CANN")))  # fmt: skip
     speed = min(result["gb_per_s"] for result in results)
     out.line(Line("hccl bandwidth", PASS, f"all_reduce moves {speed:.2f} GB/s over each link",
                   f"all_reduce 每条链路 {speed:.2f} GB/s", data={"gb_per_s": speed, "ranks": ranks}))  # fmt: skip
 
 
-# --- the whole -------------------------------------------------------------------------------------
+# --- all checks ------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """All checks, as far as each lets the next run."""
+    """Run all checks; stop early if a check fails that the later ones need."""
     out = Output(int(sys.argv[1]))
     bench = "--bench" in sys.argv
     if not load(out, os.environ.get("NANOCHAT_CHECK_CANN", "")):

@@ -1,4 +1,4 @@
-"""The variables that a job on NPUs wants, and those that harm it."""
+"""The environment variables that a job on NPUs needs, and those that harm it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ FILES_WANTED = 4096
 
 
 class Variable(NamedTuple):
-    """A variable to export unless the user has set it."""
+    """A variable that set-up exports unless the user has already set it."""
 
     name: str
     value: str
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """The variable that this torch_npu reads: PYTORCH_ALLOC_CONF from 2.13 on."""
+    """The allocator variable that this torch_npu reads: PYTORCH_ALLOC_CONF from version 2.13 on."""
     return "PYTORCH_ALLOC_CONF" if release(torch_npu)[:2] >= (2, 13) else "PYTORCH_NPU_ALLOC_CONF"
 
 
 def wanted(torch_npu: str) -> list[Variable]:
-    """What setup_ascend.sh exports; every one gives way to what is set already, but HCCL_IF_BASE_PORT is not here:
-    a job takes a free block when it starts.
+    """The variables that setup_ascend.sh exports; a value that the user has already set wins.
+
+    HCCL_IF_BASE_PORT is not among them, because each job picks a free block of ports when it starts.
     """
     return [
-        Variable("TASK_QUEUE_ENABLE", "2"),  # launches are queued twice over: the host is the limit of small models
+        Variable("TASK_QUEUE_ENABLE", "2"),  # two queues of launches: small models are limited by the host
         Variable(allocator_variable(torch_npu), "expandable_segments:True"),
         Variable("CPU_AFFINITY_CONF", "2"),
         Variable("HCCL_CONNECT_TIMEOUT", "1200"),
@@ -40,7 +41,7 @@ def wanted(torch_npu: str) -> list[Variable]:
 
 
 class Finding(NamedTuple):
-    """A variable that harms: WARN or FAIL, why in both languages, and what to type."""
+    """A harmful variable: WARN or FAIL, the reason in both languages, and the command that fixes it."""
 
     status: str
     name: str
@@ -57,26 +58,27 @@ def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
     found = []
     both = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF") if environment.get(name)]
     if len(both) == 2:
-        found.append(Finding("FAIL", both[1], f"{both[0]} and {both[1]} are both set: torch_npu aborts",
-                             f"{both[0]} 与 {both[1]} 同时设置：torch_npu 会中止", f"unset {both[1]}"))  # fmt: skip
+        found.append(Finding("FAIL", both[1], f"{both[0]} and {both[1]} are both set, which makes torch_npu abort",
+                             f"{both[0]} 和 {both[1]} 不能同时设置，否则 torch_npu 会中止",
+                             f"unset {both[1]}"))  # fmt: skip
     for name in both:
         value = environment[name]
         if "expandable_segments:True" in value and re.search("max_split_size_mb|garbage_collection_threshold", value):
             found.append(
-                Finding("FAIL", name, f"{name}: expandable_segments does not go with max_split_size_mb or "
+                Finding("FAIL", name, f"{name}: expandable_segments cannot be combined with max_split_size_mb or "
                         "garbage_collection_threshold",
-                        f"{name}：expandable_segments 不能与 max_split_size_mb 或 garbage_collection_threshold 同用",
+                        f"{name}：expandable_segments 不能与 max_split_size_mb 或 garbage_collection_threshold 一起用",
                         f"export {name}=expandable_segments:True"))  # fmt: skip
     if torch_npu and len(both) == 1 and both[0] != allocator_variable(torch_npu):
         right = allocator_variable(torch_npu)
-        found.append(Finding("WARN", both[0], f"{both[0]} is not what torch_npu {torch_npu} reads: {right} is",
+        found.append(Finding("WARN", both[0], f"torch_npu {torch_npu} reads {right}, not {both[0]}",
                              f"torch_npu {torch_npu} 读取的是 {right}，而不是 {both[0]}",
                              f"export {right}=${both[0]}; unset {both[0]}"))  # fmt: skip
     return found
 
 
 def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
-    """Every variable that conflicts, does nothing, or slows a run down."""
+    """Every variable that conflicts with another, has no effect, or slows a run down."""
     found = _allocator(environment, torch_npu)
 
     def add(status: str, name: str, english: str, chinese: str, remedy: str) -> None:
@@ -84,38 +86,41 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
                              f"{name}={environment[name]}：{chinese}", remedy))  # fmt: skip
 
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        add("WARN", "ASCEND_LAUNCH_BLOCKING", "a debugging aid that switches the task queue off; it saves no memory",
-            "仅用于调试，会关闭任务队列；并不节省内存", "unset ASCEND_LAUNCH_BLOCKING")  # fmt: skip
+        add("WARN", "ASCEND_LAUNCH_BLOCKING", "this debugging aid switches off the task queue; it saves no memory",
+            "只用于调试，会关闭任务队列；并不省显存", "unset ASCEND_LAUNCH_BLOCKING")  # fmt: skip
     if environment.get("ASCEND_GLOBAL_LOG_LEVEL") in ("0", "1"):
-        add("WARN", "ASCEND_GLOBAL_LOG_LEVEL", "0 is DEBUG, 1 is INFO, 3 is ERROR: such logs slow every launch",
-            "0 为 DEBUG，1 为 INFO，3 为 ERROR：大量日志会拖慢运行", "export ASCEND_GLOBAL_LOG_LEVEL=3")  # fmt: skip
+        add("WARN", "ASCEND_GLOBAL_LOG_LEVEL", "level 0 (DEBUG) or 1 (INFO) slows every launch; 3 (ERROR) does not",
+            "0（DEBUG）和 1（INFO）会写大量日志，拖慢每次下发；平时用 3（ERROR）",
+            "export ASCEND_GLOBAL_LOG_LEVEL=3")  # fmt: skip
     if environment.get("ASCEND_SLOG_PRINT_TO_STDOUT") == "1":
-        add("WARN", "ASCEND_SLOG_PRINT_TO_STDOUT", "for debugging: it slows a run and fills the screen",
-            "仅用于调试：会拖慢运行并刷屏", "unset ASCEND_SLOG_PRINT_TO_STDOUT")  # fmt: skip
+        add("WARN", "ASCEND_SLOG_PRINT_TO_STDOUT", "this debugging aid slows a run down and floods the terminal",
+            "只用于调试，会拖慢运行并刷屏", "unset ASCEND_SLOG_PRINT_TO_STDOUT")  # fmt: skip
     if environment.get("TASK_QUEUE_ENABLE") == "0":
-        add("WARN", "TASK_QUEUE_ENABLE", "launches are not queued: the card waits for the host",
-            "未启用任务队列：NPU 会等待主机下发", "export TASK_QUEUE_ENABLE=2")  # fmt: skip
+        add("WARN", "TASK_QUEUE_ENABLE", "without the task queue the card waits for the host to launch operators",
+            "没有启用任务队列，卡会空等主机下发算子", "export TASK_QUEUE_ENABLE=2")  # fmt: skip
     for name, low, high in [("HCCL_CONNECT_TIMEOUT", 120, 7200), ("HCCL_EXEC_TIMEOUT", 0, 2147483647)]:
         if name in environment and not low <= _whole_number(environment[name]) <= high:
-            add("FAIL", name, f"must be whole seconds from {low} to {high}", f"须为 {low} 到 {high} 之间的整数秒",
+            add("FAIL", name, f"must be a whole number of seconds from {low} to {high}",
+                f"应为 {low} 到 {high} 之间的整数，单位秒",
                 f"export {name}={'1200' if low else '1836'}")  # fmt: skip
     if environment.get("CUDA_VISIBLE_DEVICES") and not environment.get("ASCEND_RT_VISIBLE_DEVICES"):
-        add("WARN", "CUDA_VISIBLE_DEVICES", "is not read on NPUs; ASCEND_RT_VISIBLE_DEVICES is", "对 NPU 无效",
+        add("WARN", "CUDA_VISIBLE_DEVICES", "NPUs ignore this variable; they read ASCEND_RT_VISIBLE_DEVICES",
+            "对 NPU 不起作用；选卡要用 ASCEND_RT_VISIBLE_DEVICES",
             "export ASCEND_RT_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES")  # fmt: skip
     for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):
         if environment.get(name) and not os.path.isdir(environment[name]):
-            add("FAIL", name, "no such folder", "目录不存在", "source setup_ascend.sh")
+            add("FAIL", name, "this folder does not exist", "目录不存在", "source setup_ascend.sh")
     if environment.get("ASCEND_HOME_PATH") and not environment.get("ASCEND_OPP_PATH"):
-        add("WARN", "ASCEND_HOME_PATH", "but no ASCEND_OPP_PATH: CANN's set_env.sh was not sourced",
-            "但没有 ASCEND_OPP_PATH：尚未执行 CANN 的 set_env.sh", "source setup_ascend.sh")  # fmt: skip
+        add("WARN", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH is not set, so CANN's set_env.sh was not sourced",
+            "没有设置 ASCEND_OPP_PATH，说明还没有执行 CANN 的 set_env.sh", "source setup_ascend.sh")  # fmt: skip
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "1":
-        add("WARN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "`import torch` fails wherever CANN is not set up",
-            "在未配置 CANN 的环境中 import torch 会失败", "unset TORCH_DEVICE_BACKEND_AUTOLOAD")  # fmt: skip
+        add("WARN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "`import torch` fails in every shell in which CANN is not set up",
+            "在没有配置 CANN 的 shell 里，import torch 会失败", "unset TORCH_DEVICE_BACKEND_AUTOLOAD")  # fmt: skip
     return found
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a TCP port of this host can be bound."""
+    """Whether this process can bind a TCP port of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

@@ -1,6 +1,7 @@
-"""What an Ascend host shows without torch: CANN, driver, device files, groups, npu-smi.
+"""What an Ascend host shows without torch: CANN, the driver, device files, groups, npu-smi.
 
-Every absolute path is looked for under ASCEND_ROOT_PREFIX, empty on a real host, so that tests can pretend one.
+Absolute paths are looked up under the folder ASCEND_ROOT_PREFIX, which is empty on a real host. Tests set it to a
+folder that imitates a host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tools_npu.versions import cann_key
 
 GROUP = "HwHiAiUser"
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
-LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")  # folders of an Ascend folder that hold set_env.sh; new first
+LAYOUTS = ("cann", "ascend-toolkit", "nnae", "latest")  # subfolders of Ascend/ that hold set_env.sh, newest first
 SMI_SECONDS = 30
 
 
@@ -25,12 +26,12 @@ class Cann(NamedTuple):
 
     home: str
     set_env: str
-    version: str  # "" if no file tells it
+    version: str  # "" if no file names it
     layout: str  # cann | ascend-toolkit | nnae | latest | environment
 
 
 class Driver(NamedTuple):
-    """The driver's version, and its folders that belong on LD_LIBRARY_PATH."""
+    """The driver's version, and the folders of the driver that belong on LD_LIBRARY_PATH."""
 
     version: str
     path: str
@@ -45,12 +46,12 @@ class Device(NamedTuple):
 
 
 def prefix(environment: Mapping[str, str]) -> str:
-    """What is put before every absolute path."""
+    """The folder that is put in front of every absolute path."""
     return environment.get("ASCEND_ROOT_PREFIX", "").rstrip("/")
 
 
 def first_value(path: Path, name: str) -> str:
-    """The value of the first `name=value` line, "" if there is none."""
+    """The value of the first `name=value` line of a file; "" if there is no such line or no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,7 +61,7 @@ def first_value(path: Path, name: str) -> str:
 
 
 def cann_version(home: Path) -> str:
-    """The version that the installer wrote: in <arch>-linux/ascend_*_install.info, else in version.cfg."""
+    """The version that the installer wrote to <arch>-linux/ascend_*_install.info, or else to version.cfg."""
     for info in sorted(home.glob("*-linux/ascend_*_install.info")):
         if version := first_value(info, "version"):
             return version
@@ -69,20 +70,20 @@ def cann_version(home: Path) -> str:
             text = (home / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        # lines like runtime_running_version=[7.0.0.1:8.3.RC1]: the part's own number, then the package's
+        # In runtime_running_version=[7.0.0.1:8.3.RC1] the component's version comes first, the package's second.
         if found := re.search(r"(?:toolkit|runtime)_running_version=\[[^\]:]*:([^\]]+)\]", text):
             return found[1]
     return ""
 
 
 def home_of(set_env: Path) -> Path:
-    """Where the libraries lie beside a set_env.sh: in `latest` in the old layout, in the folder itself in the new."""
+    """The folder of the libraries beside a set_env.sh: `latest` in the old layout, the same folder in the new one."""
     latest = set_env.parent / "latest"
     return latest if latest.is_dir() else set_env.parent
 
 
 def find_canns(environment: Mapping[str, str]) -> list[Cann]:
-    """Every CANN of this host, the one of the environment first, then the newest."""
+    """Every CANN of this host: the one that the environment names comes first, then the newest."""
     found = []
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         value = environment.get(variable)
@@ -112,7 +113,7 @@ def find_canns(environment: Mapping[str, str]) -> list[Cann]:
 
 
 def find_driver(environment: Mapping[str, str]) -> Driver | None:
-    """The driver, from its version.info; its place may be told by /etc/ascend_install.info."""
+    """The driver, read from its version.info; /etc/ascend_install.info may name the folder of the driver."""
     root = prefix(environment)
     told = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
     for base in [told, "/usr/local/Ascend"]:
@@ -126,7 +127,7 @@ def find_driver(environment: Mapping[str, str]) -> Driver | None:
 
 
 def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Device]]:
-    """The cards' files in order of their numbers, and the managers' files that are there."""
+    """The device files of the cards in the order of their numbers, and the manager files that exist."""
     folder = Path(prefix(environment) + "/dev")
 
     def device(path: Path) -> Device:
@@ -139,7 +140,7 @@ def find_devices(environment: Mapping[str, str]) -> tuple[list[Device], list[Dev
 
 
 def may_use_devices(environment: Mapping[str, str], user: int, groups: Sequence[int]) -> bool:
-    """Whether a user is root or in the driver's group; where the group does not exist nothing is asked."""
+    """Whether a user is root or in the driver's group; every user passes on a host that has no such group."""
     if user == 0:
         return True
     try:
@@ -151,7 +152,7 @@ def may_use_devices(environment: Mapping[str, str], user: int, groups: Sequence[
 
 
 def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int], list[str]]:
-    """The cards that ASCEND_RT_VISIBLE_DEVICES leaves, and its words that name none."""
+    """The cards that ASCEND_RT_VISIBLE_DEVICES leaves visible, and the entries of the variable that name no card."""
     words = environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if words is None or not words.strip():
         return list(range(cards)), []
@@ -168,7 +169,7 @@ def visible_cards(environment: Mapping[str, str], cards: int) -> tuple[list[int]
 
 
 class Card(NamedTuple):
-    """A chip of `npu-smi info`."""
+    """A chip as `npu-smi info` shows it."""
 
     npu: int
     chip: int
@@ -188,18 +189,19 @@ class Holder(NamedTuple):
     npu: int
     chip: int
     pid: int
-    name: str  # empty where the process lives in another container
+    name: str  # empty if the process runs in another container
     used_mb: int
 
 
-# A chip has two rows: NPU and name, health, power and temperature; then chip, bus and memory (the last pair is HBM).
+# A chip has two rows. The first shows NPU, name, health, power and temperature. The second shows chip, bus and memory;
+# its last pair of numbers is HBM.
 ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
 ROW_TWO = re.compile(r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$")
 HOLDER = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
 
 
 def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
-    """The version, the chips and the processes of `npu-smi info`."""
+    """The version, the chips and the processes that `npu-smi info` prints."""
     version = re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", text)
     cards, holders, one = [], [], None
     for line in text.splitlines():
@@ -219,7 +221,7 @@ def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:
-    """`npu-smi info -t topo` as links[a][b]; the diagonal and the processors are left out."""
+    """`npu-smi info -t topo` as links[a][b], without the diagonal and the CPU column."""
     links: dict[str, dict[str, str]] = {}
     header: list[str] = []
     for line in text.splitlines():
@@ -233,7 +235,7 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 
 def run_smi(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """What npu-smi printed, and why it could not be asked ("" if it could)."""
+    """What npu-smi printed, and why the call failed ("" if it succeeded)."""
     places = [
         environment.get("PATH", ""),
         prefix(environment) + "/usr/local/bin",

@@ -1,4 +1,4 @@
-"""The lines of check_npu.py: a status, what was found, and what to do, in English and Chinese."""
+"""The lines that check_npu.py prints: a status, a finding and a remedy, in English and Chinese."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLORS = {PASS: "32", WARN: "33", FAIL: "31", SKIP: "90"}
 
 
 class Line(NamedTuple):
-    """One check: its name, how it went, the cause where it did not go well, and a remedy."""
+    """The result of one check: name, status, finding, and the remedy for a WARN or FAIL."""
 
     name: str
     status: str
@@ -21,17 +21,18 @@ class Line(NamedTuple):
     data: dict[str, Any] = {}  # noqa: RUF012 - never changed; figures for the JSON
 
     def text(self, language: str) -> str:
+        """The finding in a language."""
         return self.chinese if language == "zh" else self.english
 
     def do(self, language: str) -> str:
-        """The remedy."""
+        """The remedy in a language."""
         if isinstance(self.remedy, str):
             return self.remedy
         return self.remedy[1] if language == "zh" else self.remedy[0]
 
 
 def language_of(environment: Mapping[str, str]) -> str:
-    """zh or en, by the locale."""
+    """The language of the locale: zh or en."""
     for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
         if environment.get(name):
             return "zh" if environment[name].lower().startswith("zh") else "en"
@@ -39,7 +40,7 @@ def language_of(environment: Mapping[str, str]) -> str:
 
 
 def shown(line: Line, language: str, color: bool) -> str:
-    """A line for a terminal: status, name and text, the remedy below."""
+    """A line for a terminal: status, name and finding, and the remedy on the next line."""
     mark = f"\033[{COLORS[line.status]}m{line.status}\033[0m" if color else line.status
     text = f"{mark}  {line.name}: {line.text(language)}" if line.text(language) else f"{mark}  {line.name}"
     if line.remedy and line.status in (WARN, FAIL):
@@ -48,7 +49,7 @@ def shown(line: Line, language: str, color: bool) -> str:
 
 
 def summary(lines: list[Line], language: str) -> str:
-    """The last line: how many of each, and the names of what failed."""
+    """The last line: how many checks have each status, and the names of those that failed."""
     counts = count(lines)
     figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     failed = ", ".join(line.name for line in lines if line.status == FAIL)
@@ -63,7 +64,7 @@ def count(lines: list[Line]) -> dict[str, int]:
 
 
 def as_json(lines: list[Line]) -> dict[str, Any]:
-    """Everything, for machines: `causes` are the failures with their remedies."""
+    """Every line for programs; `causes` holds the failed checks with their remedies."""
     failed = [line for line in lines if line.status == FAIL]
     return {
         "ok": not failed,
@@ -81,5 +82,5 @@ def as_json(lines: list[Line]) -> dict[str, Any]:
 
 
 def on_terminal(stream: Any) -> bool:
-    """Whether colours are welcome."""
+    """Whether to print colours: the stream is a terminal, and NO_COLOR is not set."""
     return bool(stream.isatty()) and "NO_COLOR" not in os.environ

@@ -1,4 +1,4 @@
-"""Each operation that training needs, on one NPU against fp32 on the host. Imported only where torch_npu loads."""
+"""Compares each operation that training needs on one NPU with fp32 on the host; imported only after torch_npu loads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from nanochat.nn.loss import chunked_loss
 
 DEVICE = "npu:0"
-# Largest error allowed, as a part of the largest value: a rounding of the format, times what sums of it add up.
+# The largest allowed error, relative to the largest value: one rounding step times the growth of the error in sums.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Tensors = tuple[torch.Tensor, ...]
 
 
 def error(found: Tensors, expected: Tensors) -> float:
-    """The largest difference as a part of the largest value; infinity where anything is not finite."""
+    """The largest difference relative to the largest value; infinity if any value is not finite."""
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         one, other = one.detach().cpu().float(), other.detach()
@@ -26,13 +26,13 @@ def error(found: Tensors, expected: Tensors) -> float:
 
 
 def inputs(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Standard normal fp32 on the host."""
+    """Standard normal fp32 tensors on the host."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def with_gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Tensors:
-    """What a function returns, and the gradients of a random weighted sum of it by every tensor."""
+    """The output of a function, and the gradients of a randomly weighted sum of the output for every input."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out = function(*leaves)
     (weights,) = inputs(10, tuple(out.shape))
@@ -42,7 +42,7 @@ def with_gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Te
 
 def compare(function: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor],
             tensors: list[torch.Tensor], dtype: torch.dtype, backward: bool = True) -> float:  # fmt: skip
-    """The error of a function on the NPU in `dtype`; the reference sees the same rounded values in fp32."""
+    """The error of a function on the NPU in `dtype`; the reference gets the same rounded values in fp32."""
     rounded = [tensor.to(dtype) for tensor in tensors]
     there = [tensor.to(DEVICE) for tensor in rounded]
     here = [tensor.float() for tensor in rounded]
@@ -55,7 +55,7 @@ def compare(function: Callable[..., torch.Tensor], reference: Callable[..., torc
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Plain softmax attention, (B, T, H, D); a query sees its own key and at most `window` before it."""
+    """Plain softmax attention, (B, T, H, D); a query sees its own key and at most `window` keys before it."""
     groups = q.size(2) // k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     distance = torch.arange(q.size(2))[:, None] + (k.size(2) - q.size(2)) - torch.arange(k.size(2))[None]
@@ -65,6 +65,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) ->
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
+    """RMS norm over the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1.19e-7)
 
 
@@ -72,18 +73,19 @@ def rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def matmul(dtype: torch.dtype) -> float:
+    """A product of two matrices, forward and backward."""
     a, b = inputs(0, (256, 384), (384, 320))
     return compare(torch.matmul, torch.matmul, [a, b], dtype)
 
 
 def stacked_matmul(dtype: torch.dtype) -> float:
-    """What Muon does to its matrices: baddbmm over a stack."""
+    """baddbmm over a stack of matrices, which is what Muon computes."""
     a, b, c = inputs(1, (6, 64, 64), (6, 64, 96), (6, 96, 64))
     return compare(torch.baddbmm, torch.baddbmm, [a, b, c], dtype, backward=False)
 
 
 def there_and_back() -> float:
-    """A pinned copy to the card, a sum there, and a copy back."""
+    """A copy from pinned memory to the card, a sum on the card, and a copy back."""
     (x,) = inputs(2, (1024, 1024))
     there = x.pin_memory().to(DEVICE, non_blocking=True)
     back = (there + 1).to("cpu", non_blocking=True)
@@ -92,7 +94,7 @@ def there_and_back() -> float:
 
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
-    """The project's training attention, forward and backward; `window` below 255 is a band."""
+    """The attention that training uses, forward and backward; a `window` below 255 makes it banded."""
     from nanochat.nn import kernels
 
     q, k, v = inputs(3, (2, 256, 4, 64), (2, 256, kv_heads, 64), (2, 256, kv_heads, 64))
@@ -100,12 +102,14 @@ def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
 
 
 def norm(dtype: torch.dtype) -> float:
+    """The norm that training uses, forward and backward."""
     from nanochat.nn import kernels
 
     return compare(kernels.norm, rms, inputs(4, (4, 128, 768)), dtype)
 
 
 def rotary(dtype: torch.dtype) -> float:
+    """The rotary embedding that training uses, forward and backward."""
     from nanochat.nn import kernels
 
     (x,) = inputs(5, (2, 128, 4, 64))
@@ -121,8 +125,7 @@ def rotary(dtype: torch.dtype) -> float:
 
 
 def loss(dtype: torch.dtype) -> float:
-    """The chunked loss with its gradients, against plain cross-entropy of softcapped logits."""
-
+    """The chunked loss with its gradients, compared with plain cross-entropy of softcapped logits."""
     x, weight = inputs(6, (96, 64), (256, 64))
     targets = torch.randint(0, 250, (96,), generator=torch.Generator().manual_seed(7))
     targets[:8] = -1
@@ -151,7 +154,7 @@ def adamw() -> float:
 
 
 def decode(dtype: torch.dtype, window: int = 95) -> float:
-    """The cached attention of one new token in two sequences of different lengths."""
+    """The attention over the cache for one new token in each of two sequences of different lengths."""
     from nanochat.nn import kernels
 
     ends = [96, 40]

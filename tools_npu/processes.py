@@ -1,4 +1,4 @@
-"""One's own training processes: listed, and ended where the user picks them by id; never by name."""
+"""Lists your own training processes, and ends those that you pick by id; nothing is ever ended by name."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ PATIENCE_SECONDS = 10.0
 
 
 class Process(NamedTuple):
-    """A process of this user that trains, or that holds a card's file open."""
+    """A process of this user that trains or that holds the device file of a card open."""
 
     pid: int
     minutes: float  # since it started
-    cards: tuple[str, ...]  # names of the card files that it has open
-    used_mb: int  # memory of cards, where npu-smi tells
+    cards: tuple[str, ...]  # names of the card files that the process has open
+    used_mb: int  # memory that the process holds on cards; 0 if npu-smi does not tell
     command: str
 
 
 def read(path: Path) -> bytes:
+    """The content of a file; empty if the file cannot be read."""
     try:
         return path.read_bytes()
-    except OSError:  # it ended, or is not ours
+    except OSError:  # the process has ended or belongs to another user
         return b""
 
 
 def open_cards(folder: Path, device_folder: str) -> tuple[str, ...]:
-    """Names of the davinci files that a process has open."""
+    """The names of the davinci files that a process has open."""
     names = set()
     try:
         for link in (folder / "fd").iterdir():
@@ -46,7 +47,7 @@ def open_cards(folder: Path, device_folder: str) -> tuple[str, ...]:
 
 
 def started_minutes_ago(folder: Path) -> float:
-    """Minutes since the process started: field 22 of /proc/PID/stat, in ticks since the machine did."""
+    """Minutes since the process started; field 22 of /proc/PID/stat counts clock ticks from boot to that start."""
     fields = read(folder / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
     uptime = read(folder.parent / "uptime").split()
     if len(fields) < 20 or not uptime:
@@ -55,7 +56,7 @@ def started_minutes_ago(folder: Path) -> float:
 
 
 def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Path = Path("/proc")) -> list[Process]:
-    """This user's training processes, but not this one and those that started it."""
+    """This user's training processes, without this process and the processes that started it."""
     ancestors, pid = set(), os.getpid()
     while pid > 1 and pid not in ancestors:
         ancestors.add(pid)
@@ -81,17 +82,20 @@ def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Pa
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
+    """Whether a process exists and is not a zombie."""
     fields = read(Path(f"/proc/{pid}/stat")).decode("utf-8", "replace").rpartition(")")[2].split()
     return bool(fields) and fields[0] not in "ZX"
 
 
 def end(pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callable[[str], None] = print) -> bool:
-    """End processes of the list by id, politely first; True if all are gone. Ids that are not listed are refused."""
+    """End listed processes by id: SIGTERM first, then SIGKILL if `force` is set.
+
+    Returns True if every id was listed and every process has ended. Ids that are not listed are refused.
+    """
     known = {process.pid for process in listed}
     strangers = [pid for pid in pids if pid not in known]
     for pid in strangers:
-        say(f"{pid}: not among your training processes, left alone / 不在您的训练进程之列，未处理")
+        say(f"{pid}: not among your training processes, left alone / 不是你的训练进程，没有处理")
     chosen = [pid for pid in pids if pid in known]
     for step in (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,):
         for pid in filter(is_alive, chosen):
@@ -101,6 +105,6 @@ def end(pids: Sequence[int], listed: Sequence[Process], force: bool, say: Callab
             time.sleep(0.1)
     left = [pid for pid in chosen if is_alive(pid)]
     for pid in chosen:
-        say(f"{pid}: still there; --force ends it at once / 仍在运行；加 --force 可强制结束" if pid in left else
+        say(f"{pid}: still running; add --force to kill it / 仍在运行；加 --force 强制结束" if pid in left else
             f"{pid}: ended / 已结束")  # fmt: skip
     return not left and not strangers

@@ -1,11 +1,12 @@
-"""The work of setup_ascend.sh: look at the host, pick the pair, make .venv, and say what to export.
+"""Sets up an Ascend host: picks the torch and torch_npu that fit its CANN, makes .venv, and exports variables.
 
     bash setup_ascend.sh             make the environment
-    source setup_ascend.sh           the same, and put its variables into this shell
-    bash setup_ascend.sh --dry-run   print what would be done; change nothing
-    bash setup_ascend.sh --fix       also repair: harmful variables, the group, a pair that does not load
+    source setup_ascend.sh           make the environment and set its variables in this shell
+    bash setup_ascend.sh --dry-run   print what would be done and change nothing
+    bash setup_ascend.sh --fix       also repair the group of the user and a torch_npu that does not load
+    source setup_ascend.sh --fix     repair harmful variables of this shell as well
 
-Exit codes: 0 ready, 1 refused or failed, 2 a wrong flag, 3 this host has no NPU.
+Exit codes: 0 ready, 1 refused or failed, 2 unknown flag, 3 this host has no NPU.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tools_npu import environment, host, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
-PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")  # what --fix does not take away, since it cannot know better
+PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")  # --fix keeps these, because only the user knows the right value
 NAME = re.compile(r"[A-Za-z_]\w*")
 PROBE_SECONDS = 180
-LIBRARY = r"lib\w+\.so[\w.]*"  # one of CANN or of the driver that is missing: no fault of the pair
+LIBRARY = r"lib\w+\.so[\w.]*"  # a missing library of CANN or the driver, which reinstalling the pair cannot fix
 PROBE = (
     "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
     "import torch; print('torch', torch.__version__)\n"
@@ -39,7 +40,7 @@ PROBE = (
 
 
 class Refusal(Exception):
-    """Why the set-up cannot go on, in both languages, and with which code it ends."""
+    """Why set-up must stop, in both languages, and its exit code."""
 
     def __init__(self, english: str, chinese: str, code: int = 1):
         super().__init__(english)
@@ -47,22 +48,23 @@ class Refusal(Exception):
 
 
 def say(english: str, chinese: str = "", mark: str = "ascend") -> None:
+    """Print a line in English, and in Chinese if there is one."""
     print(f"{mark}: {english}", flush=True)
     if chinese:
         print(f"{mark}: {chinese}", flush=True)
 
 
 def glibc() -> tuple[int, ...]:
-    """The version of the C library, () where it is not glibc."""
+    """The version of glibc; () if the C library is not glibc."""
     name, version = platform.libc_ver()
     return versions.release(version) if name == "glibc" else ()
 
 
-# --- what is there ---------------------------------------------------------------------------------
+# --- the host --------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
-    """The host: CANN or None, the driver or None, and the cards' files."""
+    """What the host has: CANN or None, the driver or None, and the device files of cards and managers."""
 
     cann: host.Cann | None
     driver: host.Driver | None
@@ -71,52 +73,52 @@ class Found(NamedTuple):
 
 
 def look(env: Mapping[str, str]) -> Found:
-    """What the host has."""
+    """Find CANN, the driver and the device files of this host."""
     canns = host.find_canns(env)
     return Found(canns[0] if canns else None, host.find_driver(env), *host.find_devices(env))
 
 
 def describe(found: Found) -> None:
-    """One line for each thing that was found or not."""
+    """Print one line each about CANN, the driver and the cards."""
     cann, driver = found.cann, found.driver
-    say(f"CANN {cann.version or 'of an unknown version'} in {cann.home} ({cann.layout})" if cann else "no CANN")
-    say(f"driver {driver.version} in {driver.path}" if driver else "no driver")
+    say(f"CANN {cann.version or '(unknown version)'} in {cann.home} ({cann.layout})" if cann else "CANN not found")
+    say(f"driver {driver.version} in {driver.path}" if driver else "driver not found")
     say(f"{len(found.cards)} card(s)" + "".join(f" {Path(card.path).name}" for card in found.cards))
 
 
 def check_floors(found: Found, asked: str) -> versions.Pick:
-    """The pair for this host; Refusal below a floor."""
+    """The pair to install on this host; raises Refusal if the host is too old or lacks something."""
     libc = glibc()
     if libc and libc < versions.GLIBC_FLOOR:
         raise Refusal(
             f"glibc {'.'.join(map(str, libc))} is too old: 2.28 or later is needed (Ubuntu 20.04, openEuler 20.03, "
             "Debian 10 or later; not Ubuntu 18.04). Upgrade the system, or use a container image",
             f"glibc {'.'.join(map(str, libc))} 版本过低：需要 2.28 或更高（Ubuntu 20.04、openEuler 20.03、Debian 10 "
-            "以上；不支持 Ubuntu 18.04）。请升级系统，或使用容器镜像",
+            "及以上都可以，Ubuntu 18.04 不行）。请升级系统，或改用容器镜像",
         )
     if found.cann is None:
         if not found.cards and found.driver is None:
             raise Refusal(
-                "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN. `bash speedrun.sh` runs on GPUs "
-                "and CPUs",
-                "本机没有昇腾 NPU：没有驱动、没有 /dev/davinci*、没有 CANN。GPU 或 CPU 请使用 bash speedrun.sh",
+                "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN. On a GPU or a CPU, run `bash "
+                "speedrun.sh`",
+                "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。用 GPU 或 CPU 请运行 bash speedrun.sh",
                 NO_NPU,
             )
         raise Refusal(
-            "no CANN was found (looked for set_env.sh in /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest} and "
+            "no CANN was found (looked for set_env.sh in /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}, in "
             f"~/Ascend, and at ASCEND_HOME_PATH). Install the CANN toolkit {versions.CANN_FLOOR} or later and its ops "
-            "(kernels) package for this chip; if it lies elsewhere, export ASCEND_HOME_PATH",
-            "没有找到 CANN（已查找 /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}、~/Ascend 与 "
-            f"ASCEND_HOME_PATH）。请安装 CANN toolkit {versions.CANN_FLOOR} 或更高版本以及对应芯片的算子包；"
-            "若装在别处，请设置 ASCEND_HOME_PATH",
+            "(kernels) package for this chip. If CANN is in another folder, export ASCEND_HOME_PATH",
+            "没有找到 CANN（查找过 /usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}、~/Ascend 和 "
+            f"ASCEND_HOME_PATH）。请安装 CANN toolkit {versions.CANN_FLOOR} 或更高版本，以及对应芯片的算子包。"
+            "如果装在别处，请设置 ASCEND_HOME_PATH",
         )
     if asked:
         pick = versions.asked(asked)
     elif not found.cann.version:
         raise Refusal(
-            f"the version of the CANN in {found.cann.home} cannot be read (no ascend_*_install.info). Name the "
-            "torch_npu for it: bash setup_ascend.sh --torch-npu VERSION",
-            f"无法读取 {found.cann.home} 中 CANN 的版本（没有 ascend_*_install.info）。请指定 torch_npu："
+            f"the version of the CANN in {found.cann.home} cannot be read, because it has no ascend_*_install.info. "
+            "Name the torch_npu for it: bash setup_ascend.sh --torch-npu VERSION",
+            f"读不出 {found.cann.home} 里 CANN 的版本（没有 ascend_*_install.info）。请指定 torch_npu："
             "bash setup_ascend.sh --torch-npu 版本号",
         )
     else:
@@ -130,7 +132,7 @@ def check_floors(found: Found, asked: str) -> versions.Pick:
 
 
 def sourced(script: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment after CANN's set_env.sh, which only bash can be relied on to read."""
+    """The environment after CANN's set_env.sh; bash sources the script, because it may use features of bash."""
     code = f". {shlex.quote(script)} >/dev/null 2>&1; exec env -0"
     done = subprocess.run(["bash", "-c", code], env=dict(env), stdout=subprocess.PIPE, timeout=PROBE_SECONDS)
     pairs = (item.split("=", 1) for item in done.stdout.decode("utf-8", "replace").split("\0") if "=" in item)
@@ -138,13 +140,13 @@ def sourced(script: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_sourced(cann: host.Cann, env: Mapping[str, str]) -> bool:
-    """Whether this CANN's variables are set already: sourced twice, its paths would be there twice."""
+    """Whether the variables of this CANN are already set; sourcing set_env.sh twice would add its paths twice."""
     same = os.path.realpath(env.get("ASCEND_HOME_PATH") or "/") == os.path.realpath(cann.home)
     return same and bool(env.get("ASCEND_OPP_PATH"))
 
 
 def job_environment(found: Found, torch_npu: str, env: Mapping[str, str], fix: bool) -> dict[str, str]:
-    """The whole environment that a job should see."""
+    """The complete environment that a job should see."""
     new = dict(env)
     if found.cann and found.cann.set_env and not is_sourced(found.cann, env):
         new = sourced(found.cann.set_env, env)
@@ -156,7 +158,7 @@ def job_environment(found: Found, torch_npu: str, env: Mapping[str, str], fix: b
     allocator = environment.allocator_variable(torch_npu)
     others = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"} - {allocator}
     for other in others & set(new):
-        new.setdefault(allocator, new[other])  # what the user chose, under the name that is read
+        new.setdefault(allocator, new[other])  # keep the user's value under the name that this torch_npu reads
         del new[other]
     for variable in environment.wanted(torch_npu):
         new.setdefault(variable.name, variable.value)
@@ -176,8 +178,8 @@ def job_environment(found: Found, torch_npu: str, env: Mapping[str, str], fix: b
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Lines that any shell reads, from one environment to the other."""
-    own = {"_", "PWD", "OLDPWD", "SHLVL"}  # of every shell
+    """The lines that turn one environment into the other in any shell."""
+    own = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
     names = sorted(name for name in {*old, *new} - own if NAME.fullmatch(name))
     lines = [f"export {name}={shlex.quote(new[name])}" for name in names if name in new and old.get(name) != new[name]]
     lines += [f"unset {name}" for name in names if name not in new]
@@ -192,7 +194,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 class Pair(NamedTuple):
-    """What .venv has: versions as far as they load, and the last line of the failure if one does not."""
+    """The pair in .venv: the versions that load, and the last line of the error if one does not load."""
 
     torch: str
     torch_npu: str
@@ -200,11 +202,12 @@ class Pair(NamedTuple):
 
     @property
     def loads(self) -> bool:
+        """Whether both packages load."""
         return not self.failure
 
 
 def probe(python: str, env: Mapping[str, str]) -> Pair:
-    """Try to import both, in the environment of a job."""
+    """Import torch and torch_npu in the environment of a job."""
     try:
         done = subprocess.run([python, "-c", PROBE], env=dict(env), capture_output=True, timeout=PROBE_SECONDS, cwd="/")
     except subprocess.TimeoutExpired:
@@ -219,13 +222,13 @@ def probe(python: str, env: Mapping[str, str]) -> Pair:
 
 
 def own_python() -> str:
-    """The Python of .venv, "" if there is none."""
+    """The Python of .venv; "" if there is none."""
     path = ROOT / ".venv" / "bin" / "python"
     return str(path) if path.exists() else ""
 
 
 def keeps(pair: Pair, cann: str, asked: str) -> bool:
-    """Whether the pair that is there can stay: it loads, its halves match, and CANN is new enough for it."""
+    """Whether the installed pair can stay: it loads, both packages match, and CANN is new enough for it."""
     if not pair.loads or (asked and asked != pair.torch_npu):
         return False
     return "FAIL" not in (versions.pair_fits(pair.torch, pair.torch_npu).status,
@@ -233,7 +236,7 @@ def keeps(pair: Pair, cann: str, asked: str) -> bool:
 
 
 def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
-    """Run a command, or in a dry run print it."""
+    """Run a command and return its exit code; in a dry run only print the command."""
     if dry:
         say("would run: " + " ".join(shlex.quote(word) for word in command))
         return 0
@@ -241,41 +244,42 @@ def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
 
 
 def make_environment(pick: versions.Pick | None, env: Mapping[str, str], dry: bool) -> None:
-    """.venv by setup_env.sh, with the pair; None keeps what is there."""
+    """Make .venv with setup_env.sh and install the pair; None keeps the installed pair."""
     flags = [] if pick is None else ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
     words = " ".join(shlex.quote(word) for word in ["setup_env", *flags])
     code = run(["bash", "-c", f"source {shlex.quote(str(ROOT / 'setup_env.sh'))} && {words}"], env, dry)
     if code != 0:
-        raise Refusal("the environment could not be made; the lines above say why", "无法创建环境；原因见上文", 1)
+        raise Refusal("the environment could not be made. The lines above say why and what to do; then type the same "
+                      "command again", "无法创建环境。原因和处理办法见上文；处理之后再次输入同一条命令", 1)  # fmt: skip
 
 
 # --- permissions -----------------------------------------------------------------------------------
 
 
 def check_permissions(found: Found, env: Mapping[str, str], fix: bool, dry: bool) -> None:
-    """Warn where this user may not use the cards; --fix adds the user to the group where that is possible."""
+    """Warn if this user may not use the cards; with --fix, try to add the user to the group."""
     shut = [device.path for device in [*found.cards, *found.managers] if not device.usable]
     member = host.may_use_devices(env, os.geteuid(), os.getgroups())
     if member and not shut:
         return
     user = getpass.getuser()
     remedy = f"sudo usermod -aG {host.GROUP} {user}"
-    what = f"{shut[0]} is not readable and writable" if shut else f"{user} is not in group {host.GROUP}"
-    what_zh = f"{shut[0]} 不可读写" if shut else f"用户 {user} 不在用户组 {host.GROUP} 中"
+    what = f"{user} may not read and write {shut[0]}" if shut else f"{user} is not in the group {host.GROUP}"
+    what_zh = f"用户 {user} 不能读写 {shut[0]}" if shut else f"用户 {user} 不在 {host.GROUP} 组里"
     if fix and not member:
         sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
         if run([*sudo, "usermod", "-aG", host.GROUP, user], env, dry) == 0:
-            say(f"added {user} to group {host.GROUP}: log in again for it to count",
-                f"已将 {user} 加入用户组 {host.GROUP}：重新登录后生效")  # fmt: skip
+            say(f"added {user} to the group {host.GROUP}; log in again for this to take effect",
+                f"已把 {user} 加入 {host.GROUP} 组，重新登录后生效")  # fmt: skip
             return
-    say(f"{what}: {remedy}, then log in again", f"{what_zh}：请执行 {remedy}，然后重新登录", "warning")
+    say(f"{what}. Run {remedy}, then log in again", f"{what_zh}。请执行 {remedy}，然后重新登录", "warning")
 
 
-# --- the whole -------------------------------------------------------------------------------------
+# --- set-up ----------------------------------------------------------------------------------------
 
 
 def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Everything; returns the exit code."""
+    """Set the host up; returns the exit code."""
     found = look(env)
     describe(found)
     pick = check_floors(found, options.torch_npu)
@@ -283,8 +287,8 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     if pick.warning[0]:
         say(*pick.warning, mark="warning")
     if not found.cards:
-        say("no card is visible (/dev/davinci*): the environment is made all the same",
-            "看不到 NPU 卡（/dev/davinci*）：仍继续创建环境", "warning")  # fmt: skip
+        say("no card is visible (/dev/davinci*); making the environment anyway",
+            "看不到 NPU 卡（/dev/davinci*）；环境仍会照常创建", "warning")  # fmt: skip
     check_permissions(found, env, options.fix, options.dry_run)
 
     python = own_python()
@@ -293,19 +297,19 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     )
     if keeps(pair, cann, options.torch_npu):
         say(f"torch {pair.torch} and torch_npu {pair.torch_npu} load and fit CANN {cann}: kept",
-            f"torch {pair.torch} 与 torch_npu {pair.torch_npu} 可用，且与 CANN {cann} 匹配：保留")  # fmt: skip
+            f"torch {pair.torch} 和 torch_npu {pair.torch_npu} 能加载，与 CANN {cann} 配套：保留不动")  # fmt: skip
         torch_npu = pair.torch_npu
         make_environment(None, env, options.dry_run)
     else:
         torch_npu = pick.torch_npu
         say(f"CANN {cann or '?'} -> torch_npu {torch_npu} -> torch {pick.torch}")
         if options.fix and python and not options.dry_run and not re.search(LIBRARY, pair.failure):
-            (ROOT / ".venv" / "setup.busy").touch()  # what is installed is broken: setup_env.sh makes it anew
+            (ROOT / ".venv" / "setup.busy").touch()  # .venv is broken: this mark makes setup_env.sh start from scratch
         make_environment(pick, env, options.dry_run)
         pair = Pair("", "", "not yet loaded")
 
     new = job_environment(found, torch_npu, env, options.fix)
-    if not options.dry_run and not pair.loads:  # a pair that was kept has just been loaded
+    if not options.dry_run and not pair.loads:  # a pair that was kept has already been loaded above
         pair = probe(own_python() or shutil.which("python", path=new.get("PATH")) or sys.executable, new)
         if not pair.loads:
             report_load_failure(pair, bool(found.cards), options.fix)
@@ -316,33 +320,40 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         print("\n".join(lines))
     if not options.fix:
         for finding in environment.lint(new, torch_npu):
-            say(f"{finding.english}; {finding.remedy}, or --fix", finding.chinese, "warning")
-    return finish(options, found)
+            say(f"{finding.english}. Run: {finding.remedy}; or source setup_ascend.sh --fix",
+                f"{finding.chinese}。请执行 {finding.remedy}，或 source setup_ascend.sh --fix", "warning")  # fmt: skip
+    return finish(options)
 
 
 def report_load_failure(pair: Pair, cards: bool, fix: bool) -> None:
-    """A pair that does not load: with cards an error that names the file, without them (an image's build) a word."""
+    """Say that the pair does not load and which file is missing: an error if there are cards, otherwise a warning.
+
+    Without cards, as in the build of an image, the pair cannot load yet.
+    """
     missing = re.search(LIBRARY, pair.failure)
     word = f" ({missing[0]})" if missing else ""
-    more = "" if fix else "; bash setup_ascend.sh --fix repairs what can be repaired"
-    more_zh = "" if fix else "；bash setup_ascend.sh --fix 可修复部分问题"
+    more = "" if fix else "; bash setup_ascend.sh --fix repairs a broken installation"
+    more_zh = "" if fix else "；如果是安装损坏，bash setup_ascend.sh --fix 会重装"
     english = f"torch_npu does not load{word}: {pair.failure}. `python check_npu.py` names the cause{more}"
-    chinese = f"torch_npu 无法加载{word}：{pair.failure}。运行 python check_npu.py 可查明原因{more_zh}"
+    chinese = f"torch_npu 无法加载{word}：{pair.failure}。运行 python check_npu.py 查明原因{more_zh}"
     if cards:
         raise Refusal(english, chinese)
     say(english, chinese, "warning")
 
 
-def finish(options: argparse.Namespace, found: Found) -> int:
-    """What to type next."""
+def finish(options: argparse.Namespace) -> int:
+    """Say what to type next; returns the exit code."""
     if options.dry_run:
-        say("nothing was changed", "未做任何更改")
+        say("dry run: nothing was changed", "试运行：没有做任何更改")
     elif options.env_file:
-        say("ready: this shell has the variables. Next: python check_npu.py, bash speedrun_npu.sh",
-            "就绪：变量已写入当前 shell。下一步：python check_npu.py，bash speedrun_npu.sh")  # fmt: skip
+        say("ready, and this shell has the variables. Next: python check_npu.py, then bash speedrun_npu.sh",
+            "就绪，变量已写入当前 shell。下一步：先 python check_npu.py，再 bash speedrun_npu.sh")  # fmt: skip
     else:
-        say("ready. Next: source setup_ascend.sh, python check_npu.py, bash speedrun_npu.sh",
-            "就绪。下一步：source setup_ascend.sh，python check_npu.py，bash speedrun_npu.sh")  # fmt: skip
+        again = "source setup_ascend.sh" + (" --fix" if options.fix else "")
+        say(f"ready. Next: {again} (only `source` can change the variables of your shell), python check_npu.py, then "
+            "bash speedrun_npu.sh",
+            f"就绪。下一步：{again}（只有 source 才能改动当前 shell 的变量），再 python check_npu.py 和 "
+            "bash speedrun_npu.sh")  # fmt: skip
     return 0
 
 
@@ -350,29 +361,34 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     plain = argparse.RawDescriptionHelpFormatter
     words = argparse.ArgumentParser("setup_ascend.sh", description=__doc__, formatter_class=plain, allow_abbrev=False)
-    words.add_argument("--dry-run", action="store_true", help="print what would be done; change nothing")
-    words.add_argument("--fix", action="store_true", help="repair what can be repaired")
+    words.add_argument("--dry-run", action="store_true", help="print what would be done and change nothing")
+    words.add_argument("--fix", action="store_true",
+                       help="also repair harmful variables (only when sourced), the group of the user, and a torch_npu "
+                       "that does not load")  # fmt: skip
     words.add_argument("--torch-npu", default=os.environ.get("NANOCHAT_TORCH_NPU", ""), metavar="VERSION",
-                       help="take this torch_npu, not the one that the table names for the CANN")  # fmt: skip
-    words.add_argument("--root", default="", help="look for absolute paths under this folder")
-    words.add_argument("--env-file", default="", help=argparse.SUPPRESS)  # where a sourcing shell reads its variables
+                       help="version of torch_npu to install (default: NANOCHAT_TORCH_NPU, otherwise the version that "
+                       "the table pairs with the installed CANN)")  # fmt: skip
+    words.add_argument("--root", default="",
+                       help="folder to put in front of every absolute path, for tests (default: none)")  # fmt: skip
+    words.add_argument("--env-file", default="", help=argparse.SUPPRESS)  # the file that a sourcing shell reads
     return words
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code of setup_ascend.sh."""
+    """Run the command line; returns the exit code of setup_ascend.sh."""
     options, rest = parser().parse_known_args(words)
     if rest and not options.env_file:
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # a script that sources us hands on its own flags, whether it wants to or not
-        say(f"not a flag of setup_ascend.sh, left alone: {' '.join(rest)}")
+        parser().error(f"unrecognized arguments: {' '.join(rest)}; bash setup_ascend.sh --help lists the flags")
+    if rest:  # a script that sources this file passes on its own flags, whether it wants to or not
+        say(f"ignored, because they are not flags of setup_ascend.sh: {' '.join(rest)}",
+            f"已忽略（不是 setup_ascend.sh 的参数）：{' '.join(rest)}")  # fmt: skip
     env = dict(os.environ)
     if options.root:
         env["ASCEND_ROOT_PREFIX"] = options.root
     try:
         return set_up(options, env)
     except Refusal as refusal:
-        if refusal.code == NO_NPU and options.env_file:  # a script that goes on without
+        if refusal.code == NO_NPU and options.env_file:  # the sourcing script may continue without an NPU
             say(refusal.english, refusal.chinese)
             return NO_NPU
         print(f"error: {refusal.english}.", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""Which torch_npu fits which CANN and Python, and what to do where the table has no answer."""
+"""Picks the torch_npu that fits a CANN and a Python, also for versions that the table does not list."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-# Floors of the project; below them nothing is tried.
+# The oldest versions that the project supports; set-up refuses anything older.
 PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 7)
 CANN_FLOOR = "8.3.RC1"
@@ -13,14 +13,14 @@ GLIBC_FLOOR = (2, 28)
 
 
 class Row(NamedTuple):
-    """A release of torch_npu, the CANN it was built for, and the newest Python that has a wheel of it."""
+    """A release of torch_npu, the CANN it was built for, and the newest Python for which it has a wheel."""
 
     torch_npu: str
     cann: str
     python: tuple[int, int]
 
 
-# The releases that the vendor's own table pairs with a CANN, best first; wheels begin at Python 3.10 or earlier.
+# The pairs of the vendor's own table, the best first; every release has wheels for Python 3.10.
 TABLE = (
     Row("2.12.0", "9.1.0", (3, 13)),
     Row("2.11.0", "9.1.0", (3, 13)),
@@ -36,12 +36,12 @@ TABLE = (
     Row("2.8.0", "8.3.RC1", (3, 11)),
     Row("2.7.1", "8.3.RC1", (3, 11)),
 )
-# Not in the vendor's table: built after CANN 9.1, so it is taken for a CANN newer than that, with a warning.
+# The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets it with a warning.
 NEWEST = Row("2.13.0", "9.1.0", (3, 14))
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
-    """A CANN version as something that sorts: 8.3.RC1 before 8.3.0; None if it is no version."""
+    """A CANN version as a tuple that sorts, 8.3.RC1 before 8.3.0; None if the text is not a version."""
     found = re.match(r"(\d+)\.(\d+)(?:\.?(RC|T|alpha|beta)?\.?(\d+))?", version.strip(), re.I)
     if not found:
         return None
@@ -49,51 +49,57 @@ def cann_key(version: str) -> tuple[int, int, int, int] | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a package's version, `post` and local parts apart: 2.9.0.post2 -> (2, 9, 0)."""
+    """The release numbers of a package's version, without `post` and local parts: 2.9.0.post2 -> (2, 9, 0)."""
     found = re.match(r"\d+(\.\d+)*", version.strip())
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def order(version: str) -> tuple[tuple[int, ...], int]:
-    """A package's version as something that sorts: 2.9.0.post2 -> ((2, 9, 0), 2)."""
+    """A package's version as a tuple that sorts: 2.9.0.post2 -> ((2, 9, 0), 2)."""
     found = re.search(r"post(\d+)", version)
     return release(version), int(found[1]) if found else 0
 
 
 def torch_for(torch_npu: str) -> str:
-    """The torch that a torch_npu extends: the same release."""
+    """The torch that a torch_npu extends, which is the torch of the same release."""
     return ".".join(str(part) for part in release(torch_npu))
 
 
 class Pick(NamedTuple):
-    """The pair to install; `warning` and `refusal` are (English, Chinese), empty if there is none."""
+    """The pair to install; `warning` and `refusal` are (English, Chinese), and empty if there is nothing to say."""
 
     torch_npu: str
     torch: str
-    python: tuple[int, int]  # the newest Python that has this wheel
+    python: tuple[int, int]  # the newest Python for which torch_npu has a wheel
     warning: tuple[str, str] = ("", "")
     refusal: tuple[str, str] = ("", "")
 
 
 def refuse(english: str, chinese: str) -> Pick:
+    """A refusal with its reason and the next step in both languages."""
     return Pick("", "", (0, 0), refusal=(english, chinese))
 
 
 def pick_of(row: Row, warning: tuple[str, str] = ("", "")) -> Pick:
+    """The pair of a row of the table."""
     return Pick(row.torch_npu, torch_for(row.torch_npu), row.python, warning)
 
 
 def resolve(cann: str) -> Pick:
-    """The newest torch_npu for an installed CANN, or why there is none."""
+    """The newest torch_npu for an installed CANN, or a refusal that says why there is none."""
     key, floor = cann_key(cann), cann_key(CANN_FLOOR)
     if key is None or floor is None:
-        return refuse(f"{cann!r} is not a CANN version that can be read", f"无法识别 CANN 版本 {cann!r}")
+        return refuse(
+            f"the CANN version {cann!r} cannot be read. Name the torch_npu for it: bash setup_ascend.sh --torch-npu "
+            "VERSION",
+            f"无法识别 CANN 版本 {cann!r}。请指定 torch_npu：bash setup_ascend.sh --torch-npu 版本号",
+        )
     if key < floor:
         return refuse(
             f"CANN {cann} is too old: {CANN_FLOOR} or later is needed. Upgrade the CANN toolkit and its ops (kernels) "
-            "package, and the driver if its release notes say so",
-            f"CANN {cann} 版本过低：需要 {CANN_FLOOR} 或更高版本。请升级 CANN toolkit 与算子包（kernels/ops），"
-            "必要时同时升级驱动",
+            "package; upgrade the driver too if CANN's release notes ask for it",
+            f"CANN {cann} 版本过低：需要 {CANN_FLOOR} 或更高版本。请升级 CANN toolkit 和算子包（kernels/ops）；"
+            "如果 CANN 的版本说明要求，也要升级驱动",
         )
     same = [row for row in TABLE if (cann_key(row.cann) or key)[:2] == key[:2]]
     older = [row for row in TABLE if (cann_key(row.cann) or key) < key]
@@ -101,19 +107,25 @@ def resolve(cann: str) -> Pick:
     if key == cann_key(row.cann):
         return pick_of(row)
     if row is NEWEST:
-        return pick_of(row, (f"CANN {cann} is newer than the table: torch_npu {row.torch_npu} is the newest known",
-                             f"CANN {cann} 比配套表新：采用目前已知最新的 torch_npu {row.torch_npu}"))  # fmt: skip
-    return pick_of(row, (f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, built for {row.cann}, is taken",
-                         f"CANN {cann} 不在配套表中：采用为 {row.cann} 构建的 torch_npu {row.torch_npu}"))  # fmt: skip
+        return pick_of(row, (f"CANN {cann} is newer than the table: torch_npu {row.torch_npu}, the newest known "
+                             "release, is installed. To choose another release: --torch-npu VERSION",
+                             f"CANN {cann} 比配套表新：选装目前已知最新的 torch_npu {row.torch_npu}。"
+                             "想换版本：--torch-npu 版本号"))  # fmt: skip
+    return pick_of(row, (f"CANN {cann} is not in the table: torch_npu {row.torch_npu}, which was built for {row.cann}, "
+                         "is installed. To choose another release: --torch-npu VERSION",
+                         f"配套表里没有 CANN {cann}：选装为 {row.cann} 构建的 torch_npu {row.torch_npu}。"
+                         "想换版本：--torch-npu 版本号"))  # fmt: skip
 
 
 def asked(torch_npu: str) -> Pick:
-    """The pair of a torch_npu that the user names."""
+    """The pair for a torch_npu that the user names."""
     number = release(torch_npu)
     if len(number) < 2 or number[:2] < TORCH_FLOOR:
         return refuse(
-            f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is needed",
-            f"torch_npu {torch_npu} 版本过低：需要 {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} 或更高版本",
+            f"torch_npu {torch_npu} is too old: {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or later is needed. Name a newer "
+            "one, or leave out --torch-npu and NANOCHAT_TORCH_NPU to have one picked for your CANN",
+            f"torch_npu {torch_npu} 版本过低：需要 {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} 或更高版本。请换一个更新的版本，"
+            "或者不设 --torch-npu 和 NANOCHAT_TORCH_NPU，让程序按 CANN 选择",
         )
     for row in (*TABLE, NEWEST):
         if row.torch_npu == torch_npu:
@@ -122,7 +134,7 @@ def asked(torch_npu: str) -> Pick:
 
 
 class Fit(NamedTuple):
-    """How an installed pair and CANN go together: status PASS, WARN or FAIL, and why in both languages."""
+    """Whether installed versions fit each other: PASS, WARN or FAIL, and the reason in both languages."""
 
     status: str
     english: str = ""
@@ -130,40 +142,43 @@ class Fit(NamedTuple):
 
 
 def pair_fits(torch: str, torch_npu: str) -> Fit:
-    """torch and torch_npu must be of one major.minor."""
+    """Whether torch and torch_npu have the same major.minor, and are not too old."""
     if release(torch)[:2] == release(torch_npu)[:2]:
         if release(torch)[:2] < TORCH_FLOOR:
-            return Fit("FAIL", f"torch {torch} is below 2.7", f"torch {torch} 低于 2.7")
+            return Fit(
+                "FAIL", f"torch {torch} is too old: 2.7 or later is needed", f"torch {torch} 版本过低：需要 2.7 或更高"
+            )
         return Fit("PASS")
-    return Fit("FAIL", f"torch {torch} and torch_npu {torch_npu} are of different releases",
-               f"torch {torch} 与 torch_npu {torch_npu} 版本不一致")  # fmt: skip
+    return Fit("FAIL", f"torch {torch} and torch_npu {torch_npu} are different releases",
+               f"torch {torch} 和 torch_npu {torch_npu} 的版本不一致")  # fmt: skip
 
 
 def cann_fits(torch_npu: str, cann: str) -> Fit:
-    """Whether a torch_npu may be used with a CANN."""
+    """Whether a torch_npu works with a CANN."""
     key = cann_key(cann)
     if key is None:
-        return Fit("WARN", "the version of CANN is not known", "无法得知 CANN 版本")
+        return Fit("WARN", "the version of CANN is not known", "不知道 CANN 的版本")
     exact = next((row for row in TABLE if row.torch_npu == torch_npu), None)
     kin = [row for row in TABLE if release(row.torch_npu)[:2] == release(torch_npu)[:2]]
     if exact is None and not kin:
         if key < (cann_key(NEWEST.cann) or key):
-            return Fit("FAIL", f"torch_npu {torch_npu} needs CANN {NEWEST.cann} or later, it seems, not {cann}",
-                       f"据目前所知 torch_npu {torch_npu} 需要 CANN {NEWEST.cann} 或更高，当前为 {cann}")  # fmt: skip
-        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; CANN {cann} should be new enough",
-                   f"torch_npu {torch_npu} 不在配套表中；CANN {cann} 应当足够新")  # fmt: skip
-    # One that is not listed needs at least the CANN of the one listed before it, as far as is known.
+            return Fit("FAIL", f"torch_npu {torch_npu} probably needs CANN {NEWEST.cann} or later, but CANN is {cann}",
+                       f"torch_npu {torch_npu} 可能需要 CANN {NEWEST.cann} 或更高，当前是 {cann}")  # fmt: skip
+        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; CANN {cann} is probably new enough",
+                   f"配套表里没有 torch_npu {torch_npu}；CANN {cann} 应该够新")  # fmt: skip
+    # As far as is known, an unlisted release needs at least the CANN of the release that is listed before it.
     own = order(torch_npu)
     before = [row for row in kin if order(row.torch_npu) <= own]
     row = exact or (max(before, key=lambda row: order(row.torch_npu)) if before else kin[-1])
     need = cann_key(row.cann) or key
     if key[:2] < need[:2]:
-        return Fit("FAIL", f"torch_npu {torch_npu} was built for CANN {row.cann}; {cann} is older",
-                   f"torch_npu {torch_npu} 需要 CANN {row.cann}；当前 {cann} 过旧")  # fmt: skip
+        return Fit("FAIL", f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is older",
+                   f"torch_npu {torch_npu} 需要 CANN {row.cann}，当前的 {cann} 太旧")  # fmt: skip
     if exact and key == need:
         return Fit("PASS")
     if exact is None:
-        return Fit("WARN", f"torch_npu {torch_npu} is newer than the table (CANN {row.cann} or later), CANN is {cann}",
-                   f"torch_npu {torch_npu} 比配套表新（CANN {row.cann} 或更高），当前 CANN {cann}")  # fmt: skip
-    return Fit("WARN", f"torch_npu {torch_npu} was built for CANN {row.cann}, installed is {cann}",
-               f"torch_npu {torch_npu} 为 CANN {row.cann} 构建，当前为 {cann}")  # fmt: skip
+        return Fit("WARN", f"torch_npu {torch_npu} is not in the table; it needs CANN {row.cann} or later, and CANN is "
+                   f"{cann}",
+                   f"配套表里没有 torch_npu {torch_npu}；它需要 CANN {row.cann} 或更高，当前是 {cann}")  # fmt: skip
+    return Fit("WARN", f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is installed",
+               f"torch_npu {torch_npu} 是为 CANN {row.cann} 构建的，当前装的是 {cann}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Take over checkpoints of karpathy/nanochat.
+"""Convert checkpoints of karpathy/nanochat to this project's format.
 
 python -m nanochat.checkpoint_manager convert DIR
 """
@@ -15,22 +15,22 @@ from nanochat.common import log, run
 
 @dataclass(frozen=True)
 class Config:
-    """Take over a checkpoint of karpathy/nanochat's HEAD: `convert` and its folder, such as base_checkpoints/d20."""
+    """Convert a checkpoint of karpathy/nanochat's HEAD: type `convert` and its folder, such as base_checkpoints/d20."""
 
     verb: Positional[Literal["convert"]]
-    """what to do"""
+    """The only action: convert."""
     folder: Positional[Path]
-    """a tag's folder; the one above it tells the stage"""
+    """Folder of one tag, such as base_checkpoints/d20. The folder above it tells the stage."""
     step: int | None = None
-    """which step; default the newest"""
+    """Step to convert. Default: the newest."""
     tokenizer: Path | None = None
-    """folder of tokenizer.pkl; default `tokenizer` of the same base folder"""
+    """Folder of tokenizer.pkl. Default: `tokenizer` in the same base folder."""
     corpus: str = "fineweb"
-    """name of the corpus it was trained on, for later stages"""
+    """Name of the corpus that the model was trained on. Later stages and evaluations use it."""
 
 
 def main(cfg: Config) -> None:
-    """Convert, and say what to type next."""
+    """Convert the checkpoint, and print the next command."""
     theirs = upstream.read(cfg.folder.expanduser(), cfg.step, cfg.tokenizer)
     where = upstream.convert(theirs, cfg.corpus)
     log(f"converted: {where}. Next: python -m scripts.chat_cli -i {theirs.stage} -g {theirs.tag}")

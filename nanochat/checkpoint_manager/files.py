@@ -1,4 +1,4 @@
-"""The folders of a checkpoint on disk: one a step, under its name only when whole, checked by size and SHA-256."""
+"""The step folders of a checkpoint: each gets its name only when complete; sizes and SHA-256 hashes verify it."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
-HASHERS = 4  # threads that read files back: Python lets go of its lock while it hashes
+HASHERS = 4  # threads that verify files: Python releases its lock while hashing
 
 
 def steps(folder: Path) -> list[int]:
@@ -36,13 +36,13 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Make a file's content durable; return its size and hash, for meta.json."""
+    """Flush a file to disk; return its size and hash for meta.json."""
     fsync_path(path)
     return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def write_meta(folder: Path, record: dict[str, Any]) -> None:
-    """Write meta.json, with the hash of what it says: a flipped bit may leave it readable."""
+    """Write meta.json with a hash of its content, because a flipped bit may leave the JSON readable."""
     content = json.loads(to_json(record))
     write_json(folder / "meta.json", {**content, "sha256": _digest(content)})
 
@@ -52,7 +52,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete folder its name; the name never shows a part."""
+    """Rename a complete folder to its final name, so that no reader ever sees an incomplete step."""
     fsync_path(temporary)
     if final.exists():
         delete(final)
@@ -61,7 +61,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Remove a step: first its name, so that a kill in the middle leaves no half step behind."""
+    """Remove a step. Rename it first, so that a kill in the middle leaves no half step behind."""
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
@@ -69,22 +69,22 @@ def delete(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int, newest: int) -> None:
-    """Remove the steps before the `keep` last ones up to step `newest`; 0 keeps all.
+    """Keep the last `keep` steps up to step `newest`, and remove the steps before them; 0 keeps all.
 
-    Later ones are not counted: they are damaged ones that a run fell back from. What cannot be removed is named: that
-    is no reason to end a run.
+    Steps after `newest` do not count: they are damaged, and the run fell back from them. If a step cannot be removed,
+    this function only warns, because the run can continue.
     """
     for old in [step for step in steps(folder) if step <= newest][:-keep] if keep > 0 else []:
         try:
             delete(step_dir(folder, old))
         except OSError as failure:
-            warn(f"{step_dir(folder, old)} could not be removed ({failure}); training goes on")
+            warn(f"{step_dir(folder, old)} could not be removed ({failure}); training continues: delete it yourself")
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
-    """Move the steps after step `after` out of the way, with the figures so far; returns where to, None without any.
+    """Move the steps after `after`, with a copy of the metrics, to a new folder; return it, or None without steps.
 
-    They are newer by number than what a run that begins again at `after` will save.
+    A run that starts again at `after` saves lower step numbers, so these steps would pass for newer ones.
     """
     later = [step for step in steps(folder) if step > after]
     if not later:
@@ -98,7 +98,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         shutil.copy2(metrics, target)
-    for step in reversed(later):  # a kill in between leaves the older ones, which is where a run would go on
+    for step in reversed(later):  # after a kill in between, a run resumes from the older steps that are left
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)
     fsync_path(folder)
@@ -106,7 +106,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed save or deletion left behind; called at the start of a stage, by one rank."""
+    """Remove what a killed save or deletion left behind. One rank calls this at the start of a stage."""
     for pattern in (".tmp-*", ".deleted-*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -116,15 +116,15 @@ def sweep(folder: Path) -> None:
 
 
 def verify(folder: Path, training: bool = True) -> str:
-    """What is wrong with a step's files, or "" if sizes and hashes agree with meta.json.
+    """What is wrong with the files of a step, or "" if all sizes and hashes agree with meta.json.
 
-    Without `training` the optimizer's files, twice as large as the model, are left out.
+    Without `training`, the optimizer's files are not checked; they are twice as large as the model.
     """
     try:
         meta = read_json(folder / "meta.json")
-        digest = meta.pop("sha256", None)  # not in those of before it was kept
+        digest = meta.pop("sha256", None)  # steps of early versions do not have it
         files = {name: (known["bytes"], known["sha256"]) for name, known in meta["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:  # not JSON, or not ours any more
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:  # not JSON, or not in our format
         return f"meta.json cannot be read ({failure!r})"
     if digest is not None and digest != _digest(meta):
         return "meta.json has a wrong SHA-256"
@@ -146,14 +146,17 @@ def verify(folder: Path, training: bool = True) -> str:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """meta.json of a step."""
+    """The content of a step's meta.json. UserError if it is damaged or of another format."""
     where = step_dir(folder, step)
     try:
         meta = read_json(where / "meta.json")
     except ValueError as damage:
         raise UserError(
-            f"{where / 'meta.json'} is damaged ({damage}); delete {where} to use the step before"
+            f"{where / 'meta.json'} is damaged ({damage}): delete {where} to use the step before it"
         ) from damage
     if meta.get("format") != FORMAT:
-        raise UserError(f"{where} has checkpoint format {meta.get('format')}, this version reads {FORMAT}")
+        raise UserError(
+            f"{where} has checkpoint format {meta.get('format')}, this version reads {FORMAT}: use the version that "
+            "wrote it, or name another checkpoint"
+        )
     return meta

@@ -1,4 +1,4 @@
-"""Reading checkpoints: the newest whole step, and a model from it, ready to use."""
+"""Loads checkpoints: finds the newest whole step, and builds a model that is ready to use."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +8,18 @@ import torch
 import torch.nn as nn
 from safetensors.torch import load_file
 
+from nanochat.checkpoint_manager.families import build
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.common import UserError, warn
 from nanochat.device import Compute
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 
 def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
-    """The newest step whose files are whole; damaged newer ones are named and passed over. Rank 0 decides for all."""
+    """The newest step whose files are whole, or None. Warns about damaged newer steps. Rank 0 decides for all ranks."""
     found = -1
     if compute.main:
         for step in reversed(steps(folder)):
@@ -33,7 +34,7 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to use, and where it came from."""
+    """A model that is ready to use, and the checkpoint that it came from."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -44,36 +45,41 @@ class Loaded:
 
     @property
     def corpus(self) -> str | None:
-        """The corpus the model was trained on, None if its meta.json does not say."""
+        """The name of the corpus that the model was trained on, or None if meta.json does not say."""
         return self.meta.get("config", {}).get("corpus")
 
 
 def load_model(
     stage: str | None, tag: str | None, step: int | None, compute: Compute, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """A whole model for inference or to start the next stage from, on this rank's device, in eval mode.
+    """Load a whole model, on this rank's device and in eval mode, for inference or as the start of the next stage.
 
-    `dtype` is the format matrices and tables are held in: default the compute dtype; training asks for float32.
+    None for `stage`, `tag` or `step` means the latest. `dtype` is the number format of matrices and tables (default:
+    the compute dtype); training asks for float32. UserError if the checkpoint is missing or damaged.
     """
     name, folder = find(stage, tag)
     if step is None:
         step = newest_whole(folder, compute, training=False)
         if step is None:
-            raise UserError(f"every checkpoint in {folder} is damaged; train stage {name} again")
+            raise UserError(
+                f"every checkpoint in {folder} is damaged; train stage {name} again with `python -m {MADE_BY[name]}`"
+            )
     elif step not in steps(folder):
-        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+        there = ", ".join(map(str, steps(folder)))
+        raise UserError(f"{folder} has steps {there}, not {step}: name one of them", exit_code=2)
     elif problem := verify(step_dir(folder, step), training=False):
         raise UserError(
-            f"{step_dir(folder, step)} is damaged: {problem}. `python -m {MADE_BY[name]}` makes it again from the step "
-            "before, or name another step"
+            f"{step_dir(folder, step)} is damaged: {problem}. Name another step, or run `python -m {MADE_BY[name]}` to "
+            "make it again from the step before it"
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
-    model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype)
+    model = build(meta, compute)
     tokenizer = Tokenizer.load(where)
     if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
         raise UserError(
-            f"the tokenizer beside {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, the "
-            f"model was made with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was changed"
+            f"the tokenizer in {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, but the "
+            f"model was trained with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was "
+            "changed. Put the original tokenizer.json back, or name another step"
         )
     parallel.load_whole(model, load_file(where / "model.safetensors"))
     held_in(model, dtype or compute.dtype)
@@ -81,7 +87,7 @@ def load_model(
 
 
 def held_in(model: GPT, dtype: torch.dtype) -> None:
-    """Hold matrices and tables in a format, in place; the few scalars stay fp32, as in training."""
+    """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(dtype)

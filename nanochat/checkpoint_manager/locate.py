@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps
 from nanochat.common import UserError, base_dir
 
@@ -50,6 +51,7 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 class Parent:
     """The checkpoint that a stage starts from; `identity` differs where its parameters do."""
 
+    stage: str
     tag: str
     step: int
     identity: str
@@ -73,20 +75,23 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
         raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
     meta = read_meta(folder, step)
     digest = meta["files"]["model.safetensors"]["sha256"]
-    return Parent(folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"])
+    return Parent(
+        stage, folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"]
+    )
 
 
 def make_meta(
     stage: str,
-    model: Any,  # a GPTConfig
+    model: Any,  # the configuration of a model family, such as GPTConfig
     settings: dict[str, Any],
     steps: int,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a training script says of a step: stage, shape, settings (parent and corpus among them), steps of the
-    whole run, and its own state (loop figures, row of the data)."""
+    """What a stage says of a step: its name, the model's family and shape, the settings (parent and corpus among them),
+    the steps of the whole run, and the state to resume from (figures, row of the data)."""
     return {
         "stage": stage,
+        "family": family_of(model),
         "model": asdict(model),
         "config": settings,
         "steps": steps,

@@ -1,4 +1,4 @@
-"""Where a stage goes on: whether it is finished, and the state of the step it resumes from."""
+"""Whether a stage is finished, and the step that it resumes from."""
 
 import json
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
 from nanochat.checkpoint_manager.load import newest_whole
+from nanochat.checkpoint_manager.same_run import Settings
 from nanochat.checkpoint_manager.save import Optimizers
 from nanochat.common import UserError, log
 from nanochat.device import Compute, barrier
@@ -23,13 +24,11 @@ from nanochat.runtime.tracking import read_metrics
 Start = int | Literal["auto", "none"]  # a step, the newest, or anew
 
 
-def finished(
-    folder: Path, settings: dict[str, Any], compute: Compute, reported: bool = True, start: Start = "auto"
-) -> bool:
-    """Whether this stage was trained and measured to its end with these settings, and `reported`; says so.
+def finished(folder: Path, settings: Settings, compute: Compute, reported: bool = True, start: Start = "auto") -> bool:
+    """Whether this stage was trained and measured to its end with these settings, and `reported`; logs it if so.
 
-    Rank 0 decides for all. A run that is to `start` elsewhere than where it ended is not finished. UserError if the
-    settings differ.
+    Rank 0 decides for all ranks. A stage that is asked to start from a particular step is never finished. UserError if
+    the settings differ from those of the checkpoint.
     """
     if start != "auto":
         return False
@@ -50,22 +49,22 @@ def finished(
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a stage goes on."""
+    """Where a stage resumes."""
 
     step: int
-    state: dict[str, Any]  # what the script gave to save()
+    state: dict[str, Any]  # what the stage saved; empty at step 0
 
 
 def resume_stage(
-    folder: Path, model: nn.Module, optimizers: Optimizers, settings: dict[str, Any], compute: Compute, data: str = "",
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: Settings, compute: Compute, data: str = "",
     start: Start = "auto", other_code: bool = False,
 ) -> Resumed:  # fmt: skip
-    """Load a whole step into model and optimizers: the newest ("auto"), or the one that `start` names; step 0 and no
-    state where there is none, or for "none". Later steps are then set aside.
+    """Load a checkpoint into model and optimizers: the newest undamaged one ("auto"), or the step that `start` names.
 
-    `data` names the rows trained on, which the script keeps as "data" in its state. UserError if they, the settings or
-    (unless `other_code` is accepted) the code differ from those that the run was begun with, or are not the same on
-    all ranks, or if the step that was named is missing or damaged.
+    Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are set aside unless
+    `start` is "auto". `data` names the rows to train on. UserError if the rows, the settings or (unless `other_code`
+    is accepted) the code differ from those the run started with or differ between ranks, or if the named step is
+    missing or damaged.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
@@ -78,23 +77,26 @@ def resume_stage(
         same_run.check_data(folder, meta, data)
         same_run.check_code(folder, meta, other_code, compute)
     if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
-        log(f"the steps after {step or 0:,} lie in {place} now; delete it when they are not needed")
+        log(f"the steps after {step or 0:,} were moved to {place}; delete that folder when you no longer need them")
     barrier(compute)
     if not step:
         return Resumed(0, {})
     meta = restore(folder, step, model, optimizers)
     if compute.main:
-        log(f"going on from step {step:,} of {folder}")
+        log(f"resuming from step {step:,} of {folder}")
     return Resumed(step, meta["state"])
 
 
 def _named(folder: Path, start: int | str, compute: Compute) -> int:
-    """The step that was asked for, 0 for "none". UserError if it cannot be gone on from."""
+    """The step that was asked for; 0 for "none". UserError if the step is missing or damaged."""
     if start == "none":
         return 0
     there = steps(folder)
     if start not in there:
-        raise UserError(f"--resume={start}: {folder} has steps {', '.join(map(str, there)) or 'none'}", exit_code=2)
+        raise UserError(
+            f"--resume={start}: {folder} has steps {', '.join(map(str, there)) or 'none'}; name one of them",
+            exit_code=2,
+        )
     problem = [verify(step_dir(folder, int(start))) if compute.main else ""]
     if compute.world_size > 1:
         dist.broadcast_object_list(problem, src=0)
@@ -104,7 +106,7 @@ def _named(folder: Path, start: int | str, compute: Compute) -> int:
 
 
 def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
-    """Load parameters, and optimizer state where given, into a model of any sharding; return meta."""
+    """Load parameters into a model of any sharding, and optimizer state if optimizers are given; return meta.json."""
     where = step_dir(folder, step)
     parallel.load_whole(model, load_file(where / "model.safetensors"))
     if optimizers is not None:
@@ -114,7 +116,7 @@ def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | 
 
 @torch.no_grad()
 def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
-    """Fill each tensor this rank holds from whichever parts of any number of ranks overlap its rows."""
+    """Fill each tensor that this rank holds from the files of all ranks whose rows overlap with it."""
     wanted = optimizers.state()
     missing = {name: value.shape[0] for name, (value, _, _) in wanted.items()}
     for path in sorted(folder.glob("optim-*.safetensors")):
@@ -130,4 +132,7 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
                     missing[name] -= high - low
     holes = [name for name, rows in missing.items() if rows > 0]
     if holes:
-        raise UserError(f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows")
+        raise UserError(
+            f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows. Delete this "
+            "folder to resume from the step before."
+        )

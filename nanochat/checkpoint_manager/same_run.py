@@ -1,80 +1,107 @@
-"""A run goes on only as it was begun: with its settings, its data and its code."""
+"""A run resumes only with the settings, the data and the code it started with."""
 
 from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, free_flags, settings, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
-# Flags that do not change what is learned: a run may go on with other values of these.
-# Which model a run starts from is told by its parent's identity, however it was named.
-FREE_FLAGS = ("run", "device_type", "save_every", "save_seconds", "stop_at", "compile", "kernels", "device_batch_size",
-              "gradient_accumulation_steps", "eval_every", "eval_tokens", "eval_examples", "data", "model_tag",
-              "source", "source_step", "base_step", "shard", "profile", "keep", "resume", "other_code",
-              "hang_seconds")  # fmt: skip
-ADDED_FLAGS = {"matrix_optimizer": "muon"}  # what runs did that were begun before there was a flag
-NOT_FLAGS = ("parent", "corpus", "tokenizer")  # settings that no flag names
 NAMED = 4  # differences that a refusal names
+CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run: the values of its flags, and facts that no flag names, such as corpus or parent.
+
+    `free` flags do not change what is learned: a run may resume with other values. `defaults` are what a run used that
+    was saved before a flag existed.
+    """
+
+    values: dict[str, Any]
+    free: frozenset[str] = frozenset()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(flags: Any, **facts: Any) -> "Settings":
+        """The settings of a configuration: a dataclass in which flags of type Free[...] are free."""
+        defaults = {flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING}
+        return Settings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
+
+    def changes(self, saved: Mapping[str, Any]) -> list[str]:
+        """What differs from the settings that a checkpoint keeps, in words, without free flags."""
+        names = sorted(({*saved, *self.values}) - self.free)
+        then = {name: saved.get(name, self.defaults.get(name)) for name in names}
+        now = {name: self.values.get(name, self.defaults.get(name)) for name in names}
+        return [f"{'--' + name if name in self.defaults else name}: {then[name]} before, {now[name]} now"
+                for name in names if then[name] != now[name]]  # fmt: skip
 
 
 def made_with(compute: Compute) -> dict[str, Any]:
     """What a checkpoint keeps of the program that wrote it."""
-    return {"code": fingerprint.loaded(), "torch": torch.__version__, "device": compute.device_type,
-            "number format": str(compute.dtype).removeprefix("torch.")}  # fmt: skip
+    return {"code": fingerprint.loaded(), "other_code": fingerprint.not_loaded(), "torch": torch.__version__,
+            "device": compute.device_type, "number format": str(compute.dtype).removeprefix("torch.")}  # fmt: skip
 
 
-def check_settings(folder: Path, meta: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings than a run was begun with."""
-    known = {key: value for key, value in {**ADDED_FLAGS, **meta["config"]}.items() if key not in FREE_FLAGS}
-    asked = {key: value for key, value in {**ADDED_FLAGS, **settings}.items() if key not in FREE_FLAGS}
-    changed = [f"{key if key in NOT_FLAGS else '--' + key}: {known.get(key)} before, {asked.get(key)} now"
-               for key in sorted({*known, *asked}) if known.get(key) != asked.get(key)]  # fmt: skip
-    if changed:
+def check_settings(folder: Path, meta: Mapping[str, Any], wanted: Settings) -> None:
+    """Refuse to resume with settings other than those the run started with."""
+    if changed := wanted.changes(meta["config"]):
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same ones to go on, {_anew(meta)}"
+            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same settings to resume, "
+            f"{_instead(meta)}"
         )
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
-    """Refuse to go on with other rows than a run was begun with, which a corpus made anew under its name would give."""
+    """Refuse to resume on rows other than those the run started on, as after a corpus was replaced under its name."""
     known = meta["state"].get("data", data)
     if known != data and meta["step"] < meta["steps"]:
         corpus = meta["config"].get("corpus")
         raise UserError(
-            f"{folder} was begun on other data: the rows of corpus {corpus} were {known}, they are {data} now, and "
-            f"step {meta['step']:,} of {meta['steps']:,} would mix them. Put the corpus back to go on, {_anew(meta)}"
+            f"{folder} was begun on other data: the rows of corpus {corpus} were {known} and are {data} now, so step "
+            f"{meta['step']:,} of {meta['steps']:,} would mix the two. Put the old corpus back to resume, "
+            f"{_instead(meta)}"
         )
 
 
-def _anew(meta: Mapping[str, Any]) -> str:
-    """How to begin without the checkpoints that are there; a later stage has the tag of its parent."""
-    beside = "another --model_tag to begin beside it, " if meta["stage"] == "base" else ""
-    return f"{beside}or delete the folder to begin anew."
+def _instead(meta: Mapping[str, Any]) -> str:
+    """How to start without the checkpoints that are there; a later stage has the tag of its parent."""
+    beside = "give another --model_tag to start a run beside it, " if meta["stage"] == "base" else ""
+    return f"{beside}or delete the folder to start again."
 
 
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
-    """Refuse to go on with other code than wrote the checkpoint, unless that is `accepted`; warn of another torch,
-    device or number format, with which a run is not repeated bit for bit."""
+    """Refuse to resume with code other than the code that wrote the checkpoint, unless that is `accepted`.
+
+    Every file counts that either program has loaded, so a file that was added, removed or renamed is a change too.
+    Another torch, device or number format only gets a warning that the run will not repeat bit for bit.
+    """
     if meta["step"] >= meta["steps"]:
         return  # nothing is left to compute
     before, now = meta.get("made_with", {}), made_with(compute)
-    known, here = before.get("code", {}), now["code"]
-    changed = [f"{name} {known[name]} before, {here[name]} now" for name in sorted(known.keys() & here.keys())
-               if known[name] != here[name]]  # fmt: skip
+    changed = _changed_files(before, now) if "code" in before else []
     if changed and not accepted:
         more = f"; and {len(changed) - NAMED} more files" if len(changed) > NAMED else ""
         raise UserError(
-            f"the code was changed since {folder} was saved at step {meta['step']:,} ({'; '.join(changed[:NAMED])}"
-            f"{more}), so that the run would not be the same. Put the files back to go on exactly, give --other_code "
-            f"to go on with them as they are, {_anew(meta)}"
+            f"the code has changed since {folder} was saved at step {meta['step']:,} ({'; '.join(changed[:NAMED])}"
+            f"{more}), so the run would not be the same. Put the files back to resume exactly, give --other_code to "
+            f"resume with the code as it is now, {_instead(meta)}"
         )
     others = [f"{name} {before[name]} before, {value} now" for name, value in now.items()
-              if name != "code" and before.get(name, value) != value]  # fmt: skip
+              if name not in CODE and before.get(name, value) != value]  # fmt: skip
     if changed:
         others.insert(0, f"{len(changed)} changed files")
     if others:
-        warn(f"{folder} goes on with {'; '.join(others)}: not bit for bit the run that it was")
+        warn(f"{folder} resumes with {'; '.join(others)}: the rest of the run will not repeat bit for bit")
+
+
+def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The files that either program has loaded and that are not the same, with both hashes."""
+    then, here = ({**made.get("other_code", {}), **made["code"]} for made in (before, now))
+    return [f"{name} {then.get(name, 'missing')} before, {here.get(name, 'missing')} now"
+            for name in sorted({*before["code"], *now["code"]}) if then.get(name) != here.get(name)]  # fmt: skip

@@ -17,7 +17,7 @@ from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import FORMAT, prune, publish, seal, step_dir, write_meta
 from nanochat.checkpoint_manager.tensors import TensorFile, shapes_of, write_tensors
 from nanochat.device import Compute, barrier
-from nanochat.runtime import parallel, signals
+from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 KEEP = 3  # newest steps kept of a stage
@@ -134,7 +134,7 @@ def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, di
     """Write the parameters on rank 0, as they come from all; the other ranks only help to gather."""
     file, failure = None, None
     for key, rows in parallel.parameter_rows(model):
-        signals.alive()
+        compute.pulse.beat()
         if compute.main and failure is None:
             try:
                 file = file or TensorFile(path, shapes_of(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""safetensors files written a tensor at a time and hashed while they are written."""
+"""Writes safetensors files one tensor at a time, and hashes them at the same time."""
 
 import hashlib
 import json
@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The formats that we write, by their names in a header (huggingface.co/docs/safetensors).
+# The formats that we write -> their names in the header (huggingface.co/docs/safetensors).
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
-BLOCK = 1 << 24  # bytes handed over at once: enough for a disk, little beside a tensor
+BLOCK = 1 << 24  # bytes per write: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class TensorFile:
-    """One file; the header comes first, so all formats and shapes are told before the first tensor.
+    """One safetensors file. The header comes first, so all formats and shapes must be known before the first tensor.
 
-    While a tensor is written by this thread, a second one hashes it and a third makes the disk take what is written:
-    beside the tensor at hand nothing is held. OSError where the disk refuses.
+    While this thread writes a tensor, a second thread hashes it and a third flushes the file to disk. Only the current
+    tensor is in memory. OSError if the disk refuses a write.
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None):
-        # Wide formats first, so that every tensor begins at a multiple of its item size.
+        # Wide formats come first, so that every tensor starts at a multiple of its item size.
         self.names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
         self._shapes, self._path, self._next, self._missing = shapes, path, 0, 0
         self._digest, self._helpers = hashlib.sha256(), ThreadPoolExecutor(2)
         self._flushed: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            path.chmod(path.parent.stat().st_mode & 0o666)  # read by those who may read the folder
+            path.chmod(path.parent.stat().st_mode & 0o666)  # users who may read the folder may read the file
             self._write(memoryview(self._header(metadata or {})))
         except BaseException:
             self.abandon()
@@ -52,7 +52,7 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor of `names`, or its next rows."""
+        """Write the next tensor in the order of `names`, or the next rows of that tensor."""
         if not self._missing:
             self._missing = math.prod(self._shapes[self.names[self._next]][1])
             self._next += 1
@@ -73,7 +73,7 @@ class TensorFile:
                 done = 0
                 while done < len(block):
                     done += self._file.write(block[done:])
-                if self._flushed is None or self._flushed.done():  # so that little is left to wait for at the end
+                if self._flushed is None or self._flushed.done():  # so that close() has little left to flush
                     self._check_flushed()
                     self._flushed = self._helpers.submit(os.fsync, self._file.fileno())
         except OSError as failure:
@@ -82,12 +82,12 @@ class TensorFile:
             hashed.result()
 
     def _check_flushed(self) -> None:
-        """Raise what the disk said: it says so once, and not again at the end."""
+        """Raise the error of an earlier fsync: the system reports it only once, so the last fsync may not repeat it."""
         if self._flushed is not None:
             self._flushed.result()
 
     def close(self) -> dict[str, Any]:
-        """Make the content durable; return its hash and size, for meta.json."""
+        """Flush the file to disk and close it; return its hash and size for meta.json."""
         assert self._next == len(self.names) and not self._missing, self.names[self._next - 1 :]
         try:
             self._check_flushed()
@@ -98,20 +98,20 @@ class TensorFile:
         return {"sha256": self._digest.hexdigest(), "bytes": size}
 
     def abandon(self) -> None:
-        """Let go of the file without finishing it."""
+        """Close the file without finishing it."""
         self._helpers.shutdown()
         self._file.close()
 
 
 def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What a TensorFile is to be told of tensors, sharded ones with their whole shapes."""
+    """The formats and shapes that a TensorFile needs. A sharded tensor counts with its whole shape."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
 
 def write_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Write a whole file; return its hash and size. OSError where the disk refuses."""
+    """Write a whole file; return its hash and size for meta.json. OSError if the disk refuses a write."""
     file = TensorFile(path, shapes_of(tensors.items()), metadata)
     try:
         for name in file.names:

@@ -1,7 +1,7 @@
-"""Checkpoints of karpathy/nanochat's HEAD, read without running anything that is in them.
+"""Converts checkpoints of karpathy/nanochat's HEAD, without running any code that their files may contain.
 
-Its folders hold `model_NNNNNN.pt` and `meta_NNNNNN.json`, and `tokenizer/tokenizer.pkl` beside them. The model is read
-with torch's weights_only; of the pickle only the plain data are taken, by a walk over its opcodes.
+A folder holds `model_NNNNNN.pt` and `meta_NNNNNN.json`; `tokenizer/tokenizer.pkl` is in the same base folder. torch
+reads the model with weights_only. From the pickle of the tokenizer we take only plain data, by walking its opcodes.
 """
 
 import pickletools
@@ -23,13 +23,13 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
-# What its checkpoints have had since when, newest first, by a name that all of them hold.
+# Name of a parameter -> the day since which every checkpoint of HEAD has had it, newest first.
 SINCE = {"smear_gate.weight": "2026-03-14", "value_embeds.": "2026-01-17", "resid_lambdas": "2026-01-11"}
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """One step of an upstream folder, with our names."""
+    """One step of an upstream folder, under our names."""
 
     stage: str
     tag: str
@@ -40,20 +40,27 @@ class Upstream:
 
 
 def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
-    """Read a step, default the newest, of a folder such as `base_checkpoints/d20`; `tokenizer` is the folder of
-    tokenizer.pkl, default that of the same base folder. UserError (code 2) if something is missing or too old."""
+    """Read a step (default: the newest) of a folder such as `base_checkpoints/d20`.
+
+    `tokenizer` is the folder of tokenizer.pkl (default: `tokenizer` in the same base folder). UserError (code 2) if a
+    file is missing or the checkpoint is too old.
+    """
     found = sorted(int(path.stem.removeprefix("model_")) for path in folder.glob("model_*.pt"))
     if not found:
         raise UserError(
-            f"{folder} holds no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat", 2
+            f"{folder} has no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat", 2
         )
     step = found[-1] if step is None else step
     if step not in found:
-        raise UserError(f"{folder} has steps {', '.join(map(str, found))}, not {step}", exit_code=2)
+        raise UserError(f"{folder} has steps {', '.join(map(str, found))}, not {step}: name one of them", exit_code=2)
     stages = {f"{name}_checkpoints": stage for stage, name in STAGES.items()}
     stage = stages.get(folder.resolve().parent.name)
     if stage is None:
-        raise UserError(f"the folder above {folder.name} tells the stage: {', '.join(stages)}", exit_code=2)
+        raise UserError(
+            f"the folder above {folder.name} must be named {', '.join(stages)}, because its name tells the stage, got "
+            f"{folder.resolve().parent.name}: move {folder.name} into a folder of that name",
+            exit_code=2,
+        )
     meta = read_json(folder / f"meta_{step:06d}.json")
     tensors = _tensors(folder / f"model_{step:06d}.pt")
     shape = meta.get("model_config", {})
@@ -63,44 +70,48 @@ def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """The model's parameters by our names, in fp32."""
+    """The model's parameters in fp32, under our names."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as failure:  # the edge to torch's reader, which raises many kinds on a damaged or foreign file
-        raise UserError(f"{path} cannot be read as plain tensors: {str(failure).splitlines()[0]}") from failure
+    except Exception as failure:  # an edge: torch's reader raises many kinds of errors on a damaged or foreign file
+        reason = str(failure).splitlines()[0]
+        raise UserError(f"{path} cannot be read as plain tensors ({reason}): copy the file again") from failure
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"{path} is not a table of tensors")
+        raise UserError(f"{path} is not a table of tensors: name a checkpoint of karpathy/nanochat")
     names = (str(name).removeprefix("_orig_mod.").removeprefix("transformer.") for name in state)
     return {name: value.float() for name, value in zip(names, state.values(), strict=True)}
 
 
 def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[str, Any]) -> None:
-    """UserError that says how old a checkpoint is whose model is not that of HEAD."""
+    """Raise a UserError that says how old the checkpoint is, if its model differs from HEAD's."""
     for name, since in SINCE.items():
         if not any(key.startswith(name) for key in tensors):
             oldest = next((date for key, date in SINCE.items() if any(k.startswith(key) for k in tensors)), None)
             age = f"of {oldest} or later" if oldest else "of 2025"
             raise UserError(
-                f"{folder} is {age}: it has no {name.rstrip('.')}, which karpathy/nanochat has had since {since}, and "
-                "its model computes something else. Only checkpoints of that day or later are converted; train it "
-                "again."
+                f"{folder} is {age}: it has no {name.rstrip('.')}, which karpathy/nanochat has had since {since}, so "
+                "its model computes something else. Only checkpoints of that day or later can be converted: train "
+                "the model again."
             )
     missing = [key for key in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
                                "window_pattern") if key not in shape]  # fmt: skip
     if missing:
         raise UserError(
-            f"{folder}: its meta.json names no {', '.join(missing)} of the model, so it cannot be converted"
+            f"{folder}: the meta file names no {', '.join(missing)} of the model, which the conversion needs: copy the "
+            "meta file again, or add the values under model_config"
         )
 
 
 def convert(theirs: Upstream, corpus: str) -> Path:
-    """Write a step of karpathy/nanochat's as one of ours, whole, and return its folder. The optimizer's state is left:
-    rows come in another order here, so the run cannot be gone on with. UserError if it is there already or does not
-    fit."""
+    """Write a step of karpathy/nanochat in our format, whole or not at all, and return its folder.
+
+    The optimizer's state is left out: the rows of the data have another order here, so the run could not be resumed.
+    UserError if the step exists already, or if tensors or tokenizer do not fit the model.
+    """
     folder = checkpoint_dir(theirs.stage, theirs.tag)
     final = step_dir(folder, theirs.step)
     if final.exists():
-        raise UserError(f"{final} is there already; delete it to convert again")
+        raise UserError(f"{final} exists already: delete it to convert again")
     shape = GPTConfig(**{key: theirs.shape[key] for key in GPTConfig.__dataclass_fields__})
     with torch.device("meta"):
         model = GPT(shape)
@@ -108,7 +119,7 @@ def convert(theirs: Upstream, corpus: str) -> Path:
     if theirs.tokenizer.vocab_size != shape.vocab_size:
         raise UserError(
             f"the tokenizer has {theirs.tokenizer.vocab_size:,} tokens, the model {shape.vocab_size:,}: name the "
-            "folder of the right one with --tokenizer"
+            "folder of the right tokenizer with --tokenizer"
         )
     temporary = folder / f".tmp-step_{theirs.step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -131,31 +142,34 @@ def convert(theirs: Upstream, corpus: str) -> Path:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The vocabulary of a pickled tiktoken.Encoding, from its mergeable ranks; nothing of the pickle is run."""
+    """Read the vocabulary of a pickled tiktoken.Encoding from its mergeable ranks, without running the pickle."""
     if not path.exists():
-        raise UserError(f"no tokenizer at {path}; name its folder with --tokenizer", exit_code=2)
+        raise UserError(f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2)
     try:
         state = cast(dict[str, Any], plain(path.read_bytes()))
         ranks, specials = state["mergeable_ranks"], state["special_tokens"]
         order = sorted(ranks, key=ranks.__getitem__)
         expected = {f"<|{role}|>": len(order) + i for i, role in enumerate(ROLES)}
         if [ranks[token] for token in order] != list(range(len(order))) or specials != expected:
-            raise ValueError("its numbers are not those of karpathy/nanochat's tokenizers")
+            raise ValueError("its token numbers differ from the numbers in karpathy/nanochat's tokenizers")
         regex = state["pat_str"]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as failure:
-        raise UserError(f"{path} is not the tokenizer of karpathy/nanochat's HEAD: {failure}") from failure
+        raise UserError(
+            f"{path} is not a tokenizer of karpathy/nanochat's HEAD: {failure}. Name the folder of one with --tokenizer"
+        ) from failure
     pattern = next((name for name, known in PATTERNS.items() if known == regex), "upstream")
     return Tokenizer(order, pattern, regex)
 
 
 class _Mark:
-    """Where a tuple or dict of a pickle begins."""
+    """Marks on the stack where a tuple or dict of a pickle starts."""
 
 
 def plain(data: bytes) -> Any:
-    """The state of the one object in a pickle, where that is made of plain data: dicts, tuples, str, bytes, int.
+    """The state of the one object in a pickle that holds only plain data: dicts, tuples, str, bytes and int.
 
-    An object's class is noted by name and never looked up. ValueError for any opcode that plain data do not need.
+    The class of the object stays a name and is never looked up. ValueError for every opcode that plain data do not
+    need.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}

@@ -1,1 +1,1 @@
-"""Measures: bits per byte, CORE, tasks, and the sandbox for programs that a model wrote."""
+"""Evaluations: bits per byte, CORE, chat tasks, and the sandbox for programs that a model wrote."""

@@ -1,7 +1,7 @@
 """CORE: the mean over 22 few-shot tasks of accuracy above chance (DCLM, Li et al. 2024, arXiv:2406.11794).
 
-Problems, few-shot examples and prompts are those of upstream nanochat, so that figures compare; here the prompts of
-many problems go through the model together, and the head reads only the positions that count.
+Problems, few-shot examples and prompts equal upstream nanochat's, so the figures can be compared. Here the prompts of
+many problems share a batch, and the head computes logits only for the positions that are scored.
 """
 
 import csv
@@ -28,11 +28,11 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # upstream's
-PROBLEMS_AT_ONCE = 256  # rendered, tokenised and sorted by length together
-HEAD_ROWS = 1024  # positions whose logits exist at one time
+SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
+PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
+HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
 
-# Kind of task -> what its problems hold. `gold` is the number of the right choice or context.
+# Kind of task -> the fields of its problems. `gold` is the index of the right choice or context.
 FIELDS = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -42,7 +42,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class IclTask:
-    """One task of the bundle. `baseline` is the accuracy of guessing, in [0, 1)."""
+    """One task of the bundle. `baseline` is the accuracy of random guessing, in [0, 1)."""
 
     label: str
     kind: str
@@ -54,7 +54,7 @@ class IclTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Accuracy of a task, and the same with guessing at 0 and perfection at 1."""
+    """The accuracy of a task, and `centered`: the accuracy rescaled so that guessing is 0 and perfection is 1."""
 
     label: str
     accuracy: float
@@ -65,7 +65,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """Every task's score and their mean."""
+    """The score of every task, and CORE: the mean of the centered accuracies."""
 
     tasks: tuple[TaskScore, ...]
     core: float
@@ -75,33 +75,36 @@ class Core:
 
 
 def find_bundle(given: str | Path | None = None) -> Path | None:
-    """The folder of the eval bundle: the one given, which must be one; else <base>/eval_bundle; None without it."""
+    """The folder of the eval bundle: `given`, else <base>/eval_bundle, or None. UserError if it is not a bundle."""
     folder = Path(given).expanduser() if given is not None else base_dir() / "eval_bundle"
     if (folder / "core.yaml").is_file():
         return folder
     if given is None and not folder.exists():
         return None
-    raise UserError(f"{folder} is no eval bundle: it holds no core.yaml", exit_code=2)
+    hint = "Delete it, then use --download" if given is None else "Name the folder that holds it with --eval_bundle"
+    raise UserError(f"{folder} is not an eval bundle: it has no core.yaml. {hint}", exit_code=2)
 
 
 def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = None) -> Path:
-    """Fetch the published bundle (162 MB) to <base>/eval_bundle, whole or not at all; call it on one rank."""
+    """Download the published bundle (162 MB) to <base>/eval_bundle, whole or not at all. Call it on one rank only."""
     base = base_dir()
     target, archive = base / "eval_bundle", base / "eval_bundle.zip"
-    hint = f"On a machine with network, fetch {url}, and unpack it here as {target}, or give --eval_bundle its folder"
+    hint = (
+        f"On a machine with network, download {url}, and unpack it here as {target}, or give --eval_bundle its folder"
+    )
 
     def check(path: Path) -> None:
         if not zipfile.is_zipfile(path):
             raise ValueError("not a zip archive")
 
-    log(f"fetching {url}")
+    log(f"downloading {url}")
     download.fetch_all([download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log)
     with tempfile.TemporaryDirectory(dir=base, prefix=".eval_bundle-") as folder:
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(folder)
         found = next(Path(folder).rglob("core.yaml"), None)
         if found is None:
-            raise UserError(f"{archive} holds no core.yaml; delete it and try again. {hint}")
+            raise UserError(f"{archive} has no core.yaml: delete it and try again. {hint}")
         os.rename(found.parent, target)
     fsync_path(base)
     archive.unlink()
@@ -109,7 +112,7 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
 
 
 def read_bundle(folder: Path) -> list[IclTask]:
-    """The tasks that core.yaml lists, with the baselines of eval_meta_data.csv. UserError for what does not fit."""
+    """The tasks in core.yaml with the baselines in eval_meta_data.csv. UserError if a file is missing or malformed."""
     try:
         listed = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
@@ -126,17 +129,26 @@ def read_bundle(folder: Path) -> list[IclTask]:
             for entry in listed
         ]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as broken:
-        raise UserError(f"the eval bundle in {folder} is not as published: {broken!r}") from broken
+        raise UserError(
+            f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it with a fresh copy of "
+            f"{BUNDLE_URL}"
+        ) from broken
     for task in tasks:
         if task.kind not in FIELDS:
-            raise UserError(f"{task.label} of {folder}: the kind must be one of {', '.join(FIELDS)}, got {task.kind}")
+            raise UserError(
+                f"{task.label} in {folder / 'core.yaml'}: icl_task_type must be one of {', '.join(FIELDS)}, got "
+                f"{task.kind}. Correct it, or remove the task"
+            )
         if not task.path.is_file():
-            raise UserError(f"{task.label} of {folder}: no file {task.path}")
+            raise UserError(
+                f"{task.label} in {folder / 'core.yaml'}: there is no file {task.path}. Copy it from the published "
+                "bundle, or remove the task"
+            )
     return tasks
 
 
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
-    """The problems of a task in upstream's shuffled order, the first `limit` of them; each checked."""
+    """The first `limit` problems of a task in upstream's shuffled order. UserError if a problem lacks a field."""
     problems = []
     with open(task.path, encoding="utf-8") as f:
         for n, line in enumerate(f, start=1):
@@ -145,16 +157,18 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
                 options = {"multiple_choice": "choices", "schema": "context_options"}.get(task.kind)
                 missing = [field for field in FIELDS[task.kind] if field not in problem]
                 if missing or (options and not 0 <= problem["gold"] < len(problem[options])):
-                    raise ValueError(f"lacks {missing}" if missing else "gold is no option")
+                    raise ValueError(
+                        f"{', '.join(missing)} missing" if missing else "gold is not the index of an option"
+                    )
             except (ValueError, TypeError) as broken:
-                raise UserError(f"{task.path}, line {n}: {broken}") from broken
+                raise UserError(f"{task.path}, line {n}: {broken}. Correct the line, or replace the file") from broken
             problems.append(problem)
     random.Random(SHUFFLE_SEED).shuffle(problems)
     problems = problems[:limit]
     if len(problems) <= task.shots:
         raise UserError(
-            f"{task.label} shows {task.shots} examples beside each problem, so it needs more problems than that; got "
-            f"{len(problems)}: raise --max_per_task or leave it out"
+            f"{task.label} shows {task.shots} examples before each problem, so it needs more than {task.shots} "
+            f"problems, got {len(problems)}: raise --max_per_task, or leave the flag out"
         )
     return problems
 
@@ -163,13 +177,13 @@ def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any
 
 
 def choose_examples(count: int, number: int, shots: int) -> list[int]:
-    """The numbers of the problems shown before problem `number` of `count`: upstream's draw, never itself."""
+    """The indices of the problems to show before problem `number` of `count`, drawn as upstream does, without it."""
     draw = random.Random(EXAMPLES_SEED + number).sample(range(count - 1), shots)
     return [other + (other >= number) for other in draw]
 
 
 def _example(task: IclTask, problem: dict[str, Any]) -> str:
-    """A solved problem, as it is shown before the one in question."""
+    """A solved problem, as the prompt shows it before the question."""
     if task.kind == "multiple_choice":
         return f"{problem['query']}{task.delimiter}{problem['choices'][problem['gold']]}\n\n"
     if task.kind == "schema":
@@ -178,7 +192,7 @@ def _example(task: IclTask, problem: dict[str, Any]) -> str:
 
 
 def render(task: IclTask, problem: dict[str, Any], examples: Sequence[dict[str, Any]]) -> list[str]:
-    """The prompts of a problem: one per option; for language modeling that without and with the continuation."""
+    """The prompts of a problem: one per option, or, for language modeling, without and with the continuation."""
     shown = "".join(_example(task, example) for example in examples)
     if task.kind == "multiple_choice":
         return [f"{shown}{problem['query']}{task.delimiter}{choice}" for choice in problem["choices"]]
@@ -186,13 +200,13 @@ def render(task: IclTask, problem: dict[str, Any], examples: Sequence[dict[str, 
         contexts = problem["context_options"]
         return [f"{shown}{context}{task.delimiter}{problem['continuation']}" for context in contexts]
     question = f"{shown}{problem['context'].strip()}{task.delimiter}"
-    # The delimiter's space belongs to the continuation's first token.
+    # Strip the delimiter's space: with the continuation, that space is part of the continuation's first token.
     return [question.strip(), f"{question}{problem['continuation']}"]
 
 
 def common_prefix(rows: list[list[int]]) -> int:
-    """How many tokens all rows begin with."""
-    shortest, longest = min(rows), max(rows)  # in the order of lists, so all others lie between them
+    """The number of tokens that all rows have in common at the start."""
+    shortest, longest = min(rows), max(rows)  # in lexicographic order, so every other row lies between these
     for i, (a, b) in enumerate(zip(shortest, longest, strict=False)):
         if a != b:
             return i
@@ -200,33 +214,33 @@ def common_prefix(rows: list[list[int]]) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A prompt as tokens, and which of them, [start, end), are judged."""
+class PromptRow:
+    """One row of a batch: the tokens of a prompt. The tokens from `start` on are scored."""
 
     question: int
     tokens: list[int]
     start: int
 
 
-def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[Row]:
-    """The rows to run for one problem from its prompts, each beginning with BOS.
+def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[PromptRow]:
+    """The rows to run for one problem. Each prompt begins with BOS.
 
-    Judged is what differs: the end of each row behind the common beginning, or (schema) the common end of all rows.
-    At least the last token is judged, also where one option begins with another.
+    The scored tokens are the ones after the common start of all prompts or, for schema, the common end. At least the
+    last token is scored, even if one option is the beginning of another.
     """
     if kind == "schema":
         same = common_prefix([tokens[::-1] for tokens in prompts])
-        return [Row(question, tokens, max(1, len(tokens) - max(1, same))) for tokens in prompts]
+        return [PromptRow(question, tokens, max(1, len(tokens) - max(1, same))) for tokens in prompts]
     start = common_prefix(prompts)
-    judged = prompts[1:] if kind == "language_modeling" else prompts
-    return [Row(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in judged]
+    scored = prompts[1:] if kind == "language_modeling" else prompts
+    return [PromptRow(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in scored]
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 
-def batches(rows: Sequence[Row], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Numbers of rows of like length, so many together that the padded batch holds at most `tokens_per_batch`."""
+def batches(rows: Sequence[PromptRow], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Indices of rows of similar length, batch by batch; a padded batch has at most `tokens_per_batch` positions."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     while order:
         size = max(1, tokens_per_batch // len(rows[order[0]].tokens))
@@ -235,11 +249,11 @@ def batches(rows: Sequence[Row], tokens_per_batch: int) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def score_rows(model: GPT, rows: Sequence[Row], greedy: bool, pad: int) -> list[float]:
-    """The mean nats of each row's judged tokens; with `greedy` 0.0 if all are the model's first choice, else 1.0."""
+def score_rows(model: GPT, rows: Sequence[PromptRow], greedy: bool, pad: int) -> list[float]:
+    """Each row's mean loss in nats over its scored tokens; if `greedy`, 0.0 if argmax predicts them all, else 1.0."""
     longest = max(len(row.tokens) for row in rows)
     idx = torch.full((len(rows), longest), pad)
-    places: list[Tensor] = []  # of the hidden states that predict the judged tokens, in the flattened batch
+    places: list[Tensor] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
     for b, row in enumerate(rows):
         idx[b, : len(row.tokens)] = torch.tensor(row.tokens)
         places.append(torch.arange(row.start - 1, len(row.tokens) - 1) + b * longest)
@@ -254,7 +268,7 @@ def score_rows(model: GPT, rows: Sequence[Row], greedy: bool, pad: int) -> list[
         return [float(part.any()) for part in values.split([len(place) for place in places])]
     values = model.lm_head(hidden, targets, each=True).double().cpu()
     if not values.isfinite().all():
-        raise UserError("the model's loss is not finite: training has diverged; evaluate an earlier step")
+        raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
     return [float(part.mean()) for part in values.split([len(place) for place in places])]
 
 
@@ -266,13 +280,13 @@ def judge(
     tokenizer: Tokenizer,
     tokens_per_batch: int,
 ) -> list[bool]:
-    """Whether the model is right on each of the problems with these numbers."""
+    """Whether the model solves each of the problems at these indices."""
     prompts = []
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
         prompts.append(render(task, problems[number], examples))
     encoded = iter(tokenizer.encode_batch([text for group in prompts for text in group]))
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     for question, group in enumerate(prompts):
         rows += make_rows(task.kind, question, [[tokenizer.bos, *next(encoded)] for _ in group])
     scores = [0.0] * len(rows)
@@ -297,7 +311,7 @@ def evaluate_task(
     limit: int | None = None,
     tokens_per_batch: int = 16384,
 ) -> TaskScore:
-    """Accuracy of an unsharded model on a task, the problems dealt out to the ranks."""
+    """The accuracy of an unsharded model on a task. Each rank evaluates its share of the problems."""
     begin = time.perf_counter()
     problems = read_problems(task, limit)
     mine = range(compute.rank, len(problems), compute.world_size)
@@ -317,9 +331,9 @@ def evaluate_core(
     limit: int | None = None,
     tokens_per_batch: int = 16384,
 ) -> Core:
-    """Every task of a bundle (at most `limit` problems of each), one log line each, and the mean.
+    """Evaluate every task of a bundle, at most `limit` problems each, and log one line per task.
 
-    tokens_per_batch bounds the memory: that many positions, padding included, go through the model at once.
+    `tokens_per_batch` limits the memory: it is the most positions, padding included, in one pass of the model.
     """
     scores = []
     tasks = read_bundle(folder)

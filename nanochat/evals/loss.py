@@ -1,4 +1,4 @@
-"""Bits per byte: the loss of a model in a unit that does not depend on its tokenizer."""
+"""Bits per byte: the loss of a model in a unit that does not depend on the tokenizer."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Batches(Protocol):
-    """A step of the data loader: (inputs, targets) pairs of shape (B, T) on the host, targets -1 where ignored."""
+    """A step of the data loader: (inputs, targets) pairs of shape (B, T) on the host; a target of -1 is ignored."""
 
     @property
     def micro_batches(self) -> Iterable[tuple[Tensor, Tensor]]: ...
@@ -27,7 +27,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """What was measured, over all ranks. Special tokens count neither as tokens nor as bytes."""
+    """The loss over all ranks. Special tokens count neither as tokens nor as bytes."""
 
     bits_per_byte: float
     nats_per_token: float
@@ -39,14 +39,14 @@ class Loss:
 def evaluate_loss(
     model: Callable[..., Any],
     steps: Iterable[Batches],
-    token_bytes: np.ndarray,  # (V,) bytes of text that each token stands for, 0 for special tokens
+    token_bytes: np.ndarray,  # (V,) bytes of text in each token, 0 for special tokens
     compute: Compute,
 ) -> Loss:
-    """The loss over all targets of `steps` that stand for text, divided by the bytes of that text.
+    """The loss over all targets of `steps` that are text, divided by the bytes of that text.
 
-    Every rank calls it with equally many steps of rows of its own; all get the same result.
-    Sums are exact in float64 on the host: a step's nats are summed per row in fp32 on the device and fetched once at
-    the end. UserError if there is nothing to measure; signals.Stopped where a training run is to end.
+    Every rank must call it with the same number of steps, each with its own rows; all ranks get the same result.
+    The device sums the nats of each row in fp32, and the host adds up the rows in float64 after the last step.
+    UserError if there is no text to measure; signals.Stopped if a training run is told to stop.
     """
     lengths = torch.from_numpy(token_bytes.astype(np.int64))
     row_nats: list[Tensor] = []
@@ -55,7 +55,7 @@ def evaluate_loss(
         signals.check(compute)
         for inputs, targets in step.micro_batches:
             of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
-            text = torch.where(of_target > 0, targets, -1)  # the model gives 0 nats where a target is -1
+            text = torch.where(of_target > 0, targets, -1)  # the loss of a target of -1 is 0 nats
             losses = model(to_device(inputs, compute), to_device(text, compute), reduction="none")
             row_nats.append(losses.float().sum(dim=1))
             tokens += int((of_target > 0).sum())
@@ -64,8 +64,8 @@ def evaluate_loss(
     nats, all_tokens, all_bytes = parallel.total([nats, float(tokens), float(size)], compute)
     if all_bytes == 0:
         raise UserError(
-            "no text to measure bits per byte on: the rows given hold no target that stands for text. "
-            "Evaluate at least one row (a larger --eval_tokens or --split_tokens), or prepare more validation data"
+            "no text to measure bits per byte on: the rows to evaluate hold only special tokens. Evaluate more tokens "
+            "(--eval_tokens or --split_tokens), or prepare more validation data"
         )
     return Loss(nats / (math.log(2) * all_bytes), nats / all_tokens, int(all_tokens), int(all_bytes))
 
@@ -73,7 +73,7 @@ def evaluate_loss(
 def bits_per_byte(
     model: Callable[..., Any], steps: Iterable[Batches], token_bytes: np.ndarray, compute: Compute
 ) -> float:
-    """Only the bits per byte of `evaluate_loss`."""
+    """The bits per byte that `evaluate_loss` measures."""
     return evaluate_loss(model, steps, token_bytes, compute).bits_per_byte
 
 
@@ -86,9 +86,9 @@ def evaluate_split(
     device_batch_size: int | Literal["auto"],
     compute: Compute,
 ) -> Loss:
-    """The loss of an unsharded model on `tokens` tokens of a split, at most all; the same for any number of ranks.
+    """The loss of an unsharded model on the first `tokens` tokens of a split, equal for any number of ranks.
 
-    auto: 10 M tokens and 32 rows a pass; on a CPU 262,144 tokens, and 4,096 a pass.
+    auto means 10 M tokens and 32 rows per pass, or, on a CPU, 262,144 tokens and 4,096 tokens per pass.
     """
     length, slow = model.config.sequence_len, compute.device_type == "cpu"
     if tokens == "auto":

@@ -1,1 +1,1 @@
-"""Checkpoints for other programs."""
+"""Exports checkpoints for other programs."""

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included."""
+"""Writes a checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from nanochat.data import bpe
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")
-# The tokens that tokenizer.render() makes of a conversation. A system turn is put before the first user turn.
+# Renders a conversation to the same tokens as tokenizer.render(): system text goes in front of the first user text.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% set first = namespace(text='') %}{% for message in messages %}"
     "{% if message.role == 'system' %}{% set first.text = message.content + '\\n\\n' %}"
@@ -38,14 +38,14 @@ inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 
-`modeling_nanochat.py` is all the code there is to trust. Text that spells a mark such as `<|user_end|>` becomes that
-mark here, as is usual with transformers: take it out of what users write. The calculator of nanochat's own chat is not
-part of the model.
+`trust_remote_code` runs only `modeling_nanochat.py`. As is usual with transformers, text that spells a special token
+such as `<|user_end|>` becomes that token: remove such text from what users write. The calculator of nanochat's own
+chat is not part of this export.
 """
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library, with a begin mark before every text."""
+    """The tokenizer in the format of the `tokenizers` library; it puts the BOS token in front of every text."""
     specials = {tokenizer.decode([tokenizer.special(role)]): tokenizer.special(role) for role in ROLES}
     ranks = [tokenizer.decode_bytes([number]) for number in range(min(specials.values()))]
     bos = tokenizer.decode([tokenizer.bos])
@@ -57,10 +57,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
-    """The JSON files beside the weights, by name."""
+    """The content of the JSON files beside the weights, by file name."""
     tokenizer, shape = loaded.tokenizer, loaded.model.config
     bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
-    ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # of a reply, and of a document
+    ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # the ends of a reply and of a document
     return {
         "config.json": {"architectures": ["NanochatForCausalLM"], "model_type": "nanochat_ascend", **asdict(shape),
                         "auto_map": {"AutoConfig": "modeling_nanochat.NanochatConfig",
@@ -77,9 +77,9 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
-    """Write the folder, whole or not at all. UserError (code 2) if something is there already."""
+    """Write the folder, whole or not at all. UserError (code 2) if it exists already."""
     if folder.exists():
-        raise UserError(f"{folder} is there already; name another folder, or delete it", exit_code=2)
+        raise UserError(f"{folder} exists already: name another folder, or delete it", exit_code=2)
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -1,7 +1,8 @@
-"""The GPT of nanochat/gpt.py for Hugging Face transformers: export.py puts this file, alone, beside exported weights.
+"""The GPT of nanochat/gpt.py for Hugging Face transformers. `python -m nanochat.export` copies it beside the weights.
 
-Load it with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. Nothing in this project imports it.
-It keeps no key-value cache: generate() computes every token anew, right but slow. Shapes: B batch, T time, C channels.
+Load the model with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. No code of nanochat imports
+this file. The model has no key-value cache: generate() computes all tokens again in every step, which is correct but
+slow. Shapes: B batch, T time, C channels.
 """
 
 from typing import Any, cast
@@ -21,7 +22,7 @@ ROTARY_BASE = 100_000.0
 
 
 class NanochatConfig(PretrainedConfig):
-    """The shape of a model, by the names of nanochat/gpt.py."""
+    """The shape of a model, under the names of nanochat/gpt.py."""
 
     model_type = "nanochat_ascend"
     attribute_map = {  # noqa: RUF012 - transformers' own convention
@@ -51,18 +52,18 @@ class NanochatConfig(PretrainedConfig):
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the tables and the head."""
+        """The vocabulary rounded up to a multiple of 64: the rows of the embedding tables and of the head."""
         return -(-self.vocab_size // 64) * 64
 
     def window(self, layer: int) -> int:
-        """How many keys before its own a query of a layer sees."""
+        """How many keys before its own position a query in this layer sees."""
         short = min(-(-self.sequence_len // 4 // 128) * 128, self.sequence_len)
         pattern = self.window_pattern.upper()
         whole = layer == self.n_layer - 1 or pattern[layer % len(pattern)] == "L"
         return self.sequence_len if whole else short
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, the last one among them."""
+        """Whether a layer has a value embedding: every other layer has one, and the last layer always does."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
@@ -146,18 +147,18 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
+        """The token embedding."""
         return self.wte
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """The output head."""
         return self.lm_head
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights always come from a checkpoint."""
+        """Do nothing: the weights always come from a checkpoint."""
 
     def _hidden(self, idx: Tensor, real: Tensor) -> Tensor:
-        """The normed activations (B, T, C); `real` (B, T) is True where a token is no padding."""
+        """The normed hidden states (B, T, C); `real` (B, T) is True for tokens and False for padding."""
         config, T = self.config, idx.size(1)
         dtype, head_dim = self.wte.weight.dtype, config.n_embd // config.n_head
         frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=idx.device) / head_dim)
@@ -165,7 +166,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         cos, sin = (table.to(dtype)[None, :, None] for table in (angle.cos(), angle.sin()))
         place = torch.arange(T, device=idx.device)
         causal = place[:, None] >= place[None]
-        itself = place[:, None] == place[None]  # so that no row of padding sees nothing
+        itself = place[:, None] == place[None]  # a row of padding sees itself: softmax over no keys is NaN
         seen = (causal & real[:, None, None, :]) | itself  # (B, 1, T, T)
 
         x = _norm(self.wte(idx))
@@ -184,11 +185,11 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, T) 1 = token, 0 = padding
-        labels: Tensor | None = None,  # (B, T), -100 = ignored; shifted here
+        attention_mask: Tensor | None = None,  # (B, T), 1 = token, 0 = padding
+        labels: Tensor | None = None,  # (B, T), -100 = ignored; forward() shifts them
         **_: Any,
     ) -> CausalLMOutput:
-        """Softcapped fp32 logits (B, T, V), and with labels the mean loss in nats."""
+        """Softcapped fp32 logits (B, T, V) and, with labels, the mean loss in nats."""
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         raw = self.lm_head(self._hidden(input_ids, real))[..., : self.config.vocab_size]
         logits = SOFTCAP * torch.tanh(raw.float() / SOFTCAP)
@@ -200,5 +201,5 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> dict[str, Any]:
-        """All tokens so far: there is no cache."""
+        """Pass all tokens so far, because there is no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -1,1 +1,1 @@
-"""Pieces of generation that need no model: sampling, and replies as text and tool calls."""
+"""The parts of generation that need no model: sampling, and turning tokens into text and calculator calls."""

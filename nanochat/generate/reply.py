@@ -1,4 +1,4 @@
-"""Tokens of a reply to words, calculator calls and answers, whole or as they stream."""
+"""Turns the tokens of a reply into text, calculator calls and answers, all at once or while the reply streams."""
 
 import codecs
 from collections.abc import Iterable
@@ -11,8 +11,10 @@ _CLOSES = ("bos", "user_start", "user_end", "assistant_start", "assistant_end", 
 
 
 class TextStream:
-    """Turns the tokens of a reply into parts as they come: words as soon as their characters are whole, calculator
-    calls and answers once they are complete."""
+    """Turns the tokens of a reply into parts, token by token.
+
+    Text comes as soon as its characters are whole; a calculator call or answer comes when it is complete.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -23,7 +25,7 @@ class TextStream:
         self._call = ""
 
     def push(self, token: int) -> list[Part]:
-        """The parts that this token completes, often none."""
+        """Add a token; return the parts that the token completes, often none."""
         if token in self._marks:
             parts = self.flush()
             self._kind = self._marks[token]
@@ -35,14 +37,14 @@ class TextStream:
         return []
 
     def flush(self) -> list[Part]:
-        """What is left at the end of a reply; half a character becomes U+FFFD."""
+        """End the reply; return what is left of it. Half a character becomes U+FFFD."""
         text = self._call + self._decoder.decode(b"", final=True)
         self._call = ""
         return [Part(self._kind, text)] if text else []
 
 
 def reply_parts(tokens: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
-    """The parts of a whole reply: words, calculator calls and their answers, in order."""
+    """The parts of a whole reply, in order: text, calculator calls and their answers."""
     stream = TextStream(tokenizer)
     parts: list[Part] = []
     for part in [part for token in tokens for part in stream.push(token)] + stream.flush():

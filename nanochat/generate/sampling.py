@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: greedy or drawn, every row by its own settings and random numbers."""
+"""Chooses tokens from logits, greedily or at random; every row has its own settings and random numbers."""
 
 import random
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from nanochat.common import UserError
 
-UNIFORM_BITS = 23  # a product of such a number and an fp32 value is always below the value
+UNIFORM_BITS = 23  # few enough that uniform() times a positive fp32 value always stays below that value
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a reply is chosen. Temperature 0 takes the likeliest token; top_k None leaves all tokens in play."""
+    """How to sample a reply. Temperature 0 takes the likeliest token; top_k None samples from all tokens."""
 
     temperature: float = 1.0
     top_k: int | None = 50
@@ -24,16 +24,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be 0 or more, got {self.temperature}", exit_code=2)
+            raise UserError(f"temperature must be finite and at least 0, got {self.temperature}", exit_code=2)
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k must be 1 or more, or None for all tokens, got {self.top_k}", exit_code=2)
+            raise UserError(
+                f"top_k must be at least 1, got {self.top_k}. To sample from all tokens, give None, or 0 in a command",
+                exit_code=2,
+            )
         if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be 1 or more, got {self.max_tokens}", exit_code=2)
+            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}", exit_code=2)
 
 
 @dataclass(frozen=True)
 class Temperature:
-    """A temperature, and why it is that, in English and Chinese."""
+    """A temperature, and the reason for the value in English and Chinese."""
 
     value: float
     reason: dict[str, str]
@@ -50,23 +53,24 @@ def chat_temperature(asked: float | Literal["auto"], corpus: str | None) -> Temp
 
 
 def uniform(generator: random.Random) -> float:
-    """A number in [0, 1) for `choose`, the same on every device."""
+    """A random number in [0, 1) for `choose`. The number does not depend on the device."""
     return generator.getrandbits(UNIFORM_BITS) / 2**UNIFORM_BITS
 
 
 def choose(
-    logits: Tensor,  # (B, V) fp32; those of banned tokens are overwritten
+    logits: Tensor,  # (B, V) fp32; the logits of banned tokens are overwritten
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
 ) -> tuple[list[int], list[float]]:
-    """A token per row, and the natural log of its probability at temperature 1 among all tokens.
+    """One token per row, and the natural log of its probability over all tokens at temperature 1.
 
-    Works on the device of the logits and copies to the host once. A row's choice does not depend on the others.
+    The work runs on the device of the logits, and one copy brings the result to the host. The choice of a row does
+    not depend on the other rows.
     """
     logprobs, V = torch.log_softmax(logits, dim=1), logits.size(1)
     logits.index_fill_(1, banned, float("-inf"))
-    tops = [min(s.top_k or V, V) if s.temperature else 0 for s in samplings]  # among how many a row draws
+    tops = [min(s.top_k or V, V) if s.temperature else 0 for s in samplings]  # tokens to sample from; 0 = greedy
     rows = [(u, s.temperature or 1.0, top) for u, s, top in zip(uniforms, samplings, tops, strict=True)]
     settings = torch.tensor(rows).to(logits.device, non_blocking=True)  # (B, 3)
     choice = logits.argmax(dim=1) if 0 in tops else None
@@ -78,7 +82,7 @@ def choose(
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
     logprob = logprobs.gather(1, choice[:, None]).squeeze(1)
-    both = torch.stack((choice.int(), logprob.view(torch.int32))).cpu()  # as bits, so that one copy does
+    both = torch.stack((choice.int(), logprob.view(torch.int32))).cpu()  # logprobs as bits, so one copy is enough
     return both[0].tolist(), both[1].view(torch.float32).tolist()
 
 
@@ -86,9 +90,9 @@ def _draw_top(
     logits: Tensor,  # (B, V)
     settings: Tensor,  # (B, 3): uniform number, temperature, top_k
     widest: int,  # the largest top_k
-    alike: bool,  # whether it is everyone's
+    alike: bool,  # whether all rows have that top_k
 ) -> Tensor:  # (B,) token ids
-    """Draw among the top_k likeliest tokens."""
+    """Sample from the top_k likeliest tokens of each row."""
     top, index = logits.topk(widest, dim=1)
     if not alike:
         beyond = torch.arange(widest, device=top.device) >= settings[:, 2:].clamp_min(1)
@@ -97,6 +101,6 @@ def _draw_top(
 
 
 def _draw(logits: Tensor, settings: Tensor) -> Tensor:
-    """Draw from softmax(logits / temperature), (B, K) -> (B,), by inverting the cumulative distribution."""
+    """Sample from softmax(logits / temperature), (B, K) -> (B,), by inverting the cumulative distribution."""
     cumulative = torch.softmax(logits / settings[:, 1:2], dim=1).cumsum(dim=1)
     return (cumulative <= settings[:, :1] * cumulative[:, -1:]).sum(dim=1)

@@ -37,6 +37,12 @@ def loaded() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): _digest(path) for path in ours if path.suffix == ".py"}
 
 
+@functools.lru_cache(maxsize=1)
+def not_loaded() -> dict[str, str]:
+    """A hash of every other file of those packages, by its name, as it was at the first call."""
+    return {name: digest for name, digest in code().items() if name not in loaded()}
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
@@ -45,6 +51,7 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
     """Refuse ranks with other flags (the seed is one), tokenizer, code, torch or number format, or another base
     folder; every rank must call it. What it runs is looked at now, for checkpoints: it may be edited meanwhile."""
     loaded()
+    not_loaded()
     if compute.world_size == 1:
         return
     started = {"torch": torch.__version__, "device": compute.device_type, "number format": str(compute.dtype),

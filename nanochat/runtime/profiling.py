@@ -132,6 +132,8 @@ class Profile:
 
     def begin_step(self) -> None:
         """A step begins, with the part in which its data comes."""
+        if self.number >= NEEDED:
+            return
         if self.number == NEEDED - TRACED - 1 and self.compute.rank < TRACING_RANKS:
             self.folder.mkdir(parents=True, exist_ok=True)
             kind = npu_profiler.Tracer if npu_profiler.traces(self.compute) else TorchTracer
@@ -168,8 +170,10 @@ class Profile:
             self._close(keep=1)
             self._open(part)
 
-    def end_step(self) -> bool:
-        """A step has ended; True after the last one, which is told then."""
+    def end_step(self) -> None:
+        """A step has ended; after the last one the tables are printed and written."""
+        if self.number >= NEEDED:
+            return
         self.mark("")
         if self.tracer is not None:
             device.synchronize(self.compute)  # so that a traced step holds all of its work
@@ -177,10 +181,8 @@ class Profile:
             self.tracer.step()
         self.traced_seconds.append(time.perf_counter() - self._start)
         self.number += 1
-        if self.number < NEEDED:
-            return False
-        self._tell()
-        return True
+        if self.number == NEEDED:
+            self._tell()
 
     def _parts(self) -> list[Part]:
         """The mean of each part over the timed steps, with the slowest of all ranks."""
@@ -231,37 +233,22 @@ class Profile:
             + "; the run goes on")  # fmt: skip
 
 
-@dataclass
-class _Active:
-    """The profile that marks go to."""
+class Idle:
+    """Stands in for a Profile where nothing is profiled: its methods do nothing."""
 
-    profile: Profile | None = None
+    def begin_step(self) -> None:
+        """Do nothing."""
 
+    def mark(self, part: str) -> None:
+        """Do nothing."""
 
-_active = _Active()
-
-
-def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute) -> None:
-    """Profile the steps to come if that is wanted, into the folder `profile` beside a stage's checkpoints."""
-    _active.profile = Profile(stage, folder / FOLDER, steps_left, compute) if wanted else None
+    def end_step(self) -> None:
+        """Do nothing."""
 
 
-def begin_step() -> None:
-    """A step begins."""
-    if _active.profile is not None:
-        _active.profile.begin_step()
-
-
-def mark(part: str) -> None:
-    """From here on a step's time belongs to this part."""
-    if _active.profile is not None:
-        _active.profile.mark(part)
-
-
-def end_step() -> None:
-    """A step has ended."""
-    if _active.profile is not None and _active.profile.end_step():
-        _active.profile = None
+def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute) -> Profile | Idle:
+    """Profile the next steps, if that is wanted, into the folder `profile` beside a stage's checkpoints."""
+    return Profile(stage, folder / FOLDER, steps_left, compute) if wanted else Idle()
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:

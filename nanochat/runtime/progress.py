@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -103,3 +104,43 @@ class Progress:
         if not self.total or fresh <= 0:
             return ""
         return f", {duration((now - self._start) * (self.total - self.done) / fresh)} left"
+
+
+class StepProgress:
+    """A bar on a terminal, one line a step in a log; on rank 0 only."""
+
+    def __init__(self, title: str, steps: int, done: int, main: bool):
+        self.steps, self.main, self.bar = steps, main, None
+        if main and sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+            self.bar = Progress(*columns, refresh_per_second=4, transient=True)
+            self.task = self.bar.add_task(title, total=steps, completed=done, note="")
+            self.bar.start()
+
+    def show(self, line: dict[str, Any], eta: float) -> None:
+        """Show a step."""
+        if self.bar is not None:
+            note = (
+                f"{line['step']}/{self.steps} loss {line['smooth_loss']:.3f} "
+                f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
+            )
+            self.bar.update(self.task, completed=line["step"], note=note)
+        elif self.main:
+            print(self.line(line, eta), flush=True)
+
+    def line(self, line: dict[str, Any], eta: float) -> str:
+        """A step in the published format, with the time left."""
+        step, steps = line["step"], self.steps
+        return (
+            f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
+            f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | "
+            f"tok/sec: {line['tokens_per_second']:,.0f} | mfu: {line['mfu']:.2f} | "
+            f"total time: {line['total_seconds'] / 60:.1f}m | eta: {eta / 60:.1f}m"
+        )
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()

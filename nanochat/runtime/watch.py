@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent.parent.parent
 class Watch:
     """A thread of each rank that says where the rank is, in the launcher's store, and looks where the others are.
 
-    A rank moves when it calls signals.alive(): at each step, pass of a measurement and tensor of a save. If it has not
+    A rank moves when it calls pulse.beat(): at each step, pass of a measurement and tensor of a save. If it has not
     for `seconds` the ranks compare how many collectives each has begun: those that wait in one have begun it, so the
     rank that hangs has begun the fewest.
     """
@@ -57,7 +57,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        said = {"beats": self._beats, "calls": calls(), "step": signals.step(), "place": self._place()}
+        said = {"beats": self._beats, "calls": calls(), "step": self.compute.pulse.step, "place": self._place()}
         self.store.set(str(self.compute.rank), json.dumps(said))
 
     def _place(self) -> str:
@@ -87,7 +87,7 @@ class Watch:
         if (
             not self._over.is_set() and os.getppid() != self._parent
         ):  # nobody would end these ranks, or start them again
-            signals.ask("the launcher's end")
+            self.compute.pulse.ask("the launcher's end")
 
     def _look(self) -> None:
         neighbour = (self.compute.rank + 1) % self.compute.world_size
@@ -100,14 +100,14 @@ class Watch:
             self._beat()
             if self.store.check(["verdict"]):
                 self._end(self.store.get("verdict").decode())
-            if signals.moments() != moments:
-                moved, moments = now, signals.moments()
+            if self.compute.pulse.moments != moments:
+                moved, moments = now, self.compute.pulse.moments
             said = json.loads(self.store.get(str(neighbour))) if self.store.check([str(neighbour)]) else {}
             if said.get("beats", -1) != beats or not moments:
                 heard, beats = now, said.get("beats", -1)
             if now - heard > max(GONE_SECONDS, 2 * BEAT_SECONDS) and not said.get("over"):
-                self._judge(f"rank {neighbour} is gone in step {signals.step() + 1}: nothing was heard of it for "
-                            f"{now - heard:.0f} s, last at {said.get('place', 'its start')}")  # fmt: skip
+                self._judge(f"rank {neighbour} is gone in step {self.compute.pulse.step + 1}: nothing was heard of it "
+                            f"for {now - heard:.0f} s, last at {said.get('place', 'its start')}")  # fmt: skip
             if moments and now - moved > self.seconds:
                 self._judge(hanging(self.said(), now - moved))
 
@@ -129,7 +129,7 @@ class Watch:
             time.sleep(BEAT_SECONDS / 4)
             now = self.said()
             silent = {rank for rank in silent if now[rank] == before[rank]}
-        step = signals.step() + 1  # what a rank says of itself may be a second old; all are in one step
+        step = self.compute.pulse.step + 1  # what a rank says of itself may be a second old; all are in one step
         return "; ".join(f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
                          for rank in sorted(silent))  # fmt: skip
 
@@ -189,7 +189,7 @@ def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """A main for a training script: signals save and stop, and ranks watch each other; see device.with_compute."""
 
     def guard(cfg: Any, compute: Compute) -> None:
-        with signals.caught(), over(compute, cfg.hang_seconds):
+        with signals.caught(compute.pulse), over(compute, cfg.hang_seconds):
             try:
                 work(cfg, compute)
             except signals.Stopped:

@@ -1,1 +1,1 @@
-"""The chat server, its page, and the two sides of a chat in a terminal."""
+"""The chat server with its web page, and input and output of the terminal chat."""

@@ -1,4 +1,4 @@
-"""The OpenAI chat format on the wire: what a request may ask, how answers and errors are written."""
+"""The OpenAI chat format: checks requests, and writes answers and errors as clients expect them."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation, Message, Part
 
-# What other servers can do and this one cannot: such a field may only hold the value that asks for nothing.
+# Fields for features that this server lacks. A request may send them only with the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1,),
@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "response_format": ({"type": "text"},),
 }
-# What clients send for book-keeping; it changes no answer.
+# Fields that clients send for their own records; they change no answer.
 IGNORED = frozenset({"user", "metadata", "store"})
 SAMPLING = frozenset({"temperature", "top_k", "max_tokens", "max_completion_tokens", "seed"})
 READ = SAMPLING | {"messages", "model", "stream", "stream_options", "truncation"}
@@ -28,7 +28,7 @@ ERROR_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status, written as OpenAI's error JSON."""
+    """A refused request: the HTTP status, and the reason as OpenAI's error JSON."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None):
         """`retry_after` is in seconds."""
@@ -40,13 +40,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The error JSON."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request is checked against: the model's name, context in tokens, and vocabulary."""
+    """What a request may ask for: the name of the model, its context and its vocabulary, both in tokens."""
 
     model: str
     context: int
@@ -55,40 +56,43 @@ class Limits:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request; None stands for what the client left to the server."""
+    """A checked request. None means that the client left the choice to the server."""
 
     conversation: Conversation
     temperature: float | None
     top_k: int | None  # 0 samples from the whole vocabulary
     max_tokens: int | None
     seed: int | None
-    truncate: bool  # leave out the oldest exchanges if all of them do not fit
+    truncate: bool  # drop the oldest exchanges when the whole chat does not fit
     stream: bool
-    include_usage: bool  # a last chunk with the usage alone
-    continuous_usage: bool  # the usage so far in every chunk
+    include_usage: bool  # send a last chunk that holds only the usage
+    continuous_usage: bool  # send the usage so far in every chunk
 
 
 def read_request(value: Any, limits: Limits) -> ChatRequest:
-    """Check a decoded request body. Raises ApiError (400, or 404 for another model) naming the field."""
+    """Check a decoded request body. Raises ApiError (400, or 404 for an unknown model) that names the field."""
     if not isinstance(value, dict):
-        raise _invalid("the body must be a JSON object, got " + _kind(value))
+        raise _invalid("the body must be a JSON object with a list of messages, got " + _kind(value))
     fields = {name: given for name, given in value.items() if given is not None and name not in IGNORED}
     for name, given in fields.items():
         if name in NEUTRAL:
             if given not in NEUTRAL[name]:
                 neutral = json.dumps(NEUTRAL[name][0])
-                raise ApiError(400, "unsupported_parameter", f"{name} is not supported here beyond {neutral}", name)
+                text = f"this server supports {name} only with the value {neutral}: send that, or leave {name} out"
+                raise ApiError(400, "unsupported_parameter", text, name)
         elif name not in READ:
-            raise ApiError(400, "unknown_parameter", f"there is no parameter {name[:80]!r}", name[:80])
+            text = f"there is no parameter {name[:80]!r}: check the spelling, or leave it out"
+            raise ApiError(400, "unknown_parameter", text, name[:80])
     model = fields.get("model", limits.model)
     if model != limits.model:
-        raise ApiError(404, "model_not_found", f"this server has the model {limits.model!r} only", "model")
+        text = f"this server has only the model {limits.model!r}: ask for that, or leave model out"
+        raise ApiError(404, "model_not_found", text, "model")
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise _invalid("stream_options must be an object, got " + _kind(options), "stream_options")
     truncation = fields.get("truncation", "disabled")
     if truncation not in ("auto", "disabled"):
-        raise _invalid("truncation must be auto or disabled", "truncation")
+        raise _invalid('truncation must be "auto" or "disabled"', "truncation")
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     return ChatRequest(
         conversation=_conversation(fields),
@@ -108,7 +112,7 @@ def _invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, without repeating what it says."""
+    """The type of a JSON value in words. The value itself may be private and is not repeated."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -118,7 +122,7 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> fl
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _invalid(f"{name} must be a number, got {_kind(value)}", name)
+        raise _invalid(f"{name} must be a number from {low} to {high}, got {_kind(value)}", name)
     if not low <= value <= high:  # also false for NaN
         got = f"{value:g}" if isinstance(value, float) and math.isfinite(value) else "a number out of range"
         raise _invalid(f"{name} must be from {low} to {high}, got {got}", name)
@@ -130,9 +134,11 @@ def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int |
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid(f"{name} must be a whole number, got {_kind(value)}", name)
+        raise _invalid(f"{name} must be a whole number from {low} to {high}, got {_kind(value)}", name)
     if not low <= value <= high:
-        raise _invalid(f"{name} must be from {low} to {high}, got {value if abs(value) < 1e18 else 'more'}", name)
+        raise _invalid(
+            f"{name} must be from {low} to {high}, got {value if abs(value) < 1e18 else 'a number out of range'}", name
+        )
     return value
 
 
@@ -147,32 +153,34 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _conversation(fields: Mapping[str, Any]) -> Conversation:
-    """The turns of a request: an optional system turn, then user and assistant in turn, a user turn last."""
+    """The messages of a request: an optional system message, then user and assistant in turn, ending with the user."""
     given = fields.get("messages")
     if given is None:
-        raise ApiError(400, "missing_required_parameter", "messages is required: a list of turns", "messages")
+        raise ApiError(
+            400, "missing_required_parameter", "messages is required: send a list of {role, content}", "messages"
+        )
     if not isinstance(given, list):
-        raise _invalid("messages must be a list, got " + _kind(given), "messages")
+        raise _invalid("messages must be a list of {role, content}, got " + _kind(given), "messages")
     if not given:
-        raise ApiError(400, "empty_prompt", "messages must hold at least one user turn, got none", "messages")
+        raise ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
     messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(given))
     first = 1 if messages[0].role == "system" else 0
     for i, message in enumerate(messages[first:], start=first):
         expected = ("user", "assistant")[(i - first) % 2]
         if message.role != expected:
             raise _invalid(
-                "messages must be an optional system turn, then user and assistant in turn; "
-                f"messages[{i}] must be {expected}'s, got {message.role}",
+                "messages must be an optional system message, then user and assistant in turn: "
+                f"messages[{i}].role must be {expected}, got {message.role}",
                 f"messages[{i}].role",
             )
     if messages[-1].role != "user":
-        raise _invalid("the last message must be the user's", f"messages[{len(messages) - 1}].role")
+        raise _invalid("the last message must have the role user", f"messages[{len(messages) - 1}].role")
     return Conversation(messages)
 
 
 def _message(item: Any, name: str) -> Message:
     if not isinstance(item, dict):
-        raise _invalid(f"{name} must be an object, got {_kind(item)}", name)
+        raise _invalid(f"{name} must be an object {{role, content}}, got {_kind(item)}", name)
     role = item.get("role")
     if role not in ("system", "user", "assistant"):
         got = repr(role[:80]) if isinstance(role, str) else _kind(role)
@@ -182,24 +190,24 @@ def _message(item: Any, name: str) -> Message:
     else:
         parts = (Part("text", _text(item.get("content"), f"{name}.content")),)
     if not any(part.text.strip() for part in parts):
-        raise ApiError(400, "empty_prompt", f"{name} is empty; it must say something", f"{name}.content")
+        raise ApiError(400, "empty_prompt", f"{name} is empty: every message must hold some text", f"{name}.content")
     return Message(role, parts)
 
 
 def _text(content: Any, name: str) -> str:
-    """A string, or a list of text parts as some clients send it."""
+    """The text of a message: a string, or a list of text parts, which some clients send."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise _invalid(f"{name} may hold text parts only", name)
+                raise _invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise _invalid(f"{name} must be a string, got {_kind(content)}", name)
+        raise _invalid(f"{name} must be a string or a list of text parts, got {_kind(content)}", name)
     return content
 
 
 def _parts(value: Any, name: str) -> tuple[Part, ...]:
-    """An assistant turn with its tool calls, as `Reply.parts` gave it to the client."""
+    """The parts of an assistant message with calculator calls, in the form in which `Reply.parts` sent them."""
     parts: list[Part] = []
     for item in value if isinstance(value, list) else [value]:
         tool = item.get("expression") if isinstance(item, dict) else None
@@ -211,7 +219,7 @@ def _parts(value: Any, name: str) -> tuple[Part, ...]:
         elif isinstance(text, str) and item.get("type") == "text":
             parts.append(Part("text", text))
         else:
-            raise _invalid(f"{name} may hold {{type: text, text}} and {{type: tool, expression, result}} only", name)
+            raise _invalid(f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}", name)
     return tuple(parts)
 
 
@@ -219,23 +227,23 @@ def _parts(value: Any, name: str) -> tuple[Part, ...]:
 
 
 class Reply:
-    """A reply as it grows: the engine's parts in, the wire's deltas out.
+    """Collects a reply while it grows: takes parts from the engine and returns deltas to send.
 
-    Words go into `content`. A call of the calculator is one `tool` delta, {expression, result}, an extension that
-    other clients pass over; `result` is null if the reply ended before there was one.
+    Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result}, which extends OpenAI's
+    format and which other clients ignore; `result` is null if the reply ended before the answer.
     """
 
     def __init__(self) -> None:
         self.parts: list[dict[str, Any]] = []
-        self._expression: str | None = None  # of a call that has no result yet
+        self._expression: str | None = None  # the calculator call that still waits for its result
 
     @property
     def text(self) -> str:
-        """The words so far."""
+        """The text so far, without calculator calls."""
         return "".join(part["text"] for part in self.parts if part["type"] == "text")
 
     def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        """Take what the model said; return the deltas to send."""
+        """Add what the model said; return the deltas to send."""
         deltas: list[dict[str, Any]] = []
         for part in parts:
             if part.kind == "python_output":
@@ -251,7 +259,7 @@ class Reply:
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
-        """The delta of a call that got no result, if there is one."""
+        """The delta of a call that has no result, if there is such a call."""
         return self._called(None)
 
     def _called(self, result: str | None) -> list[dict[str, Any]]:
@@ -270,10 +278,10 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What every piece of one answer repeats; `created` is in seconds since 1970.
+class Envelope:
+    """The fields that every piece of one answer repeats; `created` is in seconds since 1970.
 
-    `truncated` messages, the oldest, were not shown to the model, because the client allowed it (truncation: auto).
+    `truncated` is how many of the oldest messages the model did not see, which the client allowed (truncation: auto).
     """
 
     id: str
@@ -290,7 +298,7 @@ class Head:
         return body
 
     def completion(self, reply: Reply, finish: str, usage: dict[str, int]) -> dict[str, Any]:
-        """A whole answer. `parts` is there if a tool was called, and may be sent back in the next request."""
+        """A whole answer. With calculator calls it has `parts`, which the client may send back in its next request."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
         if any(part["type"] == "tool" for part in reply.parts):
             message["parts"] = reply.parts
@@ -303,12 +311,12 @@ class Head:
         return event(self._object("chat.completion.chunk", [choice], usage))
 
     def usage_chunk(self, usage: dict[str, int]) -> bytes:
-        """The event after the last one, for clients that asked for the usage alone."""
+        """The final event with only the usage, for clients that asked for it (include_usage)."""
         return event(self._object("chat.completion.chunk", [], usage))
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event with a JSON value."""
+    """A server-sent event that carries a JSON value."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -316,5 +324,5 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens as OpenAI names them."""
+    """Token counts under OpenAI's names."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,4 +1,4 @@
-"""The thread that owns an engine, and the way to it from an asyncio loop."""
+"""Runs an engine in a thread of its own, and connects that thread with an asyncio loop."""
 
 import asyncio
 import queue
@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class EngineEvent(Protocol):
-    """A token of one request; `finish` says why it is the last one."""
+    """One token of a request. `finish` is the reason why the reply ended, on the last token only."""
 
     @property
     def request(self) -> int: ...
@@ -19,14 +19,14 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-NEWS_SECONDS = 0.02  # too short to see
+NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
 
 E = TypeVar("E", bound=EngineEvent)
 E_co = TypeVar("E_co", bound=EngineEvent, covariant=True)
 
 
 class StepEngine(Protocol[E_co]):
-    """What a thread needs of an engine; engine.Engine has it."""
+    """The part of engine.Engine that the thread uses."""
 
     @property
     def busy(self) -> bool: ...
@@ -41,20 +41,21 @@ class StepEngine(Protocol[E_co]):
     def cancel(self, request: int) -> bool: ...
 
 
-class Job(Generic[E]):
-    """One request on its way to the engine, and its events on their way back."""
+class Ticket(Generic[E]):
+    """One request to the engine thread, and the queue in which the events of its reply come back."""
 
     def __init__(self, prompt: list[int], sampling: Any):
         self.prompt = prompt
         self.sampling = sampling
-        self.request: int | None = None  # the engine's number, known to its thread only
+        self.request: int | None = None  # the engine's request number; only the engine thread uses it
         self._news: asyncio.Queue[E | Exception] = asyncio.Queue()
 
     def tell(self, news: E | Exception) -> None:
+        """Queue an event, or the failure that ends the request."""
         self._news.put_nowait(news)
 
     async def events(self) -> list[E]:
-        """What has come since the last call, at least one event. Raises what the engine raised."""
+        """Wait for news; return all events since the last call, at least one. Raises what the engine raised."""
         news = [await self._news.get()]
         while not self._news.empty():
             news.append(self._news.get_nowait())
@@ -67,56 +68,59 @@ class Job(Generic[E]):
 
 
 class EngineThread(Generic[E]):
-    """The only thread that touches the engine; its methods are called on the event loop.
+    """Owns the engine: no other thread touches it. Call the public methods on the event loop.
 
-    Commands go in through a queue that is emptied before every step, and one callback for the events of all jobs
-    brings them back, at most every NEWS_SECONDS: Python runs one thread at a time, and what the loop spends on every
-    piece it sends, the engine waits. So the loop never waits for the model, nor the model for a client.
+    Commands enter through a queue that the thread empties before every step. One callback delivers the events of all
+    tickets, at most every NEWS_SECONDS: Python runs one thread at a time, so the engine stands still while the loop
+    sends a piece, and fewer deliveries leave it more time. The loop never waits for the model, and the model never
+    waits for a client.
     """
 
     def __init__(self, engine: StepEngine[E], waiting: int):
-        """`waiting` jobs may be there beyond those that have a slot."""
+        """`waiting` is the number of tickets that may wait beyond the ones that have a slot."""
         self.slots = self.free_slots = engine.free_slots
-        self.jobs: set[Job[E]] = set()  # submitted and not yet released
+        self.tickets: set[Ticket[E]] = set()  # submitted and not yet released
         self._engine = engine
         self._most = self.slots + waiting
-        self._inbox: queue.SimpleQueue[tuple[Job[E], bool] | None] = queue.SimpleQueue()
-        self._running: dict[int, Job[E]] = {}  # by the engine's number; this and the next are its thread's own
-        self._news: list[tuple[Job[E], E | Exception]] = []  # not published yet
-        self._published = 0.0  # when
+        self._inbox: queue.SimpleQueue[tuple[Ticket[E], bool] | None] = queue.SimpleQueue()
+        # Only the engine thread uses the next three.
+        self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
+        self._news: list[tuple[Ticket[E], E | Exception]] = []  # not delivered yet
+        self._published = 0.0  # time of the last delivery, by the monotonic clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start the thread; it delivers to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step it is in."""
+        """End the thread after its current step."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, job: Job[E]) -> None:
-        """Queue a job, which the caller must release. Raises asyncio.QueueFull when too many wait already."""
-        if len(self.jobs) >= self._most:
+    def submit(self, ticket: Ticket[E]) -> None:
+        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets wait already."""
+        if len(self.tickets) >= self._most:
             raise asyncio.QueueFull
-        self.jobs.add(job)
-        self._inbox.put((job, True))
+        self.tickets.add(ticket)
+        self._inbox.put((ticket, True))
 
-    def release(self, job: Job[E]) -> None:
-        """Let go of a job; if it is not finished the engine drops it before its next step, and its slot is free."""
-        self.jobs.discard(job)
-        self._inbox.put((job, False))
+    def release(self, ticket: Ticket[E]) -> None:
+        """Give a ticket back. If its reply is unfinished, the engine cancels it before the next step."""
+        self.tickets.discard(ticket)
+        self._inbox.put((ticket, False))
 
     def dismiss(self, reason: Exception) -> None:
-        """Tell all jobs that they will not be finished; their owners release them."""
-        for job in self.jobs:
-            job.tell(reason)
+        """End every reply with a failure; the owners of the tickets still release them."""
+        for ticket in self.tickets:
+            ticket.tell(reason)
 
     # --- in the thread ---------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class EngineThread(Generic[E]):
         while self._obey():
             try:
                 events = self._engine.step()
-            except Exception as failure:  # the edge of the thread: chats in flight fail, later ones may not
+            except Exception as failure:  # the edge of the thread: fail the chats in flight, keep serving new ones
                 traceback.print_exc()
                 self._fail(failure)
             else:
@@ -137,32 +141,32 @@ class EngineThread(Generic[E]):
                 self._publish()
 
     def _obey(self) -> bool:
-        """Carry out the commands, waiting for one if there is nothing to compute. False: the thread must end."""
+        """Carry out all commands; wait for one if there is nothing to compute. False if the thread must end."""
         while not self._inbox.empty() or not self._engine.busy:
             if self._inbox.empty():
-                self._publish()  # a cancel may have left news behind
+                self._publish()  # before it waits: a cancel may have left news undelivered
             command = self._inbox.get()
             if command is None:
                 return False
-            job, wanted = command
+            ticket, wanted = command
             if wanted:
-                self._admit(job)
-            elif job.request is not None and self._running.pop(job.request, None) is not None:
-                self._engine.cancel(job.request)
+                self._admit(ticket)
+            elif ticket.request is not None and self._running.pop(ticket.request, None) is not None:
+                self._engine.cancel(ticket.request)
             self.free_slots = self._engine.free_slots
         return True
 
-    def _admit(self, job: Job[E]) -> None:
+    def _admit(self, ticket: Ticket[E]) -> None:
         try:
-            job.request = self._engine.submit(job.prompt, job.sampling)
-        except Exception as failure:  # as in _run; the caller has checked the prompt, so none is expected
+            ticket.request = self._engine.submit(ticket.prompt, ticket.sampling)
+        except Exception as failure:  # the edge of the thread, as in _run; callers check the prompt, so it is rare
             traceback.print_exc()
-            self._news.append((job, failure))
+            self._news.append((ticket, failure))
         else:
-            self._running[job.request] = job
+            self._running[ticket.request] = ticket
 
     def _fail(self, failure: Exception) -> None:
-        self._news += [(job, failure) for job in self._running.values()]
+        self._news += [(ticket, failure) for ticket in self._running.values()]
         for request in self._running:
             self._engine.cancel(request)
         self._running.clear()
@@ -174,6 +178,6 @@ class EngineThread(Generic[E]):
             self._news, self._published = [], time.monotonic()
 
 
-def _deliver(news: Sequence[tuple[Job[Any], Any]]) -> None:
-    for job, item in news:
-        job.tell(item)
+def _deliver(news: Sequence[tuple[Ticket[Any], Any]]) -> None:
+    for ticket, item in news:
+        ticket.tell(item)

@@ -1,4 +1,4 @@
-"""The chat server: one thread owns the engine, and the HTTP loop passes on what it says."""
+"""The chat server: the HTTP loop answers requests with what the engine's own thread generates."""
 
 import asyncio
 import bisect
@@ -25,12 +25,12 @@ from nanochat.engine import Engine, Event
 from nanochat.generate.reply import TextStream
 from nanochat.generate.sampling import Sampling
 from nanochat.serve import chat_api
-from nanochat.serve.chat_api import ApiError, ChatRequest, Head, Limits, Reply
-from nanochat.serve.engine_thread import EngineThread, Job
+from nanochat.serve.chat_api import ApiError, ChatRequest, Envelope, Limits, Reply
+from nanochat.serve.engine_thread import EngineThread, Ticket
 from nanochat.tokenizer import Tokenizer
 
-BODY_BYTES = 256 * 1024
-DRAIN_SECONDS = 3
+BODY_BYTES = 256 * 1024  # largest body of a request
+DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
 ASSETS = {
     "app.js": "text/javascript",
     "client.js": "text/javascript",
@@ -54,17 +54,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served, and what a request that leaves it open gets."""
+    """The model that the server announces, the defaults of a request, and the server's limits."""
 
     model: str  # the name in the API, such as nanochat-sft-d4
     stage: str
     tag: str
     step: int
     temperature: float = 0.6
-    top_k: int = 50  # 0: the whole vocabulary
+    top_k: int = 50  # 0 samples from the whole vocabulary
     max_tokens: int = 512
-    waiting: int = 64  # chats that may wait for a slot; more are refused
-    hosts: tuple[str, ...] = ()  # names this server answers to, beside IP addresses and localhost
+    waiting: int = 64  # chats that may wait for a slot; the server refuses more
+    hosts: tuple[str, ...] = ()  # names that this server answers to, besides IP addresses and localhost
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ async def _left(receive: Receive) -> None:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run `work` to its end, or drop it as soon as the client leaves and return None."""
+    """Run `work` and return its result; cancel it and return None as soon as the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,11 +89,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class Answer(Response):
-    """The reply to one request, streamed or whole; the job is released whatever happens."""
+    """The answer to one request, streamed or whole. The ticket is released whatever happens."""
 
-    def __init__(self, thread: EngineThread[Event], job: Job[Event], asked: ChatRequest, head: Head, text: TextStream):
+    def __init__(
+        self, thread: EngineThread[Event], ticket: Ticket[Event], asked: ChatRequest, frame: Envelope, text: TextStream
+    ):
         super().__init__()
-        self.thread, self.job, self.asked, self.head, self.decoder = thread, job, asked, head, text
+        self.thread, self.ticket, self.asked, self.envelope, self.decoder = thread, ticket, asked, frame, text
         self.reply = Reply()
         self.tokens = 0
         self.finish: str | None = None
@@ -103,21 +105,21 @@ class Answer(Response):
             work = self._stream(send) if self.asked.stream else self._whole(scope, receive, send)
             await while_connected(receive, work)
         finally:
-            self.thread.release(self.job)
+            self.thread.release(self.ticket)
 
     @property
     def usage(self) -> dict[str, int]:
-        return chat_api.usage(len(self.job.prompt), self.tokens)
+        return chat_api.usage(len(self.ticket.prompt), self.tokens)
 
     async def _deltas(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """What there is to say after each visit of the engine, until `finish` is set. Raises ApiError if it fails."""
+        """The new deltas of each delivery, until the reply ends. Raises ApiError if the engine fails."""
         while self.finish is None:
             try:
-                events = await self.job.events()
+                events = await self.ticket.events()
             except ApiError:
                 raise
-            except Exception as failure:  # whatever the engine raised; it is in the log
-                text = f"the engine failed with {type(failure).__name__}; see the server's log"
+            except Exception as failure:  # an edge of the process: the engine thread has logged the traceback
+                text = f"the engine failed with {type(failure).__name__}: the server's log says why"
                 raise ApiError(500, "engine_failed", text) from failure
             parts = [part for event in events for part in self.decoder.push(event.token)]
             self.tokens += len(events)
@@ -130,7 +132,7 @@ class Answer(Response):
         try:
             async for _ in self._deltas():
                 pass
-            response = JSONResponse(self.head.completion(self.reply, self.finish or "stop", self.usage))
+            response = JSONResponse(self.envelope.completion(self.reply, self.finish or "stop", self.usage))
         except ApiError as failure:
             response = _error(failure)
         await response(scope, receive, send)
@@ -138,15 +140,15 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send(send, self.head.chunk({"role": "assistant", "content": ""}))
+        await _send(send, self.envelope.chunk({"role": "assistant", "content": ""}))
         try:
             async for deltas in self._deltas():
                 usage = self.usage if self.asked.continuous_usage else None
-                await _send(send, b"".join(self.head.chunk(delta, None, usage) for delta in deltas))
+                await _send(send, b"".join(self.envelope.chunk(delta, None, usage) for delta in deltas))
             alone = self.asked.include_usage
-            await _send(send, self.head.chunk({}, self.finish, None if alone else self.usage))
+            await _send(send, self.envelope.chunk({}, self.finish, None if alone else self.usage))
             if alone:
-                await _send(send, self.head.usage_chunk(self.usage))
+                await _send(send, self.envelope.usage_chunk(self.usage))
         except ApiError as failure:
             await _send(send, chat_api.event(failure.body))
         await _send(send, chat_api.DONE)
@@ -166,9 +168,9 @@ def _error(refusal: ApiError) -> JSONResponse:
 
 
 async def read_json(request: Request) -> Any:
-    """The body of a request. ApiError 415 for another type, 413 past BODY_BYTES, 400 for what is no JSON.
+    """The decoded body of a request. ApiError 415 for another type, 413 beyond BODY_BYTES, 400 for invalid JSON.
 
-    The type is checked because a browser lets any site post text here unasked, but not JSON.
+    The type matters: a browser lets any web site post plain text to this server, but not JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -177,15 +179,17 @@ async def read_json(request: Request) -> Any:
     async for piece in request.stream():
         body += piece
         if len(body) > BODY_BYTES:
-            raise ApiError(413, "body_too_large", f"the body must hold at most {BODY_BYTES:,} bytes")
+            raise ApiError(
+                413, "body_too_large", f"the body must not be larger than {BODY_BYTES:,} bytes: send a shorter chat"
+            )
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise ApiError(400, "invalid_json", "the body must be JSON in UTF-8, and is not") from None
+        raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
 
 
 class ChatServer:
-    """The routes, and the engine behind them."""
+    """Answers the routes with the engine behind them."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings):
         self.thread: EngineThread[Event] = EngineThread(engine, settings.waiting)
@@ -195,11 +199,13 @@ class ChatServer:
         self.started = int(time.time())
 
     def health(self) -> JSONResponse:
+        """GET /health: whether the engine's thread runs, and how busy it is."""
         thread = self.thread
-        state = {"slots": thread.slots, "free_slots": thread.free_slots, "chats": len(thread.jobs)}
+        state = {"slots": thread.slots, "free_slots": thread.free_slots, "chats": len(thread.tickets)}
         return JSONResponse({"status": "ok" if thread.alive else "stopped", **state}, 200 if thread.alive else 503)
 
     def models(self) -> JSONResponse:
+        """GET /v1/models: the one model, and the defaults of a request."""
         settings = self.settings
         defaults = {name: getattr(settings, name) for name in ("temperature", "top_k", "max_tokens")}
         model = {"id": settings.model, "object": "model", "created": self.started, "owned_by": "nanochat"}
@@ -208,21 +214,22 @@ class ChatServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
         asked = chat_api.read_request(await read_json(request), self.limits)
         prompt, truncated = await asyncio.to_thread(self._prompt, asked)
-        job: Job[Event] = Job(prompt, self._sampling(asked, self.limits.context - len(prompt)))
+        ticket: Ticket[Event] = Ticket(prompt, self._sampling(asked, self.limits.context - len(prompt)))
         try:
-            self.thread.submit(job)
+            self.thread.submit(ticket)
         except asyncio.QueueFull:
-            text = f"{self.settings.waiting} chats are waiting already; try again soon"
+            text = f"{self.settings.waiting} chats are waiting already: try again in 2 seconds"
             raise ApiError(429, "queue_full", text, retry_after=2) from None
-        head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.settings.model, truncated)
-        return Answer(self.thread, job, asked, head, TextStream(self.tokenizer))
+        envelope = Envelope(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.settings.model, truncated)
+        return Answer(self.thread, ticket, asked, envelope, TextStream(self.tokenizer))
 
     def _prompt(self, asked: ChatRequest) -> tuple[list[int], int]:
-        """The tokens to answer, and how many of the oldest messages were left out for them to fit.
+        """The tokens of the prompt, and how many of the oldest messages were dropped to make it fit.
 
-        ApiError 400 if they, with the answer's length if one was asked for, cannot fit the context.
+        ApiError 400 if the prompt, together with the length of the answer that was asked for, exceeds the context.
         """
         messages, context, answer = asked.conversation.messages, self.limits.context, asked.max_tokens or 1
         system = messages[: messages[0].role == "system"]
@@ -243,12 +250,12 @@ class ChatServer:
             return rendered(droppable[fewest]), 2 * droppable[fewest]
         if droppable:
             prompt = rendered(droppable[-1])
-        rest = f"and the answer may take {answer}" if asked.max_tokens else "which leaves none for an answer"
-        text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}"
+        rest = f"and max_tokens asks for {answer} more" if asked.max_tokens else "which leaves no room for an answer"
+        text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}: shorten the chat"
         raise ApiError(400, "context_length_exceeded", text, "messages")
 
     def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
-        """How to answer: as asked, else by the server's settings, in at most `room` tokens."""
+        """How to sample the answer: as the request asks, else by the server's defaults, in at most `room` tokens."""
         settings = self.settings
         top_k = settings.top_k if asked.top_k is None else asked.top_k
         return Sampling(
@@ -265,7 +272,7 @@ class ChatServer:
 def host_allowed(host: str, names: tuple[str, ...]) -> bool:
     """Whether a Host header names this server: an IP address, localhost, or one of `names`.
 
-    A page of another site that points its own name at this address (DNS rebinding) has that name in the header.
+    If another site points its own name at this address (DNS rebinding), the header holds that site's name.
     """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     name = name.removeprefix("[").removesuffix("]").lower()
@@ -275,7 +282,7 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 class Guard:
-    """Checks the Host of every request and puts the safety headers on every response."""
+    """Checks the Host header of every request, and adds the safety headers to every response."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
         self.app = app
@@ -295,26 +302,28 @@ class Guard:
         if host_allowed(host, self.hosts):
             await self.app(scope, receive, guarded)
         else:
-            text = "this server does not answer to this Host; start it with --allowed_hosts NAME to allow one"
+            text = (
+                "this server does not answer to this Host name: to allow it, start the server with --allowed_hosts NAME"
+            )
             await _error(ApiError(403, "host_not_allowed", text))(scope, receive, guarded)
 
 
 def assets() -> Mapping[str, bytes]:
-    """The files of the page, by name."""
+    """The files of the web page, by name."""
     folder = importlib.resources.files("nanochat.serve") / "web"
     return {name: (folder / name).read_bytes() for name in ("index.html", *ASSETS)}
 
 
 @dataclass(frozen=True)
 class App:
-    """The web application, and the thread that works for it."""
+    """The web application, and the engine thread that works for it."""
 
     asgi: ASGIApp
     thread: EngineThread[Event]
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
-    """The whole web application; the engine's thread runs as long as it does."""
+    """Build the web application. The engine's thread starts and ends with it."""
     server, files = ChatServer(engine, tokenizer, settings), assets()
 
     @contextlib.asynccontextmanager
@@ -328,13 +337,13 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
 
     async def asset(name: str) -> Response:
         if name not in ASSETS:
-            raise ApiError(404, "not_found", "there is no such file")
+            raise ApiError(404, "not_found", "there is no such file: the page is at /")
         return Response(files[name], media_type=ASSETS[name])
 
     async def refused(_: Request, failure: Exception) -> Response:
         return _error(_refusal(failure))
 
-    # FastAPI's own documentation pages load from elsewhere, which a machine without a network cannot.
+    # FastAPI's own documentation pages load scripts from the internet, which fails on a machine without a network.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
@@ -347,16 +356,18 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
 
 
 def _refusal(failure: Exception) -> ApiError:
-    """What a client is told about a failed request: a fault of ours is not spelled out to it."""
+    """What a client hears about a failed request. The details of a fault in this server stay in its log."""
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):
-        return ApiError(failure.status_code, "not_found", f"{failure.detail}: see /v1/models, /v1/chat/completions")
-    return ApiError(500, "server_failed", "the server failed; see its log")
+        return ApiError(
+            failure.status_code, "not_found", f"{failure.detail}: the routes are /v1/models and /v1/chat/completions"
+        )
+    return ApiError(500, "server_failed", "the server failed: its log says why")
 
 
 class Server(uvicorn.Server):
-    """uvicorn without access log, name or websockets, which ends the answers under way before it shuts down."""
+    """uvicorn without access log, server header or websockets; it ends the answers under way before it shuts down."""
 
     def __init__(self, app: App):
         config = uvicorn.Config(
@@ -367,13 +378,13 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # for clients that do not read the end
+            timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # some clients never read the end of their answer
         )
         super().__init__(config)
         self.thread = app.thread
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests; answers have DRAIN_SECONDS to end by themselves, then they are told to."""
+        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them."""
         stopping = ApiError(503, "server_stopping", "the server was stopped before the answer was complete")
         ending = asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.thread.dismiss, stopping)
         try:
@@ -384,7 +395,6 @@ class Server(uvicorn.Server):
 
 def serve(app: App, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    # uvicorn raises the signal again when it has shut down; these handlers make that a normal end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end; ignored, that end is normal
         signal.signal(number, lambda *_: None)
     Server(app).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The two sides of a chat in a terminal: what is typed, with Ctrl-C kept in its place, and what is shown."""
+"""Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows text safely."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def language(asked: str) -> str:
-    """en or zh: what was asked for, or, for auto, what the terminal's locale begins with."""
+    """en or zh: the language asked for, or, for auto, the language of the terminal's locale."""
     if asked != "auto":
         return asked
     locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
@@ -24,12 +24,12 @@ def language(asked: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """A model's words without control characters: a reply must not steer the terminal."""
+    """Replace control characters in a model's text: a reply must not be able to control the terminal."""
     return CONTROL.sub("\ufffd", text)
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """Text in grey where a stream shows colours, else as it is."""
+    """Text in grey if the stream shows colours, else unchanged."""
     plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else f"\033[2m{text}\033[0m"
 
@@ -38,7 +38,7 @@ def dim(text: str, stream: TextIO) -> str:
 
 
 def ask() -> str:
-    """A line from the keyboard, or several between two lines with triple quotes. EOFError at the end of input."""
+    """Read one line, or several lines between triple quotes. EOFError at the end of input."""
     text = input("> ")
     if text.startswith('"""'):
         text = text[3:]
@@ -50,9 +50,9 @@ def ask() -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[], str]]:
-    """Gives ask(); within, Ctrl-C breaks into that with KeyboardInterrupt, once a call, and into nothing else.
+    """Give ask(). Inside this block Ctrl-C raises KeyboardInterrupt only in ask(), and only once per call.
 
-    So a key held a moment too long neither ends the chat nor stops the answer to what is typed next.
+    So holding the keys a moment too long neither ends the chat nor stops the next answer.
     """
     asking = False
 
@@ -79,7 +79,7 @@ def keyboard() -> Iterator[Callable[[], str]]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C is only remembered, so that it never breaks into a pass of the model; a second one ends all."""
+    """Give a function that tells whether Ctrl-C was pressed: the first never interrupts a pass, a second raises."""
     presses = 0
 
     def press(number: int, frame: Any) -> None:
@@ -97,14 +97,14 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def history(path: Path) -> Iterator[None]:
-    """Within, the arrow keys bring back what was typed, in earlier chats too; the file is the user's alone."""
+    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the history file."""
     try:
-        import readline  # here, because it changes how input() works, and Windows has none
+        import readline  # here, because the import changes input(), and Windows does not have it
     except ImportError:
         yield
         return
     path.touch(mode=0o600)
-    with contextlib.suppress(OSError):  # a file in another editing library's format
+    with contextlib.suppress(OSError):  # the file may be in another line editor's format
         readline.read_history_file(path)
     readline.set_history_length(HISTORY_LINES)
     try:

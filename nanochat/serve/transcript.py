@@ -1,4 +1,4 @@
-"""A chat as a JSON file: what the terminal and the page save, and what they go on from."""
+"""Saves a chat as a JSON file and reads it again."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ FORMAT = "nanochat-chat"
 
 
 def instructions(messages: list[Message]) -> list[Message]:
-    """The system turn that a chat begins with, if it has one."""
+    """The system message at the start of a chat, if there is one."""
     return [message for message in messages[:1] if message.role == "system"]
 
 
 def write_transcript(path: Path, messages: list[Message]) -> None:
-    """Write a chat as JSON: role and words of every turn, and for replies with calculator calls their parts too.
+    """Write a chat as JSON: role and text of every message, and also the parts of replies with calculator calls.
 
     UserError if the file cannot be written.
     """
@@ -28,26 +28,29 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     try:
         write_json(path, {"format": FORMAT, "version": 1, "messages": written})
     except OSError as failure:
-        raise UserError(f"{path} cannot be written: {failure.strerror}") from failure
+        raise UserError(f"{path} cannot be written ({failure.strerror}): name a file in a folder of yours") from failure
 
 
 def read_transcript(path: Path) -> list[Message]:
-    """Read what write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole pairs of turns.
+    """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole exchanges.
 
-    UserError if the file cannot be read or is something else.
+    UserError if the file cannot be read or is not a chat.
     """
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
     except OSError as failure:
-        raise UserError(f"{path} cannot be read: {failure.strerror}") from failure
+        raise UserError(f"{path} cannot be read ({failure.strerror}): name a file that /save has written") from failure
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise UserError(
-            f'{path} is no chat: it must be JSON of the form {{"messages": [{{"role": "user", "content": "..."}}, '
+            f'{path} is not a chat: name a JSON file of the form {{"messages": [{{"role": "user", "content": "..."}}, '
             f'{{"role": "assistant", "content": "..."}}]}}'
         ) from failure
     turns = [message.role for message in messages[len(instructions(messages)) :]]
     if turns != ["user", "assistant"] * (len(turns) // 2):
-        raise UserError(f"{path} is no chat: user and assistant must take turns, the assistant last")
+        raise UserError(
+            f"{path} is not a chat that can be continued: after an optional system message, user and assistant must "
+            f"take turns, and the assistant must come last, got {', '.join(turns)}. Correct the file, or name another"
+        )
     return messages
 
 

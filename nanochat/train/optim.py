@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,6 @@ from nanochat.runtime.placement import place_of
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
-RatesT = TypeVar("RatesT", bound="Rates")  # Rates, or the flags of a script that has them
 State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, whole shape, first row)
 
 
@@ -36,17 +35,19 @@ class Rates:
     weight_decay: float = 0.28
     """the decay of those matrices, before it is scaled to the length of the run"""
 
+    def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
+        """Rates and decay for pretraining; the common factor on all rates is schedule.rate_scale."""
+        reference = target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS
+        further = schedule.matrix_scale(steps) if self.matrix_optimizer == "muon" else 1.0
+        return replace(
+            self.for_batch(tokens_per_step),
+            weight_decay=schedule.weight_decay(self.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
+            matrix_lr=self.matrix_lr * further,
+        )
 
-def for_run(rates: RatesT, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> RatesT:
-    """Rates and decay for a batch and a horizon; the common factor on all rates is schedule.rate_scale."""
-    reference = target_param_data_ratio * schedule.REFERENCE_SCALING_PARAMETERS
-    further = schedule.matrix_scale(steps) if rates.matrix_optimizer == "muon" else 1.0
-    return replace(
-        rates,
-        weight_decay=schedule.weight_decay(rates.weight_decay, tokens_per_step, steps * tokens_per_step, reference),
-        scalar_lr=rates.scalar_lr * schedule.scalar_scale(tokens_per_step),
-        matrix_lr=rates.matrix_lr * further,
-    )
+    def for_batch(self, tokens_per_step: int) -> "Rates":
+        """Rates for a later stage; the common factor on all rates is schedule.rate_scale."""
+        return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
 
 ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit

@@ -1,8 +1,10 @@
 """Samples from the current model, graded, as rows to train on."""
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -14,9 +16,8 @@ from nanochat.engine import Completion, Engine
 from nanochat.evals.chat import grader
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.runtime import parallel, signals
+from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import policy
 
 ROUND = 32  # rows are padded to a multiple of this, so that few shapes occur
 
@@ -42,6 +43,52 @@ class Rollouts:
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
 
+    def __str__(self) -> str:
+        return (
+            f"reward: {self.reward:.3f} | length: {self.length:.1f} | entropy: {self.entropy:.3f} | "
+            f"equal groups: {self.flat:.0%} | cut off: {self.truncated:.0%}"
+        )
+
+    def figures(self) -> dict[str, float]:
+        """The figures for metrics.jsonl."""
+        names = ("reward", "length", "entropy", "flat", "truncated")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt: their rewards, and each reward less the group's mean."""
+
+    rewards: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+    @property
+    def flat(self) -> bool:
+        """Whether all samples did equally well, so that nothing can be learned from them."""
+        return not any(self.advantages)
+
+
+def group(rewards: Sequence[float]) -> Group:
+    """Reward minus the mean of its group, not divided by the deviation (Dr. GRPO, arXiv 2503.20783)."""
+    mean = fmean(rewards)
+    equal = max(rewards) == min(rewards)  # exactly, since a rounded mean would leave tiny advantages
+    return Group(tuple(rewards), tuple(0.0 if equal else reward - mean for reward in rewards))
+
+
+def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
+    """The same rewards dealt at random: a control from which nothing can be learned."""
+    dealt = list(rewards)
+    random.Random(seed).shuffle(dealt)
+    return dealt
+
+
+def token_weights(
+    advantage: float, forced: Sequence[bool], truncated: bool
+) -> list[float]:  # one for each token of the sample
+    """The weight of each token's loss: its sample's advantage; 0 for tokens that the model did not choose, and for
+    samples that were cut off, whose reward says nothing about their beginning."""
+    return [0.0 if chosen_for_it or truncated else advantage for chosen_for_it in forced]
+
 
 def task_key(task: Task) -> str:
     """A name for the problems of a task that differs where they do."""
@@ -65,21 +112,21 @@ def roll_out(
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
     room = min(max(map(len, prompts), default=1) + sampling.max_tokens, model.config.sequence_len)
     engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
-    completions = engine.generate(prompts, sampling, samples, done=lambda index: signals.alive())
+    completions = engine.generate(prompts, sampling, samples, done=lambda index: compute.pulse.beat())
     grade = grader(task, tokenizer)
     # Replies come problem by problem, `samples` of each.
     rewards = [grade(mine[at // samples], reply.tokens) for at, reply in enumerate(completions)]
-    dealt = policy.shuffled(rewards, str(sampling.seed)) if shuffle else rewards
+    dealt = shuffled(rewards, str(sampling.seed)) if shuffle else rewards
     kept: list[Sample] = []
     flat = 0
     for at, prompt in enumerate(prompts):
         of_prompt = slice(at * samples, (at + 1) * samples)
-        group = policy.group(dealt[of_prompt])
-        flat += group.flat
-        if not group.flat:
+        judged = group(dealt[of_prompt])
+        flat += judged.flat
+        if not judged.flat:
             kept += [
-                Sample(prompt, reply, policy.token_weights(advantage, reply.forced, reply.finish == "length"))
-                for reply, advantage in zip(completions[of_prompt], group.advantages, strict=True)
+                Sample(prompt, reply, token_weights(advantage, reply.forced, reply.finish == "length"))
+                for reply, advantage in zip(completions[of_prompt], judged.advantages, strict=True)
             ]
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     lengths = [len(reply.tokens) for reply in completions]

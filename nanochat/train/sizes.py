@@ -1,7 +1,6 @@
 """What `auto` means: the shape of a model and the split of a step, from depth, corpus, device and memory."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from nanochat import device
 from nanochat.common import UserError, log
@@ -9,9 +8,9 @@ from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.runtime import parallel
 from nanochat.train import schedule
+from nanochat.train.flags import Auto
 from nanochat.train.memory import CPU_PASS_TOKENS, reachable
 
-Auto = Literal["auto"]
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
 ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
 
@@ -57,6 +56,16 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
             f"depth {depth} makes {parameters:,} parameters, which take at least {needed / 2**30:,.0f} GiB to train; "
             f"{whose} has {total / 2**30:,.0f} GiB. Take a smaller --depth or --model_dim"
             + ("." if compute.device_type == "cpu" else f", or more devices with --shard=full (now {mode})."),
+            exit_code=2,
+        )
+
+
+def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
+    """UserError where the ranks cannot share a step's rows or problems equally."""
+    if per_step % compute.world_size:
+        raise UserError(
+            f"{flag} must be a multiple of the {compute.world_size} ranks, got {per_step}. Take "
+            f"--{flag}={max(per_step // compute.world_size, 1) * compute.world_size}.",
             exit_code=2,
         )
 

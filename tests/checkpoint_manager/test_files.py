@@ -1,4 +1,4 @@
-"""Folders of steps on disk: named only when whole, damage found, disks that refuse, files that others may read."""
+"""Step folders on disk: named only when whole, damage is found, and old steps are pruned or set aside."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from nanochat.common import UserError
 
 
 def make_step(folder: Path, step: int) -> Path:
-    """A step of two small files, sealed and published."""
+    """A step with two small files, sealed and published."""
     temporary = folder / ".tmp-x"
     temporary.mkdir(parents=True)
     write_tensors({"a": torch.arange(6.0)}, temporary / "model.safetensors")
@@ -80,7 +80,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Any, says: str) -> No
     assert says in step_files.verify(where)
 
 
-def test_the_optimizer_s_files_matter_only_for_training(tmp_path: Path) -> None:
+def test_the_optimizers_files_matter_only_for_training(tmp_path: Path) -> None:
     where = make_step(tmp_path, 3)
     (where / "optim-00-of-01.safetensors").unlink()
     assert step_files.verify(where) == "optim-00-of-01.safetensors is missing"

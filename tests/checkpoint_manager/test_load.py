@@ -1,4 +1,4 @@
-"""Finding a checkpoint by stage and tag, and loading it: the right one, whole, with its tokenizer."""
+"""Loading a checkpoint by stage and tag: the right step, undamaged, with its own tokenizer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def put(stage: str, tag: str, step: int, tokenizer: Tokenizer) -> None:
 
 def test_the_latest_stage_is_found_first_and_in_it_the_newest_tag(base_folder: Path, tokenizer: Tokenizer) -> None:
     for stage, folder in (("base", "base"), ("mid", "mid"), ("sft", "chatsft"), ("rl", "chatrl")):
-        for tag in ("d9", "d4"):  # the newest, not the last or first by name
+        for tag in ("d9", "d4"):  # the newest tag wins, not the first or last by name
             put(stage, tag, 1, tokenizer)
             assert find(None, None) == (stage, base_folder / f"{folder}_checkpoints" / tag)
     put("mid", "d9", 2, tokenizer)
@@ -129,7 +129,7 @@ def test_a_damaged_newest_step_falls_back_when_loaded(tokenizer: Tokenizer, caps
 
 
 def test_a_tokenizer_that_is_not_the_model_s_is_refused(tokenizer: Tokenizer) -> None:
-    """Put in its place with the hash of the file brought up to date: only the contents tell."""
+    """The other tokenizer has a matching file hash in meta.json, so only its content shows the change."""
     put("base", "d4", 1, tokenizer)
     where = checkpoint_dir("base", "d4") / "step_000001"
     Tokenizer.train([TEXT.upper()] * 4, VOCAB).save(where)

@@ -12,7 +12,7 @@ from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import tiny_tokenizer
-from tests.support.tiny_training import CPU, SETTINGS, equal, everything, make, parameters, save, state, train
+from tests.support.tiny_training import CPU, WANTED, equal, everything, make, parameters, save, state, train
 
 pytestmark = pytest.mark.ranks
 
@@ -32,7 +32,7 @@ def go_on(compute: Compute, folders: list[Path]) -> list[dict[str, Any]]:
     found = []
     for folder in folders:
         pair = make(2, compute)
-        assert resume_stage(folder, *pair, SETTINGS, compute).step == 3
+        assert resume_stage(folder, *pair, WANTED, compute).step == 3
         then = {"parameters": parameters(pair[0]), "state": state(pair[1])}
         train(*pair, 3, 6, compute)
         found.append({"then": then, "end": {"parameters": parameters(pair[0]), "state": state(pair[1])}})
@@ -101,6 +101,6 @@ def test_ranks_read_what_one_and_two_wrote(written: dict[int, Any], ranks: int) 
 def test_one_rank_goes_on_bit_equal(written: dict[int, Any]) -> None:
     folder, (held,) = written[1]
     pair = make(2)
-    resume_stage(folder, *pair, SETTINGS, CPU)
+    resume_stage(folder, *pair, WANTED, CPU)
     train(*pair, 3, 6)
     assert equal(everything(*pair), whole([held["end"]]))

@@ -10,13 +10,14 @@ from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.locate import make_meta
 from nanochat.checkpoint_manager.resume import Resumed, finished, restore, resume_stage
+from nanochat.checkpoint_manager.same_run import Settings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 from nanochat.runtime.tracking import Tracker
 from nanochat.tokenizer import Tokenizer
 from tests.support.tiny_model import tiny_tokenizer
-from tests.support.tiny_training import CPU, SETTINGS, equal, everything, flip_a_bit, make, save, train
+from tests.support.tiny_training import CPU, SETTINGS, WANTED, equal, everything, flip_a_bit, make, save, train
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_a_run_stopped_and_gone_on_is_bit_equal_to_one_that_was_not(tmp_path: Pa
     train(*begun, 0, 3)
     assert save(tmp_path / "run", 3, *begun, tokenizer) > 0
     gone_on = make(seed=2)  # other values, all overwritten
-    resumed = resume_stage(tmp_path / "run", *gone_on, SETTINGS, CPU)
+    resumed = resume_stage(tmp_path / "run", *gone_on, WANTED, CPU)
     assert (resumed.step, resumed.state) == (3, {"row": 12})
     assert equal(everything(*gone_on), everything(*begun))
     train(*gone_on, 3, 6)
@@ -44,7 +45,7 @@ def test_a_run_stopped_and_gone_on_is_bit_equal_to_one_that_was_not(tmp_path: Pa
 def test_without_a_checkpoint_a_run_begins(tmp_path: Path) -> None:
     pair = make()
     before = everything(*pair)
-    assert resume_stage(tmp_path / "run", *pair, SETTINGS, CPU) == Resumed(0, {})
+    assert resume_stage(tmp_path / "run", *pair, WANTED, CPU) == Resumed(0, {})
     assert equal(before, everything(*pair))
 
 
@@ -84,7 +85,7 @@ def test_a_damaged_newest_step_is_named_and_passed_over(
     damaged = tmp_path / "run" / "step_000002" / name
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     other = make(seed=2)
-    assert resume_stage(tmp_path / "run", *other, SETTINGS, CPU).step == 1
+    assert resume_stage(tmp_path / "run", *other, WANTED, CPU).step == 1
     assert equal(everything(*other), older)
     said = capsys.readouterr().err
     assert f"step_000002 is damaged: {name} " in said
@@ -95,7 +96,7 @@ def test_with_every_step_damaged_a_run_begins_anew(tmp_path: Path, tokenizer: To
     pair = make()
     save(tmp_path / "run", 1, *pair, tokenizer)
     flip_a_bit(tmp_path / "run" / "step_000001" / "model.safetensors")
-    assert resume_stage(tmp_path / "run", *pair, SETTINGS, CPU).step == 0
+    assert resume_stage(tmp_path / "run", *pair, WANTED, CPU).step == 0
 
 
 def test_optimizer_state_that_lacks_rows_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -133,7 +134,7 @@ def test_a_save_that_fails_leaves_the_old_step_and_nothing_else(
     monkeypatch.undo()
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
     other = make(seed=2)
-    assert resume_stage(folder, *other, SETTINGS, CPU).step == 1
+    assert resume_stage(folder, *other, WANTED, CPU).step == 1
     assert equal(everything(*other), old)
 
 
@@ -159,11 +160,11 @@ def test_a_stage_is_finished_at_its_last_step(
     tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, pair = tmp_path / "run", make()
-    assert not finished(folder, SETTINGS, CPU)
+    assert not finished(folder, WANTED, CPU)
     save(folder, 99, *pair, tokenizer)
-    assert not finished(folder, SETTINGS, CPU)
+    assert not finished(folder, WANTED, CPU)
     save(folder, 100, *pair, tokenizer)
-    assert finished(folder, SETTINGS, CPU)
+    assert finished(folder, WANTED, CPU)
     assert f"already done: {folder} has all 100 steps" in capsys.readouterr().out
 
 
@@ -173,17 +174,17 @@ def test_a_stage_whose_last_step_is_damaged_is_not_finished(tmp_path: Path, toke
     save(folder, 99, *pair, tokenizer)
     save(folder, 100, *pair, tokenizer)
     flip_a_bit(folder / "step_000100" / name)
-    assert not finished(folder, SETTINGS, CPU)
-    assert resume_stage(folder, *pair, SETTINGS, CPU).step == 99
+    assert not finished(folder, WANTED, CPU)
+    assert resume_stage(folder, *pair, WANTED, CPU).step == 99
     save(folder, 100, *pair, tokenizer)  # made again, in the place of the damaged one
-    assert finished(folder, SETTINGS, CPU)
+    assert finished(folder, WANTED, CPU)
 
 
 @pytest.mark.parametrize("step", [50, 100])
 def test_other_settings_are_refused_and_named(tmp_path: Path, tokenizer: Tokenizer, step: int) -> None:
     folder, pair = tmp_path / "run", make()
     save(folder, step, *pair, tokenizer)
-    other = {**SETTINGS, "depth": 3, "new": True}
+    other = Settings({**SETTINGS, "depth": 3, "new": True}, WANTED.free, {**WANTED.defaults, "new": None})
     for ask in (
         lambda: finished(folder, other, CPU),
         lambda: resume_stage(folder, *pair, other, CPU),
@@ -197,20 +198,21 @@ def test_other_data_is_refused_until_the_last_step(tmp_path: Path, tokenizer: To
     for stage, step in (("base", 50), ("sft", 50), ("base", 100)):
         meta = make_meta(stage, pair[0].config, SETTINGS, 100, {"row": 200, "data": "a1"})
         save_checkpoint(tmp_path / f"{stage}{step}", step, *pair, tokenizer, meta, CPU)
-    resumed = resume_stage(tmp_path / "base50", *pair, SETTINGS, CPU, "a1")
+    resumed = resume_stage(tmp_path / "base50", *pair, WANTED, CPU, "a1")
     assert resumed == Resumed(50, {"row": 200, "data": "a1"})
-    with pytest.raises(UserError, match=r"were a1, they are b2 now.* 50 of 100 .*--model_tag.* or delete the folder"):
-        resume_stage(tmp_path / "base50", *pair, SETTINGS, CPU, "b2")
-    with pytest.raises(UserError, match=r"they are b2 now.* or delete the folder") as refused:
-        resume_stage(tmp_path / "sft50", *pair, SETTINGS, CPU, "b2")
+    with pytest.raises(UserError, match=r"were a1 and are b2 now.* 50 of 100 .*--model_tag.* or delete the folder"):
+        resume_stage(tmp_path / "base50", *pair, WANTED, CPU, "b2")
+    with pytest.raises(UserError, match=r"are b2 now.* or delete the folder") as refused:
+        resume_stage(tmp_path / "sft50", *pair, WANTED, CPU, "b2")
     assert "--model_tag" not in str(refused.value)  # there it would name another parent
-    assert resume_stage(tmp_path / "base100", *pair, SETTINGS, CPU, "b2").step == 100
+    assert resume_stage(tmp_path / "base100", *pair, WANTED, CPU, "b2").step == 100
 
 
 def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder, pair = tmp_path / "run", make()
     save(folder, 50, *pair, tokenizer)
-    other = {**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}
+    free = WANTED.free | {"save_every", "device_batch_size"}
+    other = Settings({**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}, free, WANTED.defaults)
     assert resume_stage(folder, *pair, other, CPU).step == 50
 
 
@@ -219,8 +221,8 @@ def test_a_stage_whose_last_measurement_was_not_logged_is_not_finished(tmp_path:
     line = {"step": 4, "loss": 1.0}
     meta = make_meta("base", model.config, SETTINGS, 4, {"line": line})
     save_checkpoint(tmp_path, 4, model, optimizers, tokenizer, meta, CPU)
-    assert not finished(tmp_path, SETTINGS, CPU)
+    assert not finished(tmp_path, WANTED, CPU)
     tracker = Tracker(tmp_path, "dummy", {}, 4, main=True)
     tracker.log(**line)
     tracker.close()
-    assert finished(tmp_path, SETTINGS, CPU)
+    assert finished(tmp_path, WANTED, CPU)

@@ -1,4 +1,4 @@
-"""Tensors on disk: what safetensors itself reads, hashed as they are written, a tensor at a time."""
+"""Tensor files: safetensors reads them, and hashes are computed during the write, one tensor at a time."""
 
 import errno
 import hashlib
@@ -38,7 +38,7 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_hashing_overlaps_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash of a tensor waits here until its bytes are in the file: one after the other would never end."""
+    """Here the hash of a tensor waits until its bytes are in the file, so hashing before writing would never end."""
     path, real_hash = tmp_path / "x.safetensors", hashlib.sha256
 
     class Waits:
@@ -62,7 +62,7 @@ def test_hashing_overlaps_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_disk_says_in_between_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush reports an error once; the one at the end then succeeds."""
+    """A flush reports an error only once, and the last flush then succeeds."""
     calls: Iterator[int] = iter(range(1000))
 
     def flush(fd: int) -> None:
@@ -94,7 +94,7 @@ def test_a_tensor_may_come_by_its_rows(tmp_path: Path) -> None:
     for name in ("empty", "one"):
         file.add(name, values[name])
     file.add("b", values["b"][:2])
-    with pytest.raises(AssertionError):  # more than there is
+    with pytest.raises(AssertionError):  # more rows than the tensor has
         file.add("b", values["b"])
     file.add("b", values["b"][2:])
     file.close()
@@ -127,7 +127,7 @@ def test_files_may_be_read_by_those_who_may_read_their_folder(tmp_path: Path, mo
 
 
 def test_a_disk_that_refuses_is_an_os_error_with_its_number(tmp_path: Path) -> None:
-    """The limit on a file's size makes the same call fail as a full disk does, with EFBIG in place of ENOSPC."""
+    """A limit on the file size makes the same call fail as a full disk would, with EFBIG instead of ENOSPC."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of karpathy/nanochat: what HEAD writes is taken over, what is older or not plain data is refused."""
+"""Checkpoints of karpathy/nanochat: HEAD's are converted; older ones, and files with code in them, are refused."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from nanochat.gpt import GPT
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 from tests.support.tiny_model import TEXT, tiny_gpt, tiny_tokenizer
-from tests.support.tiny_training import CPU, SETTINGS
+from tests.support.tiny_training import CPU, WANTED
 
 TOKENIZER = tiny_tokenizer()
 
 
 def encoding(tokenizer: Tokenizer, **changes: Any) -> tiktoken.Encoding:
-    """What its tok_train pickles."""
+    """The encoding that upstream's tok_train pickles."""
     ranks = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size - len(ROLES))]
     given = {"name": "rustbpe", "pat_str": PATTERNS["nanochat"],
              "mergeable_ranks": {token: rank for rank, token in enumerate(ranks)},
@@ -36,7 +36,7 @@ def encoding(tokenizer: Tokenizer, **changes: Any) -> tiktoken.Encoding:
 
 
 def their_names(model: GPT) -> dict[str, torch.Tensor]:
-    """The parameters as its state_dict() names them, tables in bf16 as it keeps them."""
+    """The parameters under the names of upstream's state_dict(), with the tables in bf16."""
     state = {}
     for name, value in model.state_dict().items():
         prefix = "transformer." if name.startswith(("wte.", "h.")) else ""
@@ -46,7 +46,7 @@ def their_names(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def their_folder(base: Path, stage: str = "base", step: int = 123, protocol: int = 4, **changes: Any) -> Path:
-    """A base folder of its HEAD with one checkpoint and a tokenizer; the checkpoint's folder."""
+    """Make a base folder as HEAD does, with one checkpoint and a tokenizer; return the checkpoint's folder."""
     folder = base / f"{stage}_checkpoints" / "d4"
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_gpt(TOKENIZER.vocab_size)
@@ -89,8 +89,8 @@ def test_the_newest_step_is_taken_or_the_one_named(tmp_path: Path) -> None:
     where = checkpoint_dir("base", "d4")
     assert step_files.steps(where) == [5, 20]
     assert all(step_files.verify(step_files.step_dir(where, step)) == "" for step in (5, 20))
-    assert find_parent("base", None, None).corpus == "mine"  # a later stage may start from it
-    with pytest.raises(UserError, match="step_000005 is there already"):
+    assert find_parent("base", None, None).corpus == "mine"  # a later stage can start from it
+    with pytest.raises(UserError, match="step_000005 exists already"):
         convert(folder, step=5)
     with pytest.raises(UserError, match="has steps 5, 20, not 7"):
         convert(folder, step=7)
@@ -103,12 +103,12 @@ def test_both_kinds_may_share_a_base_folder(base_folder: Path) -> None:
     assert load_model("base", "d4", None, CPU).step == 123
 
 
-def test_a_converted_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_converted_run_cannot_be_resumed(tmp_path: Path) -> None:
     convert(their_folder(tmp_path / "theirs"))
     model = tiny_gpt(TOKENIZER.vocab_size)
     optimizers = Optimizers(model, model.parameter_roles(), 32, Rates(), 1.0, torch.float32)
     with pytest.raises(UserError, match="was begun with other settings"):
-        resume_stage(checkpoint_dir("base", "d4"), model, optimizers, SETTINGS, CPU)
+        resume_stage(checkpoint_dir("base", "d4"), model, optimizers, WANTED, CPU)
 
 
 OLD = [("smear", "of 2026-01-17 or later: it has no smear_gate.weight, .* has had since 2026-03-14"),
@@ -132,7 +132,7 @@ def test_a_folder_without_a_window_pattern_is_refused(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What a pickle can do when it is loaded."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -160,12 +160,12 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the tokenizer has 280 tokens, the model 290: .*--tokenizer"):
         convert(folder)
     pickled.write_bytes(pickle.dumps(encoding(TOKENIZER, special_tokens={"<|endoftext|>": 281})))
-    with pytest.raises(UserError, match="its numbers are not those"):
+    with pytest.raises(UserError, match="its token numbers differ from"):
         convert(folder)
     pickled.unlink()
-    with pytest.raises(UserError, match=r"no tokenizer at .*; name its folder with --tokenizer"):
+    with pytest.raises(UserError, match=r"no tokenizer at .*: name its folder with --tokenizer"):
         convert(folder)
-    with pytest.raises(UserError, match=r"holds no model_NNNNNN\.pt"):
+    with pytest.raises(UserError, match=r"has no model_NNNNNN\.pt"):
         convert(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation against one problem at a time without batches, and its figures against tables and enumeration."""
+"""Batched evaluation against one problem at a time, and its figures against published tables and enumeration."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def question(i: int) -> str:
 
 
 class Letters:
-    """Problems with two to five choices; any letter is right if it is the one of the problem's number."""
+    """Problems with two to five choices; the number of the problem decides which letter is right."""
 
     name = "letters"
     kind: Literal["choice", "generative"] = "choice"
@@ -51,7 +51,7 @@ class Letters:
 
 
 class Words:
-    """A reply is right if its words have an even number of characters."""
+    """A reply is right if its text has an even number of characters."""
 
     name = "words"
     kind: Literal["choice", "generative"] = "generative"
@@ -70,7 +70,7 @@ class Words:
 
 
 class Called(Words):
-    """Right if the calculator was not called; needs to see the parts."""
+    """A reply is right if it has no calculator call, which only its parts show."""
 
     def grade_parts(self, i: int, parts: list[Part]) -> float:
         return float(all(part.kind == "text" for part in parts))
@@ -81,7 +81,7 @@ class Called(Words):
 
 @torch.no_grad()
 def likeliest_letter(task: Letters, i: int) -> str:
-    """The reference: one prompt, no padding, all logits."""
+    """The reference: one prompt at a time, without padding, with the logits of every position."""
     logits = MODEL(torch.tensor([TOKENIZER.render_prompt(task[i])]))[0, -1]
     return max(task.letters(i), key=lambda letter: logits[TOKENIZER.encode(letter)[0]].item())
 
@@ -124,7 +124,7 @@ def test_a_task_may_grade_calculator_calls():
 def test_the_grader_of_single_replies_is_that_of_the_evaluation():
     tokens = [*TOKENIZER.encode("cat"), TOKENIZER.special("python_start"), *TOKENIZER.encode("12"),
               TOKENIZER.special("python_end")]  # fmt: skip
-    assert grader(Words(), TOKENIZER)(0, tokens) == 0.0  # three characters
+    assert grader(Words(), TOKENIZER)(0, tokens) == 0.0  # the text has three characters
     assert grader(Called(), TOKENIZER)(0, tokens) == 0.0
     assert grader(Called(), TOKENIZER)(0, tokens[:3]) == 1.0
 

@@ -1,4 +1,4 @@
-"""CORE: prompts as published, decisions those of one problem at a time, and a bundle that arrives whole or not."""
+"""CORE: prompts as published, the same decisions as with one problem at a time, and a download whole or not at all."""
 
 import functools
 import http.server
@@ -21,7 +21,7 @@ from nanochat.common import UserError, base_dir
 from nanochat.data.download import Patience
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
-from nanochat.evals.core import IclTask, Row, choose_examples, common_prefix, make_rows
+from nanochat.evals.core import IclTask, PromptRow, choose_examples, common_prefix, make_rows
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
@@ -30,14 +30,14 @@ TOKENIZER = tiny_tokenizer()
 
 
 class Induction:
-    """A model that expects what followed the longest earlier match of the last tokens: it completes repetitions."""
+    """A model that completes repetitions: it predicts what followed the longest earlier match of the last tokens."""
 
     device = torch.device("cpu")
 
     def hidden(self, idx: Tensor) -> Tensor:
         x = torch.zeros(*idx.shape, TOKENIZER.vocab_size)
         for b, row in enumerate(idx):
-            alike = torch.zeros(len(row))  # of each earlier token: how many tokens up to it are the last ones again
+            alike = torch.zeros(len(row))  # per earlier token: how many tokens before it equal the last tokens
             for t in range(1, len(row)):
                 alike = torch.where(row == row[t], torch.cat((torch.zeros(1), alike[:-1])) + 1, 0)
                 x[b, t].index_add_(0, row[1 : t + 1], alike[:t] + torch.arange(t) / 10_000)
@@ -96,10 +96,10 @@ def test_judged_is_what_differs() -> None:
     assert common_prefix([[1, 2, 3], [1, 2, 4, 5], [1, 2]]) == 2
     assert common_prefix([[7], [7]]) == 1
     options = [[0, 1, 2, 3], [0, 1, 4]]
-    assert make_rows("multiple_choice", 5, options) == [Row(5, options[0], 2), Row(5, options[1], 2)]
+    assert make_rows("multiple_choice", 5, options) == [PromptRow(5, options[0], 2), PromptRow(5, options[1], 2)]
     contexts = [[0, 1, 8, 9], [0, 2, 3, 8, 9]]
-    assert make_rows("schema", 5, contexts) == [Row(5, contexts[0], 2), Row(5, contexts[1], 3)]
-    assert make_rows("language_modeling", 5, [[0, 1], [0, 1, 2, 3]]) == [Row(5, [0, 1, 2, 3], 2)]
+    assert make_rows("schema", 5, contexts) == [PromptRow(5, contexts[0], 2), PromptRow(5, contexts[1], 3)]
+    assert make_rows("language_modeling", 5, [[0, 1], [0, 1, 2, 3]]) == [PromptRow(5, [0, 1, 2, 3], 2)]
 
 
 def test_at_least_one_token_is_judged_where_options_begin_alike() -> None:
@@ -113,7 +113,7 @@ def test_at_least_one_token_is_judged_where_options_begin_alike() -> None:
 
 
 def one_at_a_time(model: Any, wanted: IclTask) -> list[bool]:
-    """The slow reference: every prompt alone through the model, its loss from a softmax in float64."""
+    """The slow reference: one prompt per pass, and its loss from a softmax in float64."""
     problems = core_eval.read_problems(wanted)
     decisions = []
     for number, problem in enumerate(problems):
@@ -223,12 +223,12 @@ def test_read_bundle_gives_delimiters_and_baselines() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("core.yaml", "icl_tasks:", "icl_task:", "not as published: KeyError"),
-        ("core.yaml", "icl_tasks:", "icl_tasks: {", "not as published"),
-        ("core.yaml", "schema", "generation", "the kind must be one of"),
+        ("core.yaml", "icl_tasks:", "icl_task:", r"differs from the published one \(KeyError"),
+        ("core.yaml", "icl_tasks:", "icl_tasks: {", "differs from the published one"),
+        ("core.yaml", "schema", "generation", "icl_task_type must be one of"),
         ("core.yaml", "language/who", "language/where", r"no file .*where\.jsonl"),
-        ("eval_meta_data.csv", "who,", "whose,", "not as published: KeyError"),
-        ("eval_meta_data.csv", ",50,TRUE,who", ",half,TRUE,who", "not as published"),
+        ("eval_meta_data.csv", "who,", "whose,", r"differs from the published one \(KeyError"),
+        ("eval_meta_data.csv", ",50,TRUE,who", ",half,TRUE,who", "differs from the published one"),
     ],
 )
 def test_a_changed_bundle_is_refused(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
@@ -252,7 +252,7 @@ def test_a_broken_problem_is_named_by_file_and_line(tmp_path: Path, line: str) -
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address it is served under."""
+    """A folder, and the address that serves it."""
     folder = tmp_path / "site"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""Bits per byte against a sum by hand: what counts as a byte, what is left out, and how ranks add up."""
+"""Bits per byte against a plain sum: which bytes count, which targets are ignored, and how ranks add up."""
 
 import math
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ MODEL = tiny_gpt(TOKENIZER.vocab_size)
 
 @dataclass
 class Batch:
-    """What the data loader calls a step."""
+    """A step of the data loader."""
 
     micro_batches: list[tuple[Tensor, Tensor]]
 
 
 def batch_of(texts: list[str], length: int = 24) -> tuple[Tensor, Tensor]:
-    """A row per text, begun with BOS and filled up with BOS that are ignored as targets after the first."""
+    """One row per text: BOS, the text, and BOS as padding. The targets of padding are ignored, except the first."""
     inputs = torch.full((len(texts), length), TOKENIZER.bos)
     targets = torch.full((len(texts), length), -1)
     for b, text in enumerate(texts):
@@ -43,7 +43,7 @@ STEPS = [
 
 
 def by_hand(steps: list[Batch]) -> tuple[float, int, int]:
-    """Nats, tokens and bytes, one position at a time in float64."""
+    """Nats, tokens and bytes, summed one position at a time in float64."""
     nats, tokens, size = 0.0, 0, 0
     for step in steps:
         for inputs, targets in step.micro_batches:
@@ -105,7 +105,7 @@ def test_ranks_with_unlike_shares_give_the_result_of_one(monkeypatch: pytest.Mon
         loss_eval.evaluate_loss(MODEL, steps, TOKENIZER.token_bytes(), CPU)
     both = [a + b for a, b in zip(*shares, strict=True)]
     monkeypatch.setattr(loss_eval.parallel, "total", lambda values, compute: both)
-    # a rank without a row of its own takes part all the same
+    # a rank without rows of its own still takes part
     loss = loss_eval.evaluate_loss(MODEL, [], TOKENIZER.token_bytes(), CPU)
     monkeypatch.undo()
     assert loss == loss_eval.evaluate_loss(MODEL, STEPS, TOKENIZER.token_bytes(), CPU)
@@ -116,7 +116,7 @@ def test_long_sums_lose_nothing() -> None:
         return torch.full(targets.shape, 0.1)
 
     pair = torch.zeros(8, 512, dtype=torch.long), torch.zeros(8, 512, dtype=torch.long)
-    steps = [Batch([pair])] * 500  # 2 M tokens; a running fp32 sum would be off by percents
+    steps = [Batch([pair])] * 500  # 2 M tokens; a running fp32 sum would be wrong by several percent
     loss = loss_eval.evaluate_loss(constant, steps, np.array([1], dtype=np.int32), CPU)
     assert loss.nats_per_token == pytest.approx(0.1, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""A program passes only by reaching its last line, and can do nothing to the machine on the way."""
+"""A program passes only if it reaches its last line, and it can do no harm to the machine."""
 
 import contextlib
 import json
@@ -17,11 +17,11 @@ from nanochat.common import UserError
 from nanochat.evals import sandbox as execution
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is for Linux")
-Run = Callable[..., execution.Outcome]
+Run = Callable[..., execution.ProgramResult]
 
 
 def run_in(tier: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs programs in one tier of the two."""
+    """Give a function that runs programs in one of the two tiers."""
     if tier == "limits":
         monkeypatch.setattr(execution, "_no_namespaces", lambda: "switched off by a test")
     elif reason := execution._no_namespaces():
@@ -44,7 +44,7 @@ def caged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 def test_a_program_that_reaches_its_end_passes_with_its_output(run: Run) -> None:
     outcome = run("import math\nassert math.gcd(12, 18) == 6\nprint('好')")
-    assert outcome == execution.Outcome(passed=True, timed_out=False, output="好\n")
+    assert outcome == execution.ProgramResult(passed=True, timed_out=False, output="好\n")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_input_is_empty_and_does_not_hold_the_program(run: Run) -> None:
 
 
 def named(name: str) -> list[int]:
-    """The numbers of the living processes that gave themselves this name."""
+    """The process numbers of running processes that gave themselves this name."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Exported folders: transformers loads them offline, and they compute, tokenise and chat as the checkpoint does."""
+"""Exported folders: transformers loads them offline, and computes, tokenises and chats like the checkpoint."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ CPU = on_cpu()
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A checkpoint with windows, grouped heads and value embeddings; rows longer than a window."""
+    """A checkpoint with windows, grouped heads and value embeddings. Its context is longer than a window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
         tiny_checkpoint("sft")
@@ -90,7 +90,9 @@ def test_generation_is_greedy_as_the_engine_s(loaded: Loaded, folder: Path, thei
     engine = Engine(loaded.model, loaded.tokenizer, 2, 160)
     for prompt, reply in zip(prompts, engine.generate(prompts, Sampling(temperature=0.0, max_tokens=8)), strict=True):
         made = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
-        forced = next((i for i, one in enumerate(reply.forced) if one), len(reply.tokens))  # the calculator's
+        forced = next(
+            (i for i, one in enumerate(reply.forced) if one), len(reply.tokens)
+        )  # where the calculator's answer starts
         assert made[len(prompt) :].tolist()[:forced] == reply.tokens[:forced]
     batch = tokenizer([" the cat", "the mat sat on"], return_tensors="pt", padding=True)
     assert theirs.generate(**batch, max_new_tokens=3, do_sample=False).shape[0] == 2
@@ -128,7 +130,7 @@ def test_a_chat_is_rendered_alike(loaded: Loaded, folder: Path) -> None:
 
 def test_a_folder_is_whole_or_not_there(loaded: Loaded, folder: Path, tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         export(loaded, folder, "float32")
 
     def fails(*_: Any) -> None:

@@ -184,7 +184,7 @@ def test_changed_code_is_refused_unless_accepted(fresh: Path, pool: Pool) -> Non
     pool.run(2, base_stage, {"stop_at": 2})
     before = files(stage_folder(fresh, "base"))
     for outcome in pool.outcomes(2, with_other_code, {"stop_at": 3}):
-        assert "the code was changed since" in outcome.error
+        assert "the code has changed since" in outcome.error
         assert "nanochat/gpt.py " in outcome.error and "before, 0badc0de now" in outcome.error
     assert files(stage_folder(fresh, "base")) == before
     pool.run(2, with_other_code, {"stop_at": 3, "other_code": True})
@@ -202,7 +202,7 @@ def differing(compute: Compute, kind: str) -> None:
                 code = {**fingerprint.code(), "nanochat/gpt.py": "0badc0de"}
                 patch.setattr(fingerprint, "code", lambda: code)
             else:
-                patch.setattr("nanochat.prepare.TokenSet.key", "other rows")
+                patch.setattr("nanochat.prepare.token_files.TokenSet.key", "other rows")
         stage(compute, **changes)
 
 

@@ -25,7 +25,7 @@ from tests.support.rank_pool import Pool
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tiny_training import (
     CPU,
-    SETTINGS,
+    WANTED,
     equal,
     everything,
     flip_a_bit,
@@ -54,14 +54,14 @@ def begun(folder: Path, steps: int = 1) -> dict[int, dict[str, Tensor]]:
 def resumed(folder: Path) -> tuple[int, dict[str, Tensor]]:
     """Where a new start goes on, and with what."""
     pair = make(seed=2)
-    step = resume_stage(folder, *pair, SETTINGS, CPU).step
+    step = resume_stage(folder, *pair, WANTED, CPU).step
     return step, everything(*pair)
 
 
 def killed_saves(compute: Compute, folder: Path, kills: int) -> list[Path]:
     """Folders in which the second step was being saved when a process was killed, each at another moment."""
     pair, tokenizer, moments = make(seed=2), tiny_tokenizer(), random.Random(6)
-    resume_stage(folder, *pair, SETTINGS, compute)
+    resume_stage(folder, *pair, WANTED, compute)
     train(*pair, 1, 2)
     found: list[Path] = []
 
@@ -121,7 +121,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool
 def killed_at_its_name(compute: Compute, folder: Path) -> None:
     """A step and its save, of which rank 0 is killed just before the folder gets its name."""
     pair = make(1, compute)
-    resume_stage(folder, *pair, SETTINGS, compute)
+    resume_stage(folder, *pair, WANTED, compute)
     train(*pair, 1, 2, compute)
     if compute.main:
         step_files.os = _Os(step_files.os)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, 
     """Where ranks go on, with which parameters and which optimizer state, and what they warn of."""
     pair, said = make(2, compute), io.StringIO()
     with contextlib.redirect_stderr(said):
-        step = resume_stage(folder, *pair, SETTINGS, compute).step
+        step = resume_stage(folder, *pair, WANTED, compute).step
     return step, parameters(pair[0]), state(pair[1]), said.getvalue()
 
 
@@ -225,7 +225,7 @@ def test_damage_to_any_file_falls_back_one_step(
 def on_a_full_disk(compute: Compute, folder: Path, name: str) -> list[str]:
     """A save while the disk has no room for one of the files, then one with room; what was left in between."""
     pair = make(1, compute)
-    resume_stage(folder, *pair, SETTINGS, compute)
+    resume_stage(folder, *pair, WANTED, compute)
     train(*pair, 1, 2, compute)
 
     def full(path: Any, mode: str = "r", **rest: Any) -> Any:
@@ -261,7 +261,7 @@ def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, name
 def killed_while_removing(compute: Compute, folder: Path) -> None:
     """One more step and its save, killed when one file of the oldest step is gone."""
     pair = make(seed=2)
-    step = resume_stage(folder, *pair, SETTINGS, compute).step
+    step = resume_stage(folder, *pair, WANTED, compute).step
     train(*pair, step, step + 1)
 
     def partly(doomed: Path, ignore_errors: bool = False) -> None:

@@ -168,7 +168,7 @@ def test_a_run_that_lost_a_rank_is_started_again(base_folder: Path, tmp_path: Pa
     run = launch(base_folder, "kill 1 13", ["bash", "runs/supervise.sh"], num_iterations=20, save_every=5)
     said = run.end()
     assert run.process.returncode == 0, said
-    assert "supervise: start 1 ended with code 1" in said and "going on from step 10 of" in said, said
+    assert "supervise: start 1 ended with code 1" in said and "resuming from step 10 of" in said, said
     other = corpus(tmp_path / "straight")
     pool.run(2, base_stage, {"eval_every": 0}, NANOCHAT_BASE_DIR=str(other))
     assert digests(base_folder) == digests(other)

@@ -12,9 +12,9 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
-from nanochat.train import loop
-from nanochat.train.guards import WINDOW, LossScale, Spikes
+from nanochat.train import stage as stages
 from nanochat.train.optim import Optimizers
+from nanochat.train.update import WINDOW, LossScale, Outcome, Spikes, update
 from tests.support.faults import corpus, stage
 from tests.support.rank_pool import Pool
 from tests.support.rank_training import batches, make
@@ -45,14 +45,14 @@ def one_bad_step(compute: Compute, factor: float, window: bool) -> dict[str, Any
     """Three good steps, one of which one rank's part is spoiled, and a good one; what each did."""
     model, optimizers = make(compute)
     scale, spikes = LossScale.start(compute, {}), Spikes()
-    good = [loop.update(model, optimizers, batches(i, 2, compute), scale, compute, spikes) for i in range(3)]
+    good = [update(model, optimizers, batches(i, 2, compute), scale, compute, spikes) for i in range(3)]
     if window:  # as if 128 such steps had been taken
         norm = good[-1].grad_norm
         spikes = Spikes([norm * (1 + 0.01 * (i % 5)) for i in range(WINDOW)])
     before, value = snapshot(model, optimizers), scale.value
-    bad = loop.update(model, optimizers, spoiled(compute, 3, factor), scale, compute, spikes)
+    bad = update(model, optimizers, spoiled(compute, 3, factor), scale, compute, spikes)
     untouched, halved = same(before, snapshot(model, optimizers)), scale.value / value
-    after = loop.update(model, optimizers, batches(4, 2, compute), scale, compute, spikes)
+    after = update(model, optimizers, batches(4, 2, compute), scale, compute, spikes)
     moved = not same(before, snapshot(model, optimizers))
     return {"good": not any(outcome.skipped for outcome in good), "skipped": bad.skipped, "reason": bad.reason,
             "untouched": untouched, "halved": halved, "next": not after.skipped and moved, "norm": bad.grad_norm,
@@ -104,9 +104,9 @@ def test_an_overflow_on_one_rank_halves_the_scale_on_all(pool: Pool) -> None:
 def never_again(compute: Compute, after: int) -> dict[str, Any]:
     """The base stage, whose loss is NaN on rank 1 in every step after the first ones; what it says, and all that is
     saved then."""
-    real, count = loop.update, 0
+    real, count = stages.update, 0
 
-    def update(model: Any, optimizers: Any, step: Any, *rest: Any) -> loop.Outcome:
+    def spoiling(model: Any, optimizers: Any, step: Any, *rest: Any) -> Outcome:
         nonlocal count
         count += 1
         if count > after and compute.rank == 1:
@@ -114,7 +114,7 @@ def never_again(compute: Compute, after: int) -> dict[str, Any]:
         return real(model, optimizers, step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "update", update)
+        patch.setattr(stages, "update", spoiling)
         with pytest.raises(UserError) as stopped:
             stage(compute, save_every=1, keep=0, eval_every=0)
     return {"says": str(stopped.value), "steps": count}

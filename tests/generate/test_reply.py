@@ -1,4 +1,4 @@
-"""Replies as text: whole characters while they stream, tool calls whole, no marks."""
+"""Replies as text: whole characters while the reply streams, whole tool calls, and no special tokens."""
 
 from nanochat.data.conversation import Part
 from nanochat.generate.reply import TextStream, reply_parts

@@ -1,4 +1,4 @@
-"""Choosing tokens: against the distribution itself, and a row alone against the same row among others."""
+"""Sampling: draws follow the distribution, and a row gets the same token alone and in a batch."""
 
 import math
 import random

@@ -13,7 +13,8 @@ from nanochat.device import Compute
 from nanochat.nn import kernels
 from nanochat.platforms import ascend
 from nanochat.platforms import ascend_kernels as npu_kernels
-from nanochat.train import loop
+from nanochat.train.flags import StageFlags
+from nanochat.train.stage import Stage
 from tests.emulated_npu.worker import on_npu
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
@@ -304,4 +305,4 @@ def test_plain_kernels_on_an_npu_use_no_operator_of_its_own() -> None:
 
 def test_an_inference_card_is_not_trained_on() -> None:
     with pytest.raises(UserError, match=r"a 310P is for inference only, it cannot train.*chat_cli"):
-        loop.begin(loop.StageFlags(), replace(NPU, chip=ascend.chip_of(202)))
+        Stage("base", StageFlags(), replace(NPU, chip=ascend.chip_of(202)), "d2")

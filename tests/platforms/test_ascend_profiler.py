@@ -10,11 +10,10 @@ from nanochat.common import UserError, base_dir, read_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.platforms import ascend_profiler as npu_profiler
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, profiling
 from nanochat.runtime.profiling import NEEDED, TRACED
-from nanochat.train import loop
-from nanochat.train.loop import Meter, Stage, StageFlags
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 from tests.emulated_npu.worker import on_npu, run_ranks
 from tests.support.tiny_training import CPU, Batches
 
@@ -26,12 +25,11 @@ def run(compute: Compute, folder: Path) -> None:
     model.to(compute.device)
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
     optimizers = Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
-    stage = Stage("base", folder, StageFlags(profile=True), Meter(NEEDED, 64, 1000, 1e12), 0, compute)
+    profiled = profiling.begin(True, "base", folder, NEEDED, compute)
     for step in range(NEEDED):
-        stage.start()
-        outcome = loop.update(model, optimizers, Batches(step, compute), loop.LossScale(), compute)
-        stage.tick(step + 1, outcome, 1.0)
-    stage.close()
+        profiled.begin_step()
+        update(model, optimizers, Batches(step, compute), LossScale(), compute, mark=profiled.mark)
+        profiled.end_step()
 
 
 @on_npu()

@@ -8,8 +8,8 @@ from nanochat import device
 from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
-from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 from tests.emulated_npu import log, worker
 from tests.support import ranks
 from tests.support.rank_training import CONFIG, batches
@@ -34,7 +34,7 @@ def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
             tuple(device.pin(x.contiguous(), compute) for x in columns) for columns in work.micro_batches
         ]
         device.synchronize(compute)
-        losses.append(loop.update(model, optimizers, work, loop.LossScale(), compute).loss)
+        losses.append(update(model, optimizers, work, LossScale(), compute).loss)
 
     for step in range(steps - 1):
         take(step)

@@ -13,10 +13,9 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.nn import kernels
 from nanochat.nn.cache import Spans
-from nanochat.train import loop
-from nanochat.train.loop import LossScale
 from nanochat.train.muon import Muon
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, Outcome, update
 from tests.emulated_npu.worker import on_npu
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
@@ -40,12 +39,12 @@ class Batch:
         ]
 
 
-def train(compute: Compute, steps: int, scale: LossScale | None = None) -> tuple[GPT, list[loop.Outcome]]:
+def train(compute: Compute, steps: int, scale: LossScale | None = None) -> tuple[GPT, list[Outcome]]:
     """A small model with windows, grouped heads and value embeddings after some steps."""
     model = tiny_gpt(VOCAB, dtype=compute.dtype).train().to(compute.device)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, compute.dtype)
     scale = scale or LossScale.start(compute, {})
-    return model, [loop.update(model, optimizers, Batch(compute, 7), scale, compute) for _ in range(steps)]
+    return model, [update(model, optimizers, Batch(compute, 7), scale, compute) for _ in range(steps)]
 
 
 def compare(compute: Compute, loss: float, parameters: float) -> None:
@@ -119,10 +118,10 @@ def test_a_step_waits_for_the_device_once_and_copies_its_batch() -> None:
     model, _ = train(compute, 1)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, compute.dtype)
     scale = LossScale.start(compute, {})
-    loop.update(model, optimizers, Batch(compute, 7), scale, compute)
+    update(model, optimizers, Batch(compute, 7), scale, compute)
     batch = Batch(compute, 8)
     with log.record() as seen:
-        loop.update(model, optimizers, batch, scale, compute)
+        update(model, optimizers, batch, scale, compute)
     assert sum(seen.synchronisations.values()) == 1
     assert seen.copies == {"host to device": 4, "device to host": 1}
     assert not seen.unsupported

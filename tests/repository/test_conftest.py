@@ -1,4 +1,4 @@
-"""What conftest.py promises: a base folder per test, and in CI no silent skip of the tests that matter."""
+"""conftest.py gives each test an empty base folder, and in CI turns skips of the tests that matter into failures."""
 
 import os
 import shutil

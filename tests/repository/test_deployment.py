@@ -1,4 +1,4 @@
-"""What runs elsewhere: the scripts of runs/, the images, the examples for ModelArts and Kubernetes."""
+"""What runs on other machines: the scripts of runs/, the images, the examples for ModelArts and Kubernetes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ echo "${0##*/} $*"
 
 
 class Clone:
-    """The scripts with stubs for what they call; `setup_ascend.sh` ends with the code that is asked for."""
+    """The scripts, with stubs for the commands that they call; `setup_ascend.sh` ends with the code in FAKE_SETUP."""
 
     def __init__(self, folder: Path):
         self.root, self.stubs = folder / "clone", folder / "bin"
@@ -55,7 +55,7 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-def test_every_stage_of_the_fineweb_guide_is_launched_with_flags_that_its_script_takes(clone: Clone) -> None:
+def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -> None:
     said = []
     for script in ("download_fineweb_data.sh", "quick_fineweb_test.sh", "train_with_fineweb.sh"):
         code, lines, errors = clone.run(script)
@@ -69,10 +69,10 @@ def test_every_stage_of_the_fineweb_guide_is_launched_with_flags_that_its_script
     for flag in ("--depth=12", "--total_batch_size=262144", "--num_iterations=5000", "--device_batch_size=16"):
         assert flag in whole
     trained = [line.partition(" -m ")[2] for line in said if "tok_train" in line]
-    assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model that is being trained"
+    assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model in training"
 
 
-def test_a_script_hands_its_flags_on_and_not_to_the_set_up(clone: Clone) -> None:
+def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
     assert lines[0] == "setup_ascend []"
     assert lines[-1].startswith("python -m scripts.base_train ") and lines[-1].endswith("--num_iterations=10000")
@@ -82,10 +82,10 @@ def test_a_script_hands_its_flags_on_and_not_to_the_set_up(clone: Clone) -> None
 @pytest.mark.parametrize(
     ("environment", "code", "first"),
     [
-        ({"FAKE_SETUP": "3", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_ascend []"),  # no NPU: another device
+        ({"FAKE_SETUP": "3", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_ascend []"),  # without NPU: the CPU
         ({"NANOCHAT_DEVICE": "cpu", "FAKE_DEVICE": "cpu", "FAKE_CARDS": "1"}, 0, "setup_env"),
-        ({"NANOCHAT_DEVICE": "npu", "FAKE_SETUP": "3"}, 1, "setup_ascend []"),  # asked for and not there
-        ({"FAKE_SETUP": "1"}, 1, "setup_ascend []"),  # NPUs that cannot be used are not passed over
+        ({"NANOCHAT_DEVICE": "npu", "FAKE_SETUP": "3"}, 1, "setup_ascend []"),  # an NPU is required, but there is none
+        ({"FAKE_SETUP": "1"}, 1, "setup_ascend []"),  # unusable NPUs are an error, never a silent fallback
         ({"NPROC_PER_NODE": "9"}, 2, "setup_ascend []"),
         ({"NPROC_PER_NODE": "x"}, 2, "setup_ascend []"),
     ],
@@ -103,7 +103,7 @@ BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "job-worker-0.job"}
 
 
 @pytest.mark.parametrize("environment", [VOLCANO, MODELARTS, BY_HAND, VOLCANO | {"MA_NUM_HOSTS": "2"}])
-def test_hosts_meet_at_the_first(clone: Clone, environment: dict[str, str]) -> None:
+def test_hosts_meet_at_the_first_host(clone: Clone, environment: dict[str, str]) -> None:
     code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", "--depth=20", **environment)
     assert code == 0, errors
     assert lines[-1] == (
@@ -113,7 +113,7 @@ def test_hosts_meet_at_the_first(clone: Clone, environment: dict[str, str]) -> N
     assert problem(shlex.split(lines[-1])) is None
 
 
-def test_what_is_given_by_hand_wins_over_the_platform(clone: Clone) -> None:
+def test_the_users_variables_win_over_the_platforms(clone: Clone) -> None:
     given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600", "NODE_RANK": "0", "NPROC_PER_NODE": "4"}
     _, lines, _ = clone.run("multinode_npu.sh", "scripts.base_train", **(VOLCANO | given))
     assert "--node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 --master_port=29600" in lines[-1]
@@ -133,7 +133,7 @@ def test_one_host_needs_no_address(clone: Clone) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the address of the host with NODE_RANK=0"),
     ],
 )
-def test_what_hosts_need_is_asked_for(clone: Clone, environment: dict[str, str], words: str) -> None:
+def test_missing_or_wrong_variables_of_hosts_are_refused(clone: Clone, environment: dict[str, str], words: str) -> None:
     code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", **environment)
     assert (code, lines) == (2, []) and words in errors
     assert clone.run("multinode_npu.sh")[0] == 2
@@ -143,14 +143,14 @@ def test_what_hosts_need_is_asked_for(clone: Clone, environment: dict[str, str],
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """(instruction, rest) of a Dockerfile, lines joined, comments left out."""
+    """The instructions of a Dockerfile as (instruction, rest), with continued lines joined and comments removed."""
     lines = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     words = "\n".join(lines).replace("\\\n", " ").split("\n")
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in words if line.strip())]
 
 
 def image_problems(name: str) -> list[str]:
-    """What is wrong with a Dockerfile."""
+    """The problems of a Dockerfile."""
     said = instructions(name)
     found = [f"unknown instruction {word}" for word, _ in said
              if word not in ("ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "VOLUME", "EXPOSE", "CMD")]  # fmt: skip
@@ -167,16 +167,16 @@ def image_problems(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_an_image_is_built_of_what_is_there(name: str) -> None:
+def test_an_image_uses_files_and_flags_that_exist(name: str) -> None:
     assert image_problems(name) == []
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert not re.search(r"https?://|\w\.(io|com|org|cn)\b", text), "no host of a registry"
+    assert not re.search(r"https?://|\w\.(io|com|org|cn)\b", text), "an image names no registry's host"
     for line in text.splitlines():
         if line.startswith("# ") and (found := re.search(r"docker build .*-f (\S+)", line)):
             assert (ROOT / found[1]).exists()
 
 
-def test_a_file_that_the_build_needs_is_not_left_out_of_its_context() -> None:
+def test_the_context_of_a_build_has_every_tracked_file() -> None:
     left_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert ".venv" in left_out and ".git" in left_out
@@ -188,13 +188,13 @@ def test_a_file_that_the_build_needs_is_not_left_out_of_its_context() -> None:
 
 
 def shell_problems(text: str) -> list[str]:
-    """What is wrong with a command line of an example."""
+    """The problems of a command line of an example."""
     shell = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     found = [shell.stderr] if shell.returncode else []
     return [*found, *(why for words in commands(text) if (why := problem(words)))]
 
 
-def test_the_volcano_job_is_whole() -> None:
+def test_the_volcano_job_is_complete() -> None:
     (job,) = yaml.safe_load_all((EXAMPLES / "volcano-job.yaml").read_text(encoding="utf-8"))
     assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
     spec = job["spec"]
@@ -210,13 +210,13 @@ def test_the_volcano_job_is_whole() -> None:
     assert shell_problems(container["command"][2]) == []
 
 
-def test_the_modelarts_job_is_whole() -> None:
+def test_the_modelarts_job_is_complete() -> None:
     job = json.loads((EXAMPLES / "modelarts-job.json").read_text(encoding="utf-8"))
     assert job["kind"] == "job" and re.fullmatch(r"[\w-]{1,64}", job["metadata"]["name"])
     algorithm, spec = job["algorithm"], job["spec"]
     assert algorithm["engine"]["image_url"] and spec["resource"]["flavor_id"] and spec["resource"]["node_count"] == 1
     assert all(isinstance(value, str) for value in algorithm["environments"].values())
-    assert not any(name.startswith("MA_") for name in algorithm["environments"]), "the platform's own names"
+    assert not any(name.startswith("MA_") for name in algorithm["environments"]), "only the platform sets these"
     folder = spec["volumes"][0]["nfs"]["local_path"]
     assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == folder
     assert shell_problems(algorithm["command"]) == []
@@ -224,6 +224,6 @@ def test_the_modelarts_job_is_whole() -> None:
     assert f"cd {workdir}" in algorithm["command"]
 
 
-def test_what_is_wrong_with_an_example_is_found() -> None:
+def test_problems_of_an_example_are_found() -> None:
     assert shell_problems("bash no_such_file.sh") and shell_problems("if then")
     assert shell_problems("bash runs/multinode_npu.sh scripts.base_train --no_such_flag=1")

@@ -1,4 +1,4 @@
-"""Two launchers, as on two hosts, on this one: they meet, train what one process trains, and go on in another mode."""
+"""Two launchers on this host, as on two hosts: they train what one process trains, and resume in another mode."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def launch(hosts: int, ranks: int, *flags: str, last: str = "") -> list[subprocess.CompletedProcess[str]]:
-    """The command that the README shows, once for each host, the last one with a flag more; what each launcher said."""
+    """Run the README's command once per host, with an extra flag on the last host; returns the launchers' output."""
     meeting = f"--nnodes={hosts} --rdzv_backend=c10d --rdzv_endpoint=localhost:{free_port()} --rdzv_id=test"
     words = [sys.executable, "-m", "torch.distributed.run", *meeting.split(), f"--nproc_per_node={ranks}",
              "-m", "scripts.base_train", "--", *FLAGS, *flags]  # fmt: skip
@@ -53,7 +53,7 @@ def test_two_launchers_train_what_one_process_trains(base_folder: Path) -> None:
     assert [done.returncode for done in first] == [0, 0], first[0].stderr + first[1].stderr
     together = "".join(done.stdout for done in first)
     assert "parameters: --shard=grad, 2 replica(s) of 2 shard(s)" in together
-    assert together.count("step 00007/00012") == 1  # rank 0 speaks for both hosts
+    assert together.count("step 00007/00012") == 1  # only rank 0 prints, for both hosts
     rest = launch(2, 1, "--model_tag=two", "--shard=full")
     assert [done.returncode for done in rest] == [0, 0], rest[0].stderr + rest[1].stderr
     assert "parameters: --shard=full, 1 replica(s) of 2 shard(s)" in "".join(done.stdout for done in rest)

@@ -1,4 +1,4 @@
-"""setup_env.sh on fake machines: what each refuses, what each goes on without, and what a kill leaves behind."""
+"""setup_env.sh on fake machines: what it refuses, what it can do without, and what a kill leaves behind."""
 
 import os
 import shutil
@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Commands that set-up takes from the system; whatever else it finds on PATH is a stub of the test.
+# The commands that set-up takes from the system. Every other command on PATH is a stub.
 SYSTEM = "awk bash cat cksum cp cut dirname env find flock grep head kill mkdir mv rm sed sleep sort tail touch"
 
-# A Python that makes "environments" of itself, and a uv that does as told. Every call is written down.
+# A Python that makes "environments" by copying itself, and a uv that fails on request. Both record their calls.
 PYTHON = r"""#!/bin/bash
 version="${version:-3 11 1}"
 echo "python $*" >>"$CALLS"
@@ -46,7 +46,7 @@ echo /dev/fake 9 9 $((${FAKE_GB:-100} * 1048576)) 9% /
 
 
 class Machine:
-    """A folder with set-up in it, and a PATH that holds nothing but stubs and a few system commands."""
+    """A folder with setup_env.sh, and a PATH that has only stubs and a few system commands."""
 
     def __init__(self, folder: Path):
         self.root = folder / "clone"
@@ -81,7 +81,7 @@ class Machine:
         path.chmod(0o755)
 
     def python(self, name: str, version: str) -> None:
-        """A stub Python under `name`, of a version `major minor whole`."""
+        """Make a stub Python called `name`; `version` is `major minor whole`."""
         self.stub(name, PYTHON.replace("${version:-3 11 1}", version))
 
     def start(self, *flags: str, **environment: str) -> subprocess.Popen[str]:
@@ -96,7 +96,7 @@ class Machine:
         )
 
     def run(self, *flags: str, **environment: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error of one set-up."""
+        """Run set-up; returns its exit code, standard output and standard error."""
         process = self.start(*flags, **environment)
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
@@ -110,7 +110,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_everything_there_installs_the_locks_with_uv(machine: Machine) -> None:
+def test_a_complete_machine_installs_the_locks_with_uv(machine: Machine) -> None:
     code, out, err = machine.run()
     assert (code, err) == (0, "")
     locks = [line.split("-r ")[1].split()[0].split("/")[-1] for line in machine.called("uv pip") if "-r " in line]
@@ -168,7 +168,7 @@ def test_no_python(machine: Machine) -> None:
     assert "none was found" in err
 
 
-def test_newest_python_that_can_make_an_environment_is_taken(machine: Machine) -> None:
+def test_the_newest_python_that_can_make_an_environment_is_used(machine: Machine) -> None:
     machine.python("python3", "3 8 1")
     machine.python("python3.10", "3 10 1")
     machine.python("python3.11", "3 11 1")
@@ -179,7 +179,7 @@ def test_newest_python_that_can_make_an_environment_is_taken(machine: Machine) -
     assert "Python 3.11" in out
 
 
-def test_a_python_newer_than_those_tried_is_taken_only_if_there_is_no_other(machine: Machine) -> None:
+def test_a_python_newer_than_3_13_is_used_only_if_there_is_no_other(machine: Machine) -> None:
     machine.python("python3", "3 15 1")
     assert "Python 3.15" in machine.run()[1]
     shutil.rmtree(machine.root / ".venv")
@@ -204,17 +204,17 @@ def test_disk_too_full(machine: Machine) -> None:
     assert not (machine.root / ".venv").exists()
 
 
-def test_little_disk_is_enough_once_torch_is_there(machine: Machine) -> None:
+def test_little_disk_is_enough_once_torch_is_installed(machine: Machine) -> None:
     machine.run()
     (machine.root / ".venv/lib/python3.11/site-packages/torch").mkdir(parents=True)
     assert machine.run("--dev", FAKE_GB="3")[0] == 0
 
 
-def test_no_cargo_goes_on_with_the_published_wheel(machine: Machine) -> None:
+def test_without_cargo_the_published_wheel_is_used(machine: Machine) -> None:
     (machine.stubs / "cargo").unlink()
     code, out, _ = machine.run()
     assert code == 0
-    assert "no Rust toolchain (cargo): going on with the published rustbpe wheel" in out
+    assert "no Rust toolchain (cargo): using the published rustbpe wheel" in out
     assert "没有 Rust 工具链" in out
     assert not machine.called("/rustbpe ")
     machine.stub("cargo")
@@ -233,13 +233,13 @@ def test_rustbpe_that_does_not_build_falls_back_to_the_wheel(machine: Machine) -
 
 
 @pytest.mark.parametrize(("missing", "named"), [("compiler", "g++"), ("headers", "python3-dev")])
-def test_no_compiler_goes_on_uncompiled(machine: Machine, missing: str, named: str) -> None:
+def test_without_a_compiler_models_run_uncompiled(machine: Machine, missing: str, named: str) -> None:
     if missing == "compiler":
         (machine.stubs / "g++").unlink()
     code, out, _ = machine.run(FAKE_NO_HEADERS=str(int(missing == "headers")))
     assert code == 0
     assert "models run uncompiled" in out
-    assert f"apt-get install -y {named} mends it" in out
+    assert f"To fix this: apt-get install -y {named}\n" in out
 
 
 def test_a_compiler_is_not_mentioned_when_there_is_one(machine: Machine) -> None:
@@ -247,16 +247,16 @@ def test_a_compiler_is_not_mentioned_when_there_is_one(machine: Machine) -> None
 
 
 @pytest.mark.parametrize("uv", ["absent", "broken"])
-def test_where_uv_fails_pip_goes_on(machine: Machine, uv: str) -> None:
+def test_if_uv_fails_pip_installs(machine: Machine, uv: str) -> None:
     code, out, _ = machine.run(FAKE_UV=uv)
     assert code == 0
-    assert "pip goes on" in out
+    assert "falling back to pip" in out
     installed = [line for line in machine.called("python -m pip install") if "uv.lock" not in line]
     assert len([line for line in installed if "--require-hashes -r" in line]) == 2
     assert any("--editable" in line for line in installed)
 
 
-def test_no_index_at_all_says_how_to_name_one_and_the_next_call_goes_on(machine: Machine) -> None:
+def test_no_index_says_how_to_set_a_mirror_and_the_next_call_resumes(machine: Machine) -> None:
     code, _, err = machine.run(FAKE_UV="broken", FAKE_PIP="broken")
     assert code == 1
     assert "pip: no such index" in err, "the end of the log is shown"
@@ -265,10 +265,10 @@ def test_no_index_at_all_says_how_to_name_one_and_the_next_call_goes_on(machine:
     assert str(machine.root / ".venv" / "setup.log") in err
     environments = len(machine.called("-m venv"))
     assert machine.run()[0] == 0
-    assert len(machine.called("-m venv")) == environments, "a refusal leaves the environment in use"
+    assert len(machine.called("-m venv")) == environments, "a refusal keeps the environment"
 
 
-def test_what_is_set_for_pip_is_handed_on_to_uv(machine: Machine) -> None:
+def test_settings_of_pip_are_passed_to_uv(machine: Machine) -> None:
     config = "\n".join(
         [
             ":env:.index-url='https://mirror.example/simple'",
@@ -296,7 +296,7 @@ def test_killed_in_the_middle_and_typed_again(machine: Machine) -> None:
     code, out, _ = machine.run()
     assert code == 0
     assert "ready" in out
-    assert not half.exists(), "what a killed set-up left is not trusted"
+    assert not half.exists(), "files that a killed set-up left behind are deleted"
     assert machine.run() == (0, "", "")
 
 
@@ -308,21 +308,21 @@ def test_two_at_once_install_once(machine: Machine) -> None:
     assert len(machine.called("-m venv")) == 1
 
 
-def test_moved_folder_makes_the_environment_anew(machine: Machine) -> None:
+def test_a_moved_folder_rebuilds_the_environment(machine: Machine) -> None:
     machine.run()
     machine.root = machine.root.rename(machine.root.parent / "elsewhere")
     assert "ready" in machine.run()[1]
     assert len(machine.called("-m venv")) == 2
 
 
-def test_environment_whose_python_is_gone_is_made_anew(machine: Machine) -> None:
+def test_an_environment_without_its_python_is_rebuilt(machine: Machine) -> None:
     machine.run()
     (machine.root / ".venv/bin/python").unlink()
     assert "ready" in machine.run()[1]
     assert len(machine.called("-m venv")) == 2
 
 
-def test_environment_of_the_user_is_left_alone(machine: Machine) -> None:
+def test_an_environment_of_the_user_is_kept(machine: Machine) -> None:
     own = machine.root / ".venv" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.touch()
@@ -333,7 +333,7 @@ def test_environment_of_the_user_is_left_alone(machine: Machine) -> None:
     assert own.exists()
 
 
-def test_ascend_host_keeps_its_own_torch(machine: Machine) -> None:
+def test_an_ascend_host_keeps_its_own_torch(machine: Machine) -> None:
     code, _, err = machine.run(NANOCHAT_DEVICE="npu", FAKE_NO_TORCH_NPU="1")
     assert code == 1
     assert "must be of one release that fits its CANN" in err
@@ -341,7 +341,7 @@ def test_ascend_host_keeps_its_own_torch(machine: Machine) -> None:
     assert not machine.called("requirements-torch.lock")
 
 
-def test_unknown_flag_is_named(machine: Machine) -> None:
+def test_an_unknown_flag_is_named(machine: Machine) -> None:
     code, _, err = machine.run("--fast")
     assert code == 1
     assert "takes --dev, got --fast" in err
@@ -360,7 +360,7 @@ def test_a_real_environment_runs_the_package(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns(".git", ".venv*", "target", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, clone, ignore=ignore)
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    environment["CARGO_TARGET_DIR"] = str(ROOT / "rustbpe" / "target")  # what is compiled already serves here too
+    environment["CARGO_TARGET_DIR"] = str(ROOT / "rustbpe" / "target")  # reuse what is already compiled
     done = subprocess.run(["bash", "setup_env.sh"], cwd=clone, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     code = "import nanochat.common, torch; print(nanochat.__file__)"

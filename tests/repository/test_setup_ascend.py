@@ -1,4 +1,4 @@
-"""setup_ascend.sh on pretended hosts: every layout of CANN, every floor, what it exports, what it leaves behind."""
+"""setup_ascend.sh on imitated hosts: every layout of CANN, every floor, what it exports, what it leaves behind."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from tools_npu import host, setup
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# set-up has tests of its own: here it writes down how it was called, and makes a Python with the pair it was asked for
+# A stub, because setup_env.sh has its own tests: it records its flags and makes a Python with the requested pair.
 SETUP = r"""
 setup_env() {
     echo "setup_env $*" >>"$CALLS"
@@ -26,7 +26,7 @@ setup_env() {
     fi
 }
 """
-# The Python of .venv: real, but for the question which torch and torch_npu it has.
+# The Python of .venv: the real one, except when it is asked for the versions of torch and torch_npu.
 PYTHON = r"""#!/bin/bash
 case "$2" in
 *"import torch_npu"*)
@@ -44,7 +44,7 @@ esac
 
 
 class Clone:
-    """The scripts in a folder of their own, and a pretended host."""
+    """A copy of the scripts, and an imitated host."""
 
     def __init__(self, folder: Path):
         self.root, self.stubs, self.calls = folder / "clone", folder / "bin", folder / "calls"
@@ -82,7 +82,7 @@ class Clone:
         return done.returncode, done.stdout + done.stderr
 
     def has_pair(self, torch_npu: str) -> None:
-        """A .venv with this torch_npu."""
+        """Make a .venv that has this torch_npu."""
         folder = self.root / ".venv" / "bin"
         folder.mkdir(parents=True)
         shutil.copy(self.stubs / "python.stub", folder / "python")
@@ -113,7 +113,7 @@ def test_every_layout_of_cann_is_found(clone: Clone, layout: str) -> None:
     assert clone.called == ["setup_env --npu 2.9.0 --python-max 12"]
 
 
-def test_the_newest_of_several_canns_is_taken_but_that_of_the_environment_first(clone: Clone) -> None:
+def test_the_cann_of_the_environment_wins_over_the_newest(clone: Clone) -> None:
     made = clone.make_host(layout="cann", cann="9.0.0")
     old, _ = install_cann(clone.host_root / "usr/local/Ascend", "ascend-toolkit", "8.3.RC1")
     env = clone.environment()
@@ -137,15 +137,16 @@ def test_cann_below_the_floor_is_refused(clone: Clone, cann: str) -> None:
     assert clone.called == []
 
 
-def test_cann_newer_than_the_table_goes_on_with_a_warning(clone: Clone) -> None:
+def test_cann_newer_than_the_table_gives_a_warning(clone: Clone) -> None:
     clone.make_host(cann="9.4.0")
     code, out = clone.run()
     assert code == 0
     assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.13.0" in out
+    assert "To choose another release: --torch-npu VERSION" in out
     assert clone.called == ["setup_env --npu 2.13.0 --python-max 14"]
 
 
-def test_cann_whose_version_cannot_be_read_asks_for_the_torch_npu(clone: Clone) -> None:
+def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> None:
     clone.make_host(layout="ascend-toolkit", cann="")
     code, out = clone.run()
     assert (code, "--torch-npu VERSION" in out) == (1, True)
@@ -153,10 +154,11 @@ def test_cann_whose_version_cannot_be_read_asks_for_the_torch_npu(clone: Clone) 
     assert clone.called == ["setup_env --npu 2.8.0.post2 --python-max 12"]
 
 
-def test_a_torch_npu_that_is_asked_for_is_taken_above_the_floor(clone: Clone) -> None:
+def test_a_requested_torch_npu_is_installed_if_it_is_new_enough(clone: Clone) -> None:
     clone.make_host()
     code, out = clone.run("--torch-npu", "2.6.0.post5")
     assert (code, "torch_npu 2.6.0.post5 is too old: 2.7 or later is needed" in out) == (1, True)
+    assert "leave out --torch-npu and NANOCHAT_TORCH_NPU" in out
     assert clone.run(NANOCHAT_TORCH_NPU="2.9.0.post4")[0] == 0
     assert clone.called == ["setup_env --npu 2.9.0.post4 --python-max 13"]
 
@@ -174,13 +176,13 @@ def test_old_glibc_is_refused(
 # --- hosts that lack something ---------------------------------------------------------------------
 
 
-def test_a_host_without_npu_is_said_to_be_one(clone: Clone) -> None:
+def test_a_host_without_npu_ends_with_3(clone: Clone) -> None:
     code, out = clone.run()
     assert code == 3
     assert "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN" in out and "本机没有昇腾 NPU" in out
 
 
-def test_cards_without_cann_name_where_it_was_looked_for(clone: Clone) -> None:
+def test_cards_without_cann_name_the_folders_that_were_searched(clone: Clone) -> None:
     made = clone.make_host(layout="cann")
     shutil.rmtree(made.root / "usr/local/Ascend/cann-8.5.0")
     code, out = clone.run()
@@ -188,12 +190,12 @@ def test_cards_without_cann_name_where_it_was_looked_for(clone: Clone) -> None:
     assert "no CANN was found" in out and "/usr/local/Ascend/{cann,ascend-toolkit,nnae,latest}" in out
 
 
-def test_cann_without_cards_is_set_up_all_the_same_as_in_an_image(clone: Clone) -> None:
+def test_cann_without_cards_is_set_up_as_in_the_build_of_an_image(clone: Clone) -> None:
     clone.make_host(cards=0)
     code, out = clone.run(FAKE_AFTER="no-hal")
     assert code == 0, out
     assert "no card is visible" in out
-    assert "torch_npu does not load (libascend_hal.so)" in out, "told, but no error without cards"
+    assert "torch_npu does not load (libascend_hal.so)" in out, "without cards this is a warning"
 
 
 def test_a_torch_npu_that_does_not_load_names_the_missing_library(clone: Clone) -> None:
@@ -208,6 +210,7 @@ def test_a_failed_installation_ends_with_1(clone: Clone) -> None:
     code, out = clone.run(FAKE_SETUP="fails")
     assert code == 1
     assert "no such index" in out and "the environment could not be made" in out
+    assert "type the same command again" in out
 
 
 def test_no_python_at_all(clone: Clone) -> None:
@@ -218,7 +221,7 @@ def test_no_python_at_all(clone: Clone) -> None:
     assert (code, "Python 3.10 or later is needed" in out) == (1, True)
 
 
-# --- what is there already -------------------------------------------------------------------------
+# --- an existing environment -----------------------------------------------------------------------
 
 
 def test_a_pair_that_loads_and_fits_is_kept(clone: Clone) -> None:
@@ -238,11 +241,13 @@ def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) 
     assert clone.called == ["setup_env --npu 2.9.0.post2 --python-max 13"]
 
 
-def test_fix_makes_a_broken_environment_anew(clone: Clone) -> None:
+def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
     clone.make_host()
     clone.has_pair("broken")
-    assert clone.run("--fix")[0] == 0
-    assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh throws away what bears this mark"
+    code, out = clone.run("--fix")
+    assert code == 0
+    assert (clone.root / ".venv/setup.busy").exists(), "setup_env.sh deletes a .venv that has this mark"
+    assert "Next: source setup_ascend.sh --fix (only `source` can change the variables of your shell)" in out
 
 
 def test_dry_run_prints_and_changes_nothing(clone: Clone) -> None:
@@ -291,7 +296,7 @@ def test_sourced_it_sets_the_variables(clone: Clone, shell: str) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_sourced_it_leaves_options_names_and_the_shell_alive(clone: Clone, shell: str) -> None:
+def test_sourced_it_leaves_no_names_and_changes_no_options(clone: Clone, shell: str) -> None:
     clone.make_host(cann="8.2.RC1")
     source = ". ./setup_ascend.sh" if shell == "dash" else '. "$SETUP"'
     for options in ("set +e", "set -u"):
@@ -304,7 +309,7 @@ def test_sourced_it_leaves_options_names_and_the_shell_alive(clone: Clone, shell
     assert clone.shell(f"{source} >/dev/null 2>&1 || echo alive", shell) == (0, "alive\n")
 
 
-def test_sourced_under_strict_options_it_works_and_they_stay(clone: Clone) -> None:
+def test_sourced_under_strict_options_it_works_and_keeps_them(clone: Clone) -> None:
     clone.make_host()
     script = 'set -euo pipefail; source "$SETUP" >/dev/null; echo "$TASK_QUEUE_ENABLE $-"'
     code, out = clone.shell(script)
@@ -328,19 +333,21 @@ def test_variables_of_the_user_win(clone: Clone) -> None:
     assert words == "600 max_split_size_mb:64\n"
 
 
-def test_the_allocator_variable_gets_the_name_that_this_torch_npu_reads(clone: Clone) -> None:
+def test_the_allocator_variable_is_renamed_for_the_torch_npu(clone: Clone) -> None:
     clone.make_host(cann="9.4.0")
     script = 'source "$SETUP" >/dev/null; echo "$PYTORCH_ALLOC_CONF ${PYTORCH_NPU_ALLOC_CONF-unset}"'
     assert clone.shell(script, PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:64")[1] == "max_split_size_mb:64 unset\n"
 
 
-def test_fix_takes_harmful_variables_away_and_without_it_they_are_named(clone: Clone) -> None:
+def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
     clone.make_host()
     harmful = {"ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "HCCL_CONNECT_TIMEOUT": "9"}
     code, out = clone.run(**harmful)
     assert code == 0
     for name in harmful:
         assert f"warning: {name}=" in out
+    assert "unset ASCEND_LAUNCH_BLOCKING; or source setup_ascend.sh --fix" in out
+    assert "请执行 unset ASCEND_LAUNCH_BLOCKING，或 source setup_ascend.sh --fix" in out
     shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT"'
     script = f'source "$SETUP" --fix >/dev/null; echo {shown}'
     assert clone.shell(script, **harmful)[1] == "gone 3 1200\n"
@@ -355,7 +362,7 @@ def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
     ]
 
 
-def test_the_real_host_of_the_tests_is_not_looked_at(clone: Clone) -> None:
+def test_the_real_host_of_the_tests_is_not_searched(clone: Clone) -> None:
     clone.make_host()
     assert {str(card.path) for card in host.find_devices(clone.environment())[0]} == {
         str(clone.host_root / "dev" / name) for name in ("davinci0", "davinci1")

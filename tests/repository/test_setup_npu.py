@@ -1,4 +1,4 @@
-"""setup_env.sh --npu on fake machines: the pair of torch and torch_npu, and a Python that has wheels of it."""
+"""setup_env.sh --npu on fake machines: the pair of torch and torch_npu, and a Python for which it has wheels."""
 
 import shutil
 from pathlib import Path
@@ -14,45 +14,45 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def versions(machine: Machine) -> list[str]:
-    """What was installed by name, in order."""
+    """The versions of torch and torch_npu that were installed, in order."""
     words = [word for line in machine.called("uv pip install") for word in line.split()]
     return [word for word in words if word.startswith(("torch==", "torch_npu=="))]
 
 
-def test_the_pair_that_is_asked_for_is_installed(machine: Machine) -> None:
+def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
     machine.stub("uname", "#!/bin/bash\necho aarch64\n")
     assert machine.run("--npu", "2.9.0.post2", "--python-max", "13")[0] == 0
     assert versions(machine) == ["torch==2.9.0", "torch_npu==2.9.0.post2"]
-    assert "--no-deps" in machine.called("torch_npu==")[0], "it asks for a build of torch that indexes lack"
+    assert "--no-deps" in machine.called("torch_npu==")[0], "torch_npu requires a build of torch that indexes lack"
     assert machine.called("decorator attrs psutil scipy cffi absl-py pyyaml")
     assert not machine.called("requirements-torch.lock")
     calls = len(machine.called(" pip "))
-    assert machine.run()[:2] == (0, ""), "a later plain call, as of speedrun.sh, leaves the pair alone"
+    assert machine.run()[:2] == (0, ""), "a later plain call, such as speedrun.sh's, keeps the pair"
     assert len(machine.called(" pip ")) == calls
     assert machine.run("--dev")[0] == 0
-    assert versions(machine)[2:] == ["torch==2.9.0", "torch_npu==2.9.0.post2"], "and so does one that adds tools"
+    assert versions(machine)[2:] == ["torch==2.9.0", "torch_npu==2.9.0.post2"], "adding the test tools keeps it too"
     assert machine.run("--npu", "2.12.0", "--python-max", "13")[0] == 0
     assert versions(machine)[4:] == ["torch==2.12.0", "torch_npu==2.12.0"]
 
 
-def test_on_x86_the_torch_without_cuda_is_taken_where_an_index_has_it(machine: Machine) -> None:
+def test_on_x86_torch_without_cuda_is_installed_if_the_index_has_it(machine: Machine) -> None:
     machine.stub("uname", "#!/bin/bash\necho x86_64\n")
     assert machine.run("--npu", "2.9.0", "--python-max", "12")[0] == 0
     assert versions(machine) == ["torch==2.9.0+cpu", "torch_npu==2.9.0"]
     machine.stub("uv.stub", UV.replace("case", 'case "$*" in *+cpu) echo no such version; exit 1 ;; esac\ncase', 1))
     shutil.rmtree(machine.root / ".venv")
     code, out, _ = machine.run("--npu", "2.9.0", "--python-max", "12")
-    assert (code, "pip goes on" in out) == (0, False)
+    assert (code, "falling back to pip" in out) == (0, False)
     assert versions(machine)[2:] == ["torch==2.9.0+cpu", "torch==2.9.0", "torch_npu==2.9.0"]
 
 
-def test_a_python_that_has_a_wheel_of_the_torch_npu_is_taken(machine: Machine) -> None:
+def test_a_python_for_which_torch_npu_has_a_wheel_is_used(machine: Machine) -> None:
     for minor in (10, 11, 12, 13):
         machine.python(f"python3.{minor}", f"3 {minor} 1")
     assert "Python 3.11" in machine.run("--npu", "2.8.0", "--python-max", "11")[1]
 
 
-def test_an_environment_of_a_newer_python_is_made_anew_for_the_torch_npu(machine: Machine) -> None:
+def test_an_environment_whose_python_is_too_new_is_rebuilt(machine: Machine) -> None:
     machine.run()
     python = machine.root / ".venv/bin/python"
     python.write_text(PYTHON.replace('"$1 $2" in', '"$1 $2" in\n*version_info*) exit 1 ;;', 1))
@@ -60,7 +60,7 @@ def test_an_environment_of_a_newer_python_is_made_anew_for_the_torch_npu(machine
     assert len(machine.called("-m venv")) == 2
 
 
-def test_no_python_with_a_wheel_of_the_torch_npu_names_one(machine: Machine) -> None:
+def test_without_a_python_for_torch_npu_one_is_named(machine: Machine) -> None:
     machine.python("python3", "3 13 1")
     code, _, err = machine.run("--npu", "2.8.0", "--python-max", "11")
     assert code == 1

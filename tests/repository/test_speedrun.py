@@ -1,4 +1,4 @@
-"""speedrun.sh from nothing to the report on the smoke preset, killed in every stage on the way."""
+"""speedrun.sh with the smoke preset from nothing to the report, killed in every stage on the way."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from nanochat.runtime.tracking import read_metrics
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = ["bash", "speedrun.sh", "--preset", "smoke"]
 
-# Set-up has tests of its own; here `python` is the one that runs the tests.
+# Set-up has its own tests. Here `python` is the Python that runs the tests.
 SETUP = f"setup_env() {{ export PATH={str(Path(sys.executable).parent)!r}:$PATH; }}\n"
 
-# Where the run is killed, in the order of the pipeline: a line of the log, and whether only the shell is killed.
+# Where the run is killed, in the order of the pipeline: a line of the log, and whether only the shell dies.
 KILLS = [
     ("step 00007/00020", False),  # base
-    ("step 00003/00010", True),  # mid: its last stage goes on alone, and the next speedrun waits for it
+    ("step 00003/00010", True),  # mid: the stage keeps running alone, and the next speedrun waits for it
     ("== mid_eval", False),
     ("step 00006/00010", False),  # sft
     ("step 00001/00003", False),  # rl
@@ -59,7 +59,7 @@ class Clone:
         return self.start(*flags).wait(timeout=500)
 
     def kill_at(self, words: str, shell_only: bool) -> None:
-        """Start, and kill with -9 when the log has these words; `shell_only` leaves the running stage alive."""
+        """Start, and kill -9 when the log has these words; with `shell_only` the running stage survives."""
         process = self.start()
         while words not in self.log:
             assert process.poll() is None, f"ended before {words!r}:\n{self.log}"
@@ -71,7 +71,7 @@ class Clone:
         process.wait()
 
     def press_ctrl_c_at(self, words: str) -> int:
-        """Start, and send what a terminal sends to all of a job when the log has these words; the exit code."""
+        """Start, and send SIGINT to every process as a terminal does when the log has these words; the exit code."""
         process = self.start()
         while words not in self.log:
             assert process.poll() is None, f"ended before {words!r}:\n{self.log}"
@@ -80,7 +80,7 @@ class Clone:
         return process.wait(timeout=120)
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Every file's time of change and content."""
+        """The modification time and the hash of every file."""
         found = (path for path in sorted(self.base.rglob("*")) if path.is_file())
         return {str(path.relative_to(self.base)): (path.stat().st_mtime_ns, sha256(path)) for path in found}
 
@@ -153,7 +153,7 @@ def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
 @pytest.mark.smoke
 @pytest.mark.timeout(900)
 def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) -> None:
-    """One test, since tests of a module may be spread over processes, and each would need a run of its own."""
+    """One test, because tests of a module may run in different processes, and each would need its own run."""
     clone = make_clone(tmp_path)
     assert clone.press_ctrl_c_at("step 00003/00020") == 130
     assert "SIGINT: saved step" in clone.log and "speedrun: stopped in the stage base_train" in clone.log

@@ -1,4 +1,4 @@
-"""speedrun_npu.sh: the published flags on so many cards, what it does without, and the whole of it on two emulated."""
+"""speedrun_npu.sh: the published flags on any number of cards, a host without NPU, and a run on two emulated NPUs."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ from tests.support.ascend_hosts import make_host
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What the stages would be: a python and a torchrun that write down how they were called.
+# A python and a torchrun that record how the stages are called.
 PYTHON = r"""#!/bin/bash
 case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
@@ -37,7 +37,7 @@ echo "${0##*/} $* [$TASK_QUEUE_ENABLE $HF_ENDPOINT]" >>"$CALLS"
 
 
 class Clone:
-    """The scripts and a host in folders of their own, and a PATH that begins with stubs."""
+    """Copies of the scripts, an imitated host, and a PATH that begins with stubs."""
 
     def __init__(self, folder: Path):
         self.root, self.stubs, self.calls, self.host = (folder / name for name in ("clone", "bin", "calls", "host"))
@@ -62,7 +62,7 @@ class Clone:
         return done.returncode, done.stdout + done.stderr
 
     def called(self, module: str) -> str:
-        """How the one stage of a module was called."""
+        """The command line of the only stage that ran this module."""
         (line,) = [line for line in self.calls.read_text().splitlines() if f" -m {module} " in line]
         return line
 
@@ -73,7 +73,7 @@ def clone(tmp_path: Path) -> Clone:
 
 
 @pytest.mark.parametrize(("cards", "used"), [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (8, 8), (16, 16)])
-def test_the_published_pipeline_runs_on_so_many_cards(clone: Clone, cards: int, used: int) -> None:
+def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards: int, used: int) -> None:
     make_host(clone.host, cards=cards)
     code, out = clone.run(FAKE_CARDS=str(cards))
     assert code == 0, out
@@ -86,7 +86,7 @@ def test_the_published_pipeline_runs_on_so_many_cards(clone: Clone, cards: int, 
     assert "--vocab_size=65536" in clone.called("scripts.tok_train")
     assert f"--vocab_size=65536 --ranks={used}\n" in clone.calls.read_text()
     assert (f"{used} of {cards} devices" in out) == (used < cards)
-    assert "[2 " in base, "the variables of setup_ascend.sh are there"
+    assert "[2 " in base, "the stages see the variables of setup_ascend.sh"
 
 
 def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
@@ -99,7 +99,7 @@ def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
         assert parse(script.Config, words[words.index(script.__name__) + 1 :]).model_tag in (None, "d12")
 
 
-def test_cards_and_mirror_that_the_user_names_are_honoured(clone: Clone) -> None:
+def test_the_users_cards_and_mirror_are_used(clone: Clone) -> None:
     make_host(clone.host, cards=8)
     assert clone.run(FAKE_CARDS="8", NPROC_PER_NODE="4", HF_ENDPOINT="https://hf-mirror.com")[0] == 0
     assert "--nproc_per_node=4" in clone.called("scripts.base_train")
@@ -115,7 +115,7 @@ def test_more_ranks_than_visible_cards_are_refused(clone: Clone, asked: str) -> 
     assert clone.calls.read_text() == ""
 
 
-def test_flags_are_handed_on_and_a_preset_of_the_user_wins(clone: Clone) -> None:
+def test_flags_are_passed_on_and_the_users_preset_wins(clone: Clone) -> None:
     make_host(clone.host)
     code, out = clone.run("--data", "tinyworld", "--preset=smoke", FAKE_CARDS="2")
     assert code == 0, out
@@ -124,7 +124,7 @@ def test_flags_are_handed_on_and_a_preset_of_the_user_wins(clone: Clone) -> None
     assert "preset tinyworld, corpus tinyworld" in clone.run("--data=tinyworld")[1]
 
 
-def test_changed_code_is_accepted_for_all_training_stages_and_for_them_alone(clone: Clone) -> None:
+def test_other_code_reaches_the_training_stages_and_no_others(clone: Clone) -> None:
     make_host(clone.host)
     code, out = clone.run("--data", "tinyworld", "--other_code", FAKE_CARDS="2")
     assert code == 0, out
@@ -133,27 +133,27 @@ def test_changed_code_is_accepted_for_all_training_stages_and_for_them_alone(clo
     assert stages == {"scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"}
 
 
-def test_without_an_npu_it_says_so_and_goes_on_as_speedrun(clone: Clone) -> None:
+def test_without_an_npu_it_says_so_and_runs_speedrun(clone: Clone) -> None:
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
     assert code == 0, out
-    assert "no Ascend NPU was found, so a GPU or this CPU trains; going on as speedrun.sh" in out
+    assert "no Ascend NPU was found, so a GPU or this CPU trains; running speedrun.sh instead" in out
     assert "没有找到昇腾 NPU" in out and "preset smoke, corpus tinyworld, on cpu" in out
 
 
-def test_cann_without_a_card_goes_on_as_speedrun(clone: Clone) -> None:
+def test_cann_without_a_card_runs_speedrun(clone: Clone) -> None:
     make_host(clone.host, cards=0)
     code, out = clone.run("--preset", "smoke", FAKE_CARDS="1")
-    assert (code, "no card is visible; going on as speedrun.sh" in out) == (0, True)
+    assert (code, "no card is visible; running speedrun.sh instead" in out) == (0, True)
 
 
-def test_npus_that_cannot_be_used_yet_stop_it_instead_of_training_on_the_cpu(clone: Clone) -> None:
+def test_unusable_npus_stop_it_instead_of_training_on_the_cpu(clone: Clone) -> None:
     make_host(clone.host, cann="8.1.RC1")
     code, out = clone.run()
     assert code == 1
     assert "CANN 8.1.RC1 is too old" in out and "the NPUs of this host cannot be used yet" in out
     assert clone.calls.read_text() == ""
     code, out = clone.run("--preset", "smoke", NANOCHAT_DEVICE="cpu", FAKE_CARDS="1")
-    assert (code, "NANOCHAT_DEVICE=cpu; going on as speedrun.sh" in out) == (0, True)
+    assert (code, "NANOCHAT_DEVICE=cpu; running speedrun.sh instead" in out) == (0, True)
 
 
 def test_inference_cards_stop_it_before_any_training(clone: Clone) -> None:
@@ -163,7 +163,7 @@ def test_inference_cards_stop_it_before_any_training(clone: Clone) -> None:
     assert "scripts." not in clone.calls.read_text()
 
 
-def test_done_already_it_says_so(clone: Clone) -> None:
+def test_a_finished_run_says_so(clone: Clone) -> None:
     make_host(clone.host)
     code, out = clone.run(FAKE_FINISHED="0")
     assert (code, "Everything is done already" in out) == (0, True)

@@ -1,4 +1,4 @@
-"""test.sh and .ci/run with every tool a stub: what they run, what they print, and with which code they end."""
+"""test.sh and .ci/run with stubs for all tools: what they run, what they print, and their exit codes."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run(clone: Path, *flags: str, fail: str = "", ci: str = "") -> tuple[int, str, str]:
-    """Exit code, output, and the calls of the tools."""
+    """Run test.sh; returns its exit code, its output and the calls of the tools."""
     calls = clone / "calls"
     calls.write_text("")
     path = f"{clone / 'bin'}:/usr/bin:/bin"
@@ -51,7 +51,7 @@ def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
         assert words in calls
 
 
-def test_quick_leaves_the_slow_marks_out_and_hands_the_rest_to_pytest(clone: Path) -> None:
+def test_quick_skips_slow_marks_and_passes_the_rest_to_pytest(clone: Path) -> None:
     calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
     marks = "not (slow or ranks or smoke or browser or contract or npu)"
     assert f"python -m pytest -n 2 --dist worksteal -m {marks} tests/test_common.py -k a b\n" in calls
@@ -63,7 +63,7 @@ def test_lint_runs_no_tests(clone: Path) -> None:
     assert "all 6 checks passed" in out
 
 
-def test_a_failure_is_shown_and_the_others_run(clone: Path) -> None:
+def test_a_failure_is_shown_and_the_other_checks_run(clone: Path) -> None:
     code, out, calls = run(clone, fail="ruff pyright")
     assert code == 1
     assert "what pyright says" in out
@@ -77,7 +77,7 @@ def test_failing_tests_fail_the_run(clone: Path) -> None:
     assert "FAILED (pytest)" in out.splitlines()[-1]
 
 
-def test_without_cargo_and_shellcheck_it_says_what_is_left_out(clone: Path) -> None:
+def test_without_cargo_and_shellcheck_it_says_what_is_skipped(clone: Path) -> None:
     (clone / "bin" / "cargo").unlink()
     (clone / "bin" / "shellcheck").unlink()
     code, out, calls = run(clone)
@@ -87,7 +87,7 @@ def test_without_cargo_and_shellcheck_it_says_what_is_left_out(clone: Path) -> N
     assert "cargo" not in calls
 
 
-def test_in_ci_nothing_is_left_out(clone: Path) -> None:
+def test_in_ci_a_skipped_check_fails(clone: Path) -> None:
     (clone / "bin" / "cargo").unlink()
     code, out, _ = run(clone, ci="true")
     assert code == 1
@@ -96,7 +96,7 @@ def test_in_ci_nothing_is_left_out(clone: Path) -> None:
 
 @pytest.fixture
 def ci_machine(tmp_path: Path) -> Path:
-    """A machine with nothing but what .ci/run itself needs; test.sh says whether CI is set."""
+    """A machine that has only what .ci/run itself needs; its test.sh prints whether CI is set."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "bin").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")

@@ -16,8 +16,8 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.train import compile as compiling
-from nanochat.train import loop
 from nanochat.train.muon import Muon
+from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, ROWS, batches, make
 from tests.support.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def train(compute: Compute, passes: int) -> dict[str, Any]:
     outcomes = []
     for step in range(STEPS):
         optimizers.schedule(1.0 - 0.05 * step, 0.85 + 0.01 * step, 1.0 - 0.1 * step)
-        outcomes.append(loop.update(model, optimizers, batches(step, passes, compute), loop.LossScale(), compute))
+        outcomes.append(update(model, optimizers, batches(step, passes, compute), LossScale(), compute))
         if step == 4:  # an evaluation in between leaves the parameters gathered
             with torch.no_grad():
                 model(torch.zeros(2, 16, dtype=torch.long))
@@ -110,9 +110,7 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
         fast = compiling.compiled(
             model, None, (ROWS // compute.world_size, 16), compute, [*model.blocks, model.lm_head]
         )
-        losses = [
-            loop.update(fast, optimizers, batches(i, 1, compute), loop.LossScale(), compute).loss for i in range(3)
-        ]
+        losses = [update(fast, optimizers, batches(i, 1, compute), LossScale(), compute).loss for i in range(3)]
     return {"losses": losses, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], "said": said}
 
 
@@ -185,7 +183,7 @@ def test_ranks_do_what_one_process_does(ranks: int) -> None:
 def test_compiled_ranks_equal_one_eager_process(fails: bool) -> None:
     """Also where every rank's compiler fails in the middle of the first pass."""
     model, optimizers = make(CPU)
-    losses = [loop.update(model, optimizers, batches(i, 1, CPU), loop.LossScale(), CPU).loss for i in range(3)]
+    losses = [update(model, optimizers, batches(i, 1, CPU), LossScale(), CPU).loss for i in range(3)]
     for ran in run_ranks(2, train_compiled, fails):
         assert ran["losses"] == pytest.approx(losses, abs=1e-5)
         assert (ran["graphs"] == 0) == fails

@@ -16,8 +16,7 @@ from nanochat.device import Compute
 from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
 from nanochat.runtime.tracking import read_metrics
-from nanochat.train import loop
-from nanochat.train.loop import Meter, Stage, StageFlags
+from nanochat.train.update import LossScale, update
 from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
 from tests.support.tiny_training import CPU, Batches, make
@@ -28,14 +27,13 @@ PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
 def run(folder: Path, steps: int, profile: bool, compute: Compute = CPU, total: int = 0) -> list[float]:
     """A stage of a tiny model, of `total` steps; the losses of the first `steps`."""
     model, optimizers = make(compute=compute)
-    meter = Meter(total or steps, 64, 1000, 1e12)
-    stage = Stage("base", folder, StageFlags(profile=profile, save_seconds=0), meter, 0, compute)
+    profiled = profiling.begin(profile, "base", folder, total or steps, compute)
     losses = []
     for step in range(steps):
-        stage.start()
-        outcome = loop.update(model, optimizers, Batches(step, compute), loop.LossScale(), compute)
-        losses.append(stage.tick(step + 1, outcome, 1.0)["loss"])
-    stage.close()
+        profiled.begin_step()
+        outcome = update(model, optimizers, Batches(step, compute), LossScale(), compute, mark=profiled.mark)
+        losses.append(outcome.loss)
+        profiled.end_step()
     return losses
 
 
@@ -93,11 +91,12 @@ def test_too_few_steps_are_refused_before_the_first(tmp_path: Path) -> None:
     assert refusal.value.exit_code == 2
 
 
-def test_marks_are_nothing_where_nothing_is_profiled(profiled: tuple[Path, list[float]]) -> None:
-    assert profiling._active.profile is None  # the profile has ended by itself
-    profiling.begin_step()
-    profiling.mark("forward")
-    profiling.end_step()
+def test_without_the_flag_marks_do_nothing(tmp_path: Path) -> None:
+    idle = profiling.begin(False, "base", tmp_path, 1, CPU)
+    idle.begin_step()
+    idle.mark("forward")
+    idle.end_step()
+    assert not list(tmp_path.rglob("profile*"))
 
 
 def test_a_profiler_that_fails_costs_a_warning_and_not_the_run(

@@ -11,12 +11,12 @@ from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from nanochat.runtime import parallel
 from nanochat.runtime.placement import place_of
-from nanochat.train import loop
 from nanochat.train.optim import Rates
+from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CPU, batches, make
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_tokenizer
-from tests.support.tiny_training import SETTINGS, save
+from tests.support.tiny_training import WANTED, save
 
 MODES = ("none", "grad", "full")
 STEPS = 50
@@ -32,7 +32,7 @@ def curve(compute: Compute, mode: Any, matrix: Any, steps: int = STEPS) -> dict[
     for step in range(steps):
         optimizers.schedule(1 - 0.01 * step, 0.85 + 0.001 * step, 1 - 0.02 * step)
         passes = 2 if matrix == "muon" else 1
-        outcomes.append(loop.update(model, optimizers, batches(step, passes, compute), loop.LossScale(), compute))
+        outcomes.append(update(model, optimizers, batches(step, passes, compute), LossScale(), compute))
     parameters = {name: value.clone() for name, value in parallel.whole_parameters(model)}
     return {"losses": [x.loss for x in outcomes], "norms": [x.grad_norm for x in outcomes], "parameters": parameters}
 
@@ -72,9 +72,9 @@ def on_two_hosts(compute: Compute) -> dict[str, Any]:
     model, optimizers = make(compute)
     place = place_of(model.wte.weight)
     held = parallel.local(model.wte.weight).clone()
-    loop.update(model, optimizers, batches(0, 2, compute), loop.LossScale(), compute)
+    update(model, optimizers, batches(0, 2, compute), LossScale(), compute)
     with Wire() as wire:
-        loop.update(model, optimizers, batches(1, 2, compute), loop.LossScale(), compute)
+        update(model, optimizers, batches(1, 2, compute), LossScale(), compute)
     return {
         "place": (place.shards, place.shard, place.replicas, place.replica), "held": held, "calls": wire.calls,
         "curve": curve(compute, "grad", "muon", 10), "full": curve(compute, "full", "muon", 10),
@@ -117,7 +117,7 @@ def collectives(compute: Compute, passes: int) -> dict[str, dict[str, int]]:
         model, optimizers = make(compute, mode)
         for step in range(2):
             with Wire() as wire:
-                loop.update(model, optimizers, batches(step, passes, compute), loop.LossScale(), compute)
+                update(model, optimizers, batches(step, passes, compute), LossScale(), compute)
         counted[mode] = dict(wire.calls)
     return counted
 
@@ -151,7 +151,7 @@ def order(compute: Compute) -> list[str]:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     with Ordered():
-        loop.update(model, optimizers, batches(0, 1, compute), loop.LossScale(), compute)
+        update(model, optimizers, batches(0, 1, compute), LossScale(), compute)
     return happened
 
 
@@ -170,9 +170,9 @@ def test_a_layer_is_reduced_while_the_backward_pass_goes_on() -> None:
 def go(compute: Compute, folder: Path, mode: Any, first: int, last: int) -> dict[str, Any]:
     """Steps first + 1 .. last of a mode, from the checkpoint of step `first` and to that of step `last`."""
     model, optimizers = make(compute, mode)
-    assert resume_stage(folder, model, optimizers, SETTINGS, compute).step == first
+    assert resume_stage(folder, model, optimizers, WANTED, compute).step == first
     for step in range(first, last):
-        loop.update(model, optimizers, batches(step, 1, compute), loop.LossScale(), compute)
+        update(model, optimizers, batches(step, 1, compute), LossScale(), compute)
     save(folder, last, model, optimizers, tiny_tokenizer(), compute=compute)
     return {name: value.clone() for name, value in parallel.whole_parameters(model)}
 

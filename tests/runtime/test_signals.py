@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from nanochat.common import Pulse
 from nanochat.device import Compute
 from nanochat.evals import chat as chat_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.runtime import signals
 from nanochat.runtime.tracking import read_metrics
-from nanochat.train import compile as compiling
-from nanochat.train import loop
+from nanochat.train import stage as stages
 from tests.support.faults import corpus, digests, stage
 from tests.support.rank_pool import Pool
 from tests.support.small_world import STAGES, run_stage, shrink, stage_folder
@@ -27,33 +27,34 @@ def press(number: int = signal.SIGTERM) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_noted_and_the_handlers_are_put_back(number: int) -> None:
     before = [signal.getsignal(each) for each in signals.CAUGHT]
-    with signals.caught():
-        signals.alive(7)
-        assert not signals.agreed(on_cpu())
+    compute = on_cpu()
+    with signals.caught(compute.pulse):
+        compute.pulse.beat(7)
+        assert not signals.agreed(compute)
         press(number)
-        assert signals.asked() == signal.Signals(number).name
-        assert signals.agreed(on_cpu())
+        assert compute.pulse.asked == signal.Signals(number).name
+        assert signals.agreed(compute)
         with pytest.raises(signals.Stopped):
-            signals.check(on_cpu())
+            signals.check(compute)
         with pytest.raises(signals.Stopped):
-            signals.check_alone()
+            signals.check_alone(compute)
     assert [signal.getsignal(each) for each in signals.CAUGHT] == before
-    signals.check(on_cpu())
+    signals.check(compute)
 
 
 def test_before_anything_is_trained_one_process_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(signals.Stopped), signals.caught():
+    with pytest.raises(signals.Stopped), signals.caught(Pulse()):
         press()
         pytest.fail("it went on")
     monkeypatch.setenv("RANK", "0")
-    with signals.caught():  # ranks only stop together
+    with signals.caught(pulse := Pulse()):  # ranks only stop together
         press()
-        assert signals.asked() == "SIGTERM"
+        assert pulse.asked == "SIGTERM"
 
 
 def test_a_second_ctrl_c_stops_one_process_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt), signals.caught():
-        signals.alive()
+    with pytest.raises(KeyboardInterrupt), signals.caught(pulse := Pulse()):
+        pulse.beat()
         press(signal.SIGINT)
         press(signal.SIGTERM)  # what a launcher hands on is not impatience
         press(signal.SIGINT)
@@ -65,7 +66,7 @@ def test_a_stop_passes_edges_that_catch_what_foreign_code_raises() -> None:
 
 
 def noted_on_rank_1(compute: Compute) -> list[bool]:
-    with signals.caught():
+    with signals.caught(compute.pulse):
         found = [signals.agreed(compute)]
         if compute.rank == 1:
             press()
@@ -93,10 +94,10 @@ def pressed_in(patch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> N
 
 
 PLACES = [
-    ("update", loop, "update", 7, 7),
+    ("update", stages, "update", 7, 7),
     ("evaluation", loss_eval, "bits_per_byte", 1, 10),
     ("last evaluation", loss_eval, "bits_per_byte", 2, 20),
-    ("compilation", compiling, "compiled", 1, 0),
+    ("compilation", stages, "compiled", 1, 0),
 ]
 
 
@@ -105,10 +106,11 @@ def test_a_stage_that_a_signal_stopped_goes_on_exactly(
     base_folder: Path, place: Any, name: str, call: int, step: int
 ) -> None:
     corpus(base_folder)
-    with pytest.MonkeyPatch.context() as patch, signals.caught():
-        signals.alive()
+    compute = on_cpu()
+    with pytest.MonkeyPatch.context() as patch, signals.caught(compute.pulse):
+        compute.pulse.beat()
         pressed_in(patch, place, name, call)
-        stage(on_cpu())
+        stage(compute)
     folder = stage_folder(base_folder, "base")
     assert [path.name for path in folder.glob("step_*")] == ([f"step_{step:06d}"] if step else [])
     assert not (base_folder / "report" / "sections" / "base_train.json").exists()
@@ -125,10 +127,11 @@ def test_rl_stops_in_its_measurement(base_folder: Path, monkeypatch: pytest.Monk
     corpus(base_folder)
     for name in STAGES[:-1]:
         run_stage(name, on_cpu(), num_iterations=2, eval_every=0)
-    with pytest.MonkeyPatch.context() as patch, signals.caught():
-        signals.alive()
+    compute = on_cpu()
+    with pytest.MonkeyPatch.context() as patch, signals.caught(compute.pulse):
+        compute.pulse.beat()
         pressed_in(patch, chat_eval, "_write", 2)  # the first is before the first step
-        run_stage("rl", on_cpu(), num_iterations=4, eval_every=2)
+        run_stage("rl", compute, num_iterations=4, eval_every=2)
     assert [path.name for path in stage_folder(base_folder, "rl").glob("step_*")] == ["step_000002"]
     run_stage("rl", on_cpu(), num_iterations=4, eval_every=2)
     lines = read_metrics(stage_folder(base_folder, "rl"))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from nanochat.common import UserError
 from nanochat.device import Compute
-from nanochat.runtime import signals, watch
+from nanochat.runtime import watch
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
 
@@ -57,7 +57,7 @@ def failing_collective(compute: Compute) -> str:
     """An error of a collective while all ranks are there is what it is."""
     try:
         with watch.over(compute, 600):
-            signals.alive(3)
+            compute.pulse.beat(3)
             raise RuntimeError("the network")
     except RuntimeError as failure:
         return str(failure)
@@ -72,7 +72,7 @@ def dies(compute: Compute) -> str:
     """Rank 1 is gone after step 3; what rank 0 then says."""
     try:
         with watch.over(compute, 600):
-            signals.alive(3)
+            compute.pulse.beat(3)
             dist.barrier()
             if compute.rank == 1:
                 os._exit(9)

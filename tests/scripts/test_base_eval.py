@@ -1,4 +1,4 @@
-"""base_loss and base_eval on a tiny checkpoint: what is there is evaluated, what is missing is said."""
+"""base_loss and base_eval with a tiny checkpoint: they evaluate what is there, and name what is missing."""
 
 import csv
 import json
@@ -116,7 +116,7 @@ def test_base_eval_without_a_bundle_says_so_and_measures_bits(capsys: pytest.Cap
 def test_base_eval_writes_core_as_the_published_table() -> None:
     make_checkpoint()
     result = base_eval.evaluate(base_eval.Config(eval_bundle=str(BUNDLE)), CPU)
-    assert result["val"] is None  # the corpus is not here
+    assert result["val"] is None  # this machine does not have the corpus
     model = load_model("base", None, None, CPU).model
     core = core_eval.evaluate_core(model, TOKENIZER, BUNDLE, CPU)
     assert result["core"]["core"] == core.core

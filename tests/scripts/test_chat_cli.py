@@ -1,4 +1,4 @@
-"""The terminal chat on a tiny checkpoint: clean output, commands, Ctrl-C, chats that outgrow the context."""
+"""The terminal chat with a tiny checkpoint: clean output, commands, Ctrl-C, and chats longer than the context."""
 
 import io
 import os
@@ -38,7 +38,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_chat(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Chat, io.StringIO, io.StringIO]:
-    """A chat whose replies and notes are kept."""
+    """A chat that writes its replies and notes to memory."""
     tiny_checkpoint()
     out, notes = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -54,7 +54,7 @@ Typed = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
-    """Runs a command line, with a pipe on standard input; gives exit code, output and notes."""
+    """Run a command line with a pipe as standard input; return exit code, standard output and standard error."""
 
     def run(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["chat_cli", "-m", "8", "-t", "0", *flags])
@@ -271,7 +271,7 @@ def test_a_saved_chat_is_loaded_as_it_was(monkeypatch, tmp_path):
     chat_cli.command(chat, "/new")
     chat_cli.command(chat, f"/load {path}")
     assert chat.messages == messages
-    assert f"3 messages read from {path}" in notes.getvalue()
+    assert f"loaded 3 messages from {path}" in notes.getvalue()
     assert "1+1 等于几？" in path.read_text(encoding="utf-8")
 
 
@@ -296,7 +296,7 @@ def test_a_terminal_chat_from_hello_to_quit(base_folder):
     shown = b""
 
     def read(seconds: float) -> bool:
-        """Take what is shown; False if nothing is for so long."""
+        """Read what the terminal shows; False if it shows nothing for so many seconds."""
         nonlocal shown
         if select.select([keyboard], [], [], seconds)[0]:
             shown += os.read(keyboard, 4096)
@@ -308,7 +308,7 @@ def test_a_terminal_chat_from_hello_to_quit(base_folder):
         end, silent = time.monotonic() + 120, False
         while text.encode() not in shown:
             assert time.monotonic() < end, shown.decode(errors="replace")
-            if silent and press_ctrl_c:  # between prompt and keyboard a Ctrl-C is only noticed with the next key
+            if silent and press_ctrl_c:  # a Ctrl-C just before input() waits is noticed only with the next key
                 process.send_signal(signal.SIGINT)
             silent = not read(5)
         shown = shown.split(text.encode(), 1)[1]

@@ -1,4 +1,4 @@
-"""The evaluation script on a tiny checkpoint and small files of the published tasks."""
+"""chat_eval with a tiny checkpoint and small files of the published tasks."""
 
 import re
 import sys
@@ -69,7 +69,7 @@ def test_wrong_replies_are_shown_when_asked_for(capsys):
 
 
 def test_default_tasks_without_rows_are_left_out_with_a_warning(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))  # and the hub is off in tests
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))  # tests have no access to the hub either
     tasks = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True)
     assert [task.name for task in tasks] == ["SpellingBee"]
     assert capsys.readouterr().err.count("is left out: ") == 5

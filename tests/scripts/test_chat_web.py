@@ -1,4 +1,4 @@
-"""chat_web as a user starts it: the port, the flags, a real model behind it, and an orderly end."""
+"""chat_web as a user starts it: port, flags, a real model, and a clean end."""
 
 import json
 import os

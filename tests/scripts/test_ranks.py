@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 from nanochat.runtime.tracking import read_metrics
 from tests.support.ranks import run_ranks
-from tests.support.small_world import SCRIPTS, STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
+from tests.support.small_world import STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
 from tests.support.tiny_model import on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -89,7 +89,7 @@ def test_a_step_that_ranks_cannot_share_is_refused(stage: str, flag: str, alone:
     up_to(stage, alone, base_folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "check_start", lambda *_: None)
-        patch.setattr(f"{SCRIPTS[stage].__name__}.finished", lambda *_: False)
+        patch.setattr("nanochat.train.stage.finished", lambda *_: False)
         with pytest.raises(UserError, match=f"^{flag} must be a multiple of the 3 ranks, got 8") as refused:
             run_stage(stage, on_cpu(0, 3), **{flag: 8})
     assert refused.value.exit_code == 2

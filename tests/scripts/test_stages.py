@@ -152,7 +152,7 @@ def test_a_corpus_made_anew_is_noticed(
     run_stage(stage, chain.compute, stop_at=2)
     make = TokenSet.key.func
     monkeypatch.setattr(TokenSet, "key", property(lambda token_set: f"other{make(token_set)}"))
-    with pytest.raises(UserError, match=r"was begun on other data: the rows of corpus tinyworld .* now, and step 2"):
+    with pytest.raises(UserError, match=r"was begun on other data: the rows of corpus tinyworld .* now, so step 2"):
         run_stage(stage, chain.compute, stop_at=4)
 
 

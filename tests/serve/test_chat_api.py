@@ -1,4 +1,4 @@
-"""The wire format: what is refused and with which words, and how a reply with tool calls is cut into deltas."""
+"""The chat format: which requests are refused and why, and how a reply with tool calls becomes deltas."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from nanochat.data.conversation import Part, assistant, system, user
 from nanochat.serve import chat_api
-from nanochat.serve.chat_api import ApiError, Head, Limits, Reply, read_request
+from nanochat.serve.chat_api import ApiError, Envelope, Limits, Reply, read_request
 
 LIMITS = Limits(model="nanochat-sft-d4", context=256, vocabulary=2048)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -187,7 +187,7 @@ def test_call_without_a_result_is_shown_at_the_end():
 def test_tool_calls_can_be_sent_back_as_they_came():
     reply = Reply()
     reply.add([Part("text", "It "), Part("text", "is "), CALL, RESULT, Part("text", "1776.")])
-    completion = Head("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
+    completion = Envelope("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
     message = json.loads(json.dumps(completion))["choices"][0]["message"]
     assert message["content"] == "It is 1776."
     asked = read_request({"messages": [*HELLO, message, *HELLO]}, LIMITS)
@@ -197,7 +197,7 @@ def test_tool_calls_can_be_sent_back_as_they_came():
 def test_reply_without_tools_has_no_parts():
     reply = Reply()
     reply.add([Part("text", "hi")])
-    completion = Head("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
+    completion = Envelope("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
     assert completion["choices"][0]["message"] == {"role": "assistant", "content": "hi"}
     assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert "truncated_messages" not in completion

@@ -1,4 +1,4 @@
-"""The engine's thread: events reach their job, slots come back, the queue is bounded, a failing engine is survived."""
+"""The engine's thread: events reach their ticket, slots come back, the queue is bounded, failures do not end it."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ import pytest
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve import engine_thread
-from nanochat.serve.engine_thread import EngineThread, Job
+from nanochat.serve.engine_thread import EngineThread, Ticket
 from tests.support.fake_engine import ByteTokenizer, FakeEngine
 
 
-def job(text: str) -> Job:
-    return Job(ByteTokenizer().render_prompt(Conversation((user(text),))), Sampling())
+def ticket(text: str) -> Ticket:
+    return Ticket(ByteTokenizer().render_prompt(Conversation((user(text),))), Sampling())
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +29,7 @@ async def started(engine: FakeEngine, waiting: int = 4) -> AsyncIterator[EngineT
         await thread.stop()
 
 
-async def said(submitted: Job) -> str:
+async def said(submitted: Ticket) -> str:
     tokens = []
     while True:
         events = await submitted.events()
@@ -39,7 +39,7 @@ async def said(submitted: Job) -> str:
 
 
 async def until(condition: Any) -> None:
-    """Wait for another thread; the test's own time limit ends a wait that never ends."""
+    """Wait for another thread. run() has a time limit, which ends a wait for something that never happens."""
     while not condition():
         await asyncio.sleep(0)
 
@@ -48,26 +48,26 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, timeout=60))
 
 
-def test_every_job_gets_its_own_answer():
+def test_every_ticket_gets_its_own_answer():
     async def main() -> None:
         async with started(FakeEngine(slots=3), waiting=20) as thread:
-            jobs = [job(f"问题 {i}") for i in range(20)]
-            for each in jobs:
+            tickets = [ticket(f"问题 {i}") for i in range(20)]
+            for each in tickets:
                 thread.submit(each)
-            assert await asyncio.gather(*map(said, jobs)) == [f"问题 {i}" for i in range(20)]
-            for each in jobs:
+            assert await asyncio.gather(*map(said, tickets)) == [f"问题 {i}" for i in range(20)]
+            for each in tickets:
                 thread.release(each)
             await until(lambda: thread.free_slots == 3)
-            assert not thread.jobs
+            assert not thread.tickets
 
     run(main())
 
 
-def test_release_frees_the_slot_of_a_running_job_and_the_place_of_a_waiting_one():
+def test_release_frees_the_slot_of_a_running_ticket_and_the_place_of_a_waiting_one():
     async def main() -> None:
         engine = FakeEngine(slots=1, gated=True)
         async with started(engine) as thread:
-            running, waiting, last = job("running"), job("waiting"), job("last")
+            running, waiting, last = ticket("running"), ticket("waiting"), ticket("last")
             for each in (running, waiting, last):
                 thread.submit(each)
             engine.allow(2)
@@ -83,14 +83,14 @@ def test_release_frees_the_slot_of_a_running_job_and_the_place_of_a_waiting_one(
     run(main())
 
 
-def test_news_is_not_left_behind_when_the_last_other_job_goes(monkeypatch):
+def test_news_is_not_left_behind_when_the_last_other_ticket_is_released(monkeypatch):
     async def main() -> None:
         engine = FakeEngine(slots=2, gated=True)
         async with started(engine) as thread:
-            short, long = job("x"), job("something longer")
+            short, long = ticket("x"), ticket("something longer")
             thread.submit(short)
             thread.submit(long)
-            engine.allow(2)  # the end of the short one, held back for the news to come
+            engine.allow(2)  # ends the short reply; the thread holds that news back for a later delivery
             await until(lambda: len(engine.seen) == 2 and engine.seen[0].said == 2)
             thread.release(long)
             assert await said(short) == "x"
@@ -103,22 +103,22 @@ def test_queue_is_bounded():
     async def main() -> None:
         engine = FakeEngine(slots=2, gated=True)
         async with started(engine, waiting=3) as thread:
-            jobs = [job(str(i)) for i in range(5)]
-            for each in jobs:
+            tickets = [ticket(str(i)) for i in range(5)]
+            for each in tickets:
                 thread.submit(each)
             with pytest.raises(asyncio.QueueFull):
-                thread.submit(job("too many"))
-            thread.release(jobs[0])
-            thread.submit(job("fits again"))
+                thread.submit(ticket("too many"))
+            thread.release(tickets[0])
+            thread.submit(ticket("fits again"))
 
     run(main())
 
 
-def test_failing_engine_fails_the_jobs_in_flight_and_serves_the_next(capfd):
+def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
     async def main() -> None:
         engine = FakeEngine(slots=2, fail=True)
         async with started(engine) as thread:
-            first, second = job("first"), job("second")
+            first, second = ticket("first"), ticket("second")
             thread.submit(first)
             with pytest.raises(RuntimeError, match="the device is gone"):
                 await said(first)
@@ -131,10 +131,10 @@ def test_failing_engine_fails_the_jobs_in_flight_and_serves_the_next(capfd):
     assert "the device is gone" in capfd.readouterr().err
 
 
-def test_job_that_the_engine_refuses_fails_alone():
+def test_ticket_that_the_engine_refuses_fails_alone():
     async def main() -> None:
         async with started(FakeEngine()) as thread:
-            bad, good = Job([], Sampling()), job("good")
+            bad, good = Ticket([], Sampling()), ticket("good")
             thread.submit(bad)
             thread.submit(good)
             with pytest.raises(ValueError):

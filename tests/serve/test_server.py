@@ -1,4 +1,4 @@
-"""The server over real HTTP: answers, streams, refusals, headers, and a slot that is free when the client has gone."""
+"""The server over real HTTP: answers, streams, refusals, safety headers and allowed hosts."""
 
 import json
 import time
@@ -28,7 +28,7 @@ def client(engine) -> Iterator[httpx.Client]:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The JSON of every event, the last of which must be [DONE]."""
+    """The JSON of every event. The last event must be [DONE]."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -146,7 +146,7 @@ def test_oldest_exchanges_are_left_out_only_when_the_client_allows_it(client, en
     messages = [system, *conversation(30)]
     assert client.post(CHAT, json={"messages": messages, "max_tokens": 50}).status_code == 400
     body = client.post(CHAT, json={"messages": messages, "max_tokens": 50, "truncation": "auto"}).json()
-    # 1 + 7 system + 10 per exchange + 8 for the question and the mark of the reply + 50 must be at most 200
+    # 1 + 7 for system + 10 per exchange + 8 for the question and the reply's start mark + 50 must be at most 200
     assert body["truncated_messages"] == 2 * (30 - 13)
     tokenizer = ByteTokenizer()
     prompt = engine.seen[-1].prompt

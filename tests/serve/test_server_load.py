@@ -1,4 +1,4 @@
-"""The server with several clients: side by side, in a queue, leaving half-way, and with an engine that fails."""
+"""The server with several clients: at the same time, in a queue, leaving early, and with a failing engine."""
 
 import asyncio
 import http.client
@@ -56,7 +56,7 @@ def test_client_that_leaves_a_stream_frees_its_slot(gated):
 
 
 def hang_up(url: str, body: dict[str, Any], before: Callable[[], None]) -> None:
-    """Ask, and go without waiting for the answer."""
+    """Send a request, and leave without waiting for the answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"))
     connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
     before()
@@ -87,7 +87,7 @@ def test_full_queue_is_refused_with_a_time_to_come_back(gated):
     engine, url = gated
     with httpx.stream("POST", url + CHAT, json=ask("hello", stream=True)):
         with httpx.stream("POST", url + CHAT, json=ask("hello", stream=True)) as second:
-            assert second.status_code == 200  # it waits
+            assert second.status_code == 200  # it waits in the queue in the queue
             third = httpx.post(url + CHAT, json=ask("hello"))
             assert (third.status_code, third.json()["error"]["code"]) == (429, "queue_full")
             assert int(third.headers["retry-after"]) > 0

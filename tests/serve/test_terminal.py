@@ -1,4 +1,4 @@
-"""What a chat in a terminal shows and reads; chat_cli's own test types into a real one."""
+"""Input and output of a terminal chat. The test of chat_cli types into a real terminal."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Chats as files: what is written is read again, what is no chat is refused."""
+"""Chats as files: a saved chat reads back the same, and any other file is refused."""
 
 import json
 
@@ -31,10 +31,10 @@ def test_a_chat_with_calculator_calls_is_read_as_it_was_written(tmp_path):
         b"\xff\xfe",
     ],
 )
-def test_a_file_that_is_no_chat_is_refused_in_words(content, tmp_path):
+def test_a_file_that_is_not_a_chat_is_refused_in_words(content, tmp_path):
     path = tmp_path / "chat.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match="is no chat"):
+    with pytest.raises(UserError, match="is not a chat"):
         read_transcript(path)
 
 

@@ -47,7 +47,7 @@ def test_stop_keeps_what_was_said_and_frees_the_slot(browser):
         send(page, "hello")
         engine.allow(6)
         expect(answers(page)).to_have_text("你好")
-        page.get_by_role("button", name="Stop the answer").click()
+        page.get_by_role("button", name="Stop answering").click()
         expect(page.locator(".meta")).to_contain_text("stopped")
         wait_until_free(url, 1)
         assert engine.seen[0].cancelled
@@ -90,7 +90,7 @@ def test_closed_page_frees_the_slot(browser):
 
 
 def recut(size: int) -> Any:
-    """Middleware that sends the body of every stream in pieces of `size` bytes, wherever they end."""
+    """Middleware that splits the body of every stream into pieces of `size` bytes, even inside a character."""
 
     def wrap(app: Any) -> Any:
         async def cut(scope: Any, receive: Any, send_on: Any) -> None:
@@ -121,7 +121,7 @@ def test_stream_may_be_cut_anywhere(browser, size):
 
 
 def test_events_are_read_the_same_however_the_bytes_are_cut(browser):
-    """The parser alone, with every pair of cuts, which a network gives only by chance."""
+    """Tests only the parser, with every pair of cuts; a real network makes such cuts only by chance."""
     parse = """async () => {
         const { events } = await import("./assets/sse.js");
         const text = "data: 你🌍\\r\\n\\r\\n: note\\ndata:a\\r\\ndata: b\\n\\nevent: x\\rdata: c\\r\\rdata: half";
@@ -162,7 +162,7 @@ def test_enter_that_ends_a_composition_does_not_send(browser):
         expect(page.locator("#prompt")).to_have_value("nihao")
         keys.send("Input.insertText", {"text": "你好"})
         expect(page.locator("#prompt")).to_have_value("你好")
-        # Safari: the composition is over when the key comes, and only the code 229 tells.
+        # In Safari the composition has ended when the key event comes, and only key code 229 marks it.
         page.evaluate("""() => document.getElementById("prompt").dispatchEvent(
             new KeyboardEvent("keydown", { key: "Enter", keyCode: 229, bubbles: true, cancelable: true }))""")
         page.evaluate("""() => document.getElementById("prompt").dispatchEvent(
@@ -230,7 +230,7 @@ def test_example_is_asked_with_a_click(browser):
 
 def test_markup_is_shown_as_text(browser):
     with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
-        send(page, NASTY)  # a fake engine says it back
+        send(page, NASTY)  # the fake engine echoes it
         expect(answers(page)).to_have_text(NASTY)
         finished(page)
         expect(page.locator(".turn.user .bubble")).to_have_text(NASTY)
@@ -244,9 +244,7 @@ def test_tool_call_is_a_chip_that_opens(browser):
         expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
         expect(page.locator(".tool p")).to_be_hidden()
         page.locator(".tool summary").click()
-        expect(page.locator(".tool p")).to_have_text(
-            "The model wrote “37*48” for the calculator, which answered “1776”."
-        )
+        expect(page.locator(".tool p")).to_have_text("The model asked the calculator for “37*48” and got “1776”.")
         finished(page)
         send(page, "bad sum")
         expect(page.locator(".tool summary").last).to_have_text("1/0 = ?")
@@ -309,7 +307,7 @@ def test_oldest_exchanges_are_marked_when_the_context_is_full(browser):
             finished(page)
         line = page.locator(".forgotten")
         expect(line).to_have_count(1)
-        expect(line).to_have_text("The model no longer sees what is above: its context holds 120 tokens.")
+        expect(line).to_have_text("The model no longer sees the messages above: its context holds only 120 tokens.")
         assert "cut off" not in page.locator("#log").inner_text()
         page.locator("#language").click()
         expect(line).to_contain_text("120")

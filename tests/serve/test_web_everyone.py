@@ -1,4 +1,4 @@
-"""The page in a real browser: mistakes and failures in words, both languages, phones, and no mouse."""
+"""The page in a real browser: errors in plain words, both languages, phones, keyboards and screen readers."""
 
 import re
 from collections.abc import Iterator
@@ -58,7 +58,9 @@ def test_stream_that_breaks_off_says_so_and_keeps_the_words(browser):
         engine.allow(3)
         expect(answers(page)).to_have_text("你")
         engine.allow(100)
-        expect(page.get_by_role("alert")).to_have_text("The connection broke off before the answer was complete.")
+        expect(page.get_by_role("alert")).to_have_text(
+            "The connection was lost before the answer was complete. Please try again."
+        )
         expect(answers(page)).to_have_text("你")
 
 
@@ -89,7 +91,7 @@ def test_message_that_is_too_long_is_told_with_numbers(browser):
         expect(page.get_by_role("alert")).to_contain_text("context of 1,200 tokens")
         expect(page.locator("#prompt")).to_have_value("x" * 1500)
         send(page, "x" * 300_000)
-        expect(page.get_by_role("alert").last).to_contain_text("too long to be sent")
+        expect(page.get_by_role("alert").last).to_contain_text("too long to send")
 
 
 # --- languages, sizes, keyboards -----------------------------------------------------------------
@@ -173,6 +175,6 @@ def test_everything_can_be_found_without_a_mouse_or_eyes(browser):
             assert button.get_attribute("aria-label") or button.inner_text().strip()
         expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
         expect(page.get_by_role("textbox", name="Ask something")).to_be_focused()
-        page.keyboard.press("Shift+Tab")  # back from the box to the copy button, over the disabled nothing
+        page.keyboard.press("Shift+Tab")  # from the input box back to the copy button
         assert page.evaluate("() => document.activeElement !== document.body")
-        assert page.locator("#stop").count() == 0  # window.stop would hide it
+        assert page.locator("#stop").count() == 0  # window.stop would shadow an element with this id

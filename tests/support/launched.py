@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from nanochat.evals import loss as loss_eval  # noqa: E402 - after the path is known
-from nanochat.train import loop  # noqa: E402
+from nanochat.train.stage import Stage  # noqa: E402
 
 
 def inject(folder: Path, rank: int) -> None:
@@ -34,20 +34,21 @@ def inject(folder: Path, rank: int) -> None:
 
         loss_eval.bits_per_byte = endless
         return
-    start = loop.Stage.start
+    start = Stage.next_step
     count = 0
 
-    def begin(stage: loop.Stage) -> None:
+    def begin(stage: Stage) -> bool:
         nonlocal count
         count += 1
-        start(stage)
+        more = start(stage)
         if rank == int(whom) and count == int(when) and not (folder / "struck").exists():
             (folder / "struck").touch()
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait()
+        return more
 
-    loop.Stage.start = begin  # type: ignore[method-assign]
+    Stage.next_step = begin  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A corpus, a tokenizer and settings so small that a stage of twenty steps takes a second."""
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -19,6 +20,7 @@ from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.device import Compute
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.train.stage import AlreadyDone
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from tests.support.tiny_model import on_cpu
 
@@ -86,7 +88,8 @@ def config(stage: str, **changes: Any) -> Any:
 
 def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> None:
     """Train a stage in this process, in the base folder of the environment."""
-    SCRIPTS[stage].train(config(stage, **changes), compute or on_cpu())
+    with contextlib.suppress(AlreadyDone):
+        SCRIPTS[stage].train(config(stage, **changes), compute or on_cpu())
 
 
 def words(stage: str, **changes: Any) -> list[str]:

@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint_manager.locate import make_meta
+from nanochat.checkpoint_manager.same_run import Settings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import loop
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 from tests.support.tiny_model import on_cpu
 
 CPU = on_cpu()
 VOCAB = 290
 SETTINGS = {"depth": 2, "seed": 42, "run": "dummy", "corpus": "tinyworld"}
+WANTED = Settings(SETTINGS, frozenset({"run"}), {"depth": 20, "seed": 42, "run": "dummy"})
 
 
 class Batches:
@@ -36,7 +38,7 @@ def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tupl
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
     model = GPT(config, compute.dtype)
     model.init_weights(seed)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, model.shard_groups(), compute)
     return model, Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
 
 
@@ -44,7 +46,7 @@ def train(model: GPT, optimizers: Optimizers, first: int, last: int, compute: Co
     """Updates first + 1 .. last."""
     for step in range(first, last):
         optimizers.schedule(1 / (1 + step), 0.85 + 0.1 / (1 + step), 1.0)
-        loop.update(model, optimizers, Batches(step, compute), loop.LossScale(), compute)
+        update(model, optimizers, Batches(step, compute), LossScale(), compute)
 
 
 def parameters(model: GPT) -> dict[str, Tensor]:

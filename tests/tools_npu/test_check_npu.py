@@ -1,4 +1,4 @@
-"""check_npu.py on a host without NPU, on pretended ones, on broken ones, and on the emulated NPU."""
+"""check_npu.py on a host without an NPU, on imitated hosts, on broken hosts, and on the emulated NPU."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ def run(*flags: str, **environment: str) -> tuple[int, str, str]:
 
 
 def fake_smi(folder: Path, table: str, link: str = "HCCS") -> str:
-    """A folder for PATH with an npu-smi that prints a table and a topology."""
+    """A PATH that starts with an npu-smi that prints this table and a topology."""
     folder.mkdir()
     (folder / "table").write_text(table)
     (folder / "topo").write_text(TOPOLOGY.format(link=link))
@@ -42,7 +42,7 @@ def by_name(found: list[Line]) -> dict[str, Line]:
     return {line.name: line for line in found}
 
 
-# --- the whole, without an NPU ---------------------------------------------------------------------
+# --- the whole script without an NPU ---------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -77,12 +77,12 @@ def test_lines_name_cause_and_remedy_in_the_language_of_the_locale(tmp_path: Pat
 
 
 COMMAND = re.compile(
-    r"(bash|source|python|npu-smi|export|unset|ulimit) [\x20-\x7e]*"  # in ASCII: it is the same in both languages
+    r"(bash|source|python|npu-smi|export|unset|ulimit) [\x20-\x7e]*"  # ASCII, because both languages show the command
 )
 
 
 def texts(node: ast.AST) -> list[str]:
-    """The constant parts of a string, a format's values as x."""
+    """The constant parts of a string; the values of an f-string become x."""
     if isinstance(node, ast.JoinedStr):
         return ["".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)]
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
@@ -105,7 +105,7 @@ def test_a_remedy_is_a_command_or_speaks_both_languages(file: str) -> None:
             assert not text.isascii() or "{" in ast.unparse(chinese), text
 
 
-def test_variables_that_harm_are_mended_by_commands() -> None:
+def test_harmful_variables_are_fixed_by_commands() -> None:
     harmful = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64", "PYTORCH_NPU_ALLOC_CONF": "x",
         "ASCEND_LAUNCH_BLOCKING": "1", "ASCEND_GLOBAL_LOG_LEVEL": "0", "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
@@ -123,7 +123,7 @@ def test_locale_decides_the_language() -> None:
     assert lines.language_of({}) == "en"
 
 
-def test_it_starts_without_torch_and_takes_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_it_uses_the_python_of_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     monkeypatch.setattr(check_npu.importlib.util, "find_spec", lambda name: None)
     assert check_npu.python_with_torch() == ""
@@ -141,7 +141,7 @@ def test_it_starts_without_torch_and_takes_the_python_of_venv(tmp_path: Path, mo
 # --- the host --------------------------------------------------------------------------------------
 
 
-def test_a_well_host_passes(tmp_path: Path) -> None:
+def test_a_healthy_host_passes(tmp_path: Path) -> None:
     made = make_host(tmp_path / "host")
     env = {
         "ASCEND_ROOT_PREFIX": str(made.root), "HOME": str(tmp_path), "PATH": fake_smi(tmp_path / "bin", smi_table(2)),
@@ -161,7 +161,7 @@ def smi_lines(tmp_path: Path, table: str, link: str = "HCCS") -> dict[str, Line]
     return by_name(list(host_checks.smi(env, True)))
 
 
-def test_a_card_that_is_unhealthy_is_a_failure(tmp_path: Path) -> None:
+def test_an_unhealthy_card_fails(tmp_path: Path) -> None:
     assert smi_lines(tmp_path, smi_table(1, health="Alarm"))["card 0"].status == FAIL
 
 
@@ -174,7 +174,7 @@ def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path) -> None:
     assert line.remedy == "python check_npu.py --processes"
 
 
-def test_slow_links_are_told(tmp_path: Path) -> None:
+def test_slow_links_give_a_warning(tmp_path: Path) -> None:
     assert smi_lines(tmp_path, smi_table(2), link="SYS")["topology"].status == WARN
 
 
@@ -190,7 +190,7 @@ def test_permission_refused_by_the_driver_names_the_group(tmp_path: Path) -> Non
     assert line.status == FAIL and "usermod -aG HwHiAiUser" in line.do("en")
 
 
-def test_files_that_may_not_be_opened_fail() -> None:
+def test_device_files_without_permission_fail() -> None:
     shut = setup.Found(None, None, [host.Device("/dev/davinci0", False)], [host.Device("/dev/hisi_hdc", True)])
     named = by_name(list(host_checks.permissions(shut, {})))
     assert named["permissions"].status == FAIL and "/dev/davinci0" in named["permissions"].english
@@ -237,7 +237,7 @@ def test_a_crash_in_a_check_is_a_finding_with_its_name(tmp_path: Path) -> None:
     assert str(tmp_path / "log") in found[1].do("zh")
 
 
-def test_a_check_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_npu, "DEVICE_SECONDS", 0.2)
     (line,) = from_fake_child(tmp_path, 'tell "{\\"begin\\": \\"npu:0\\"}"\nexec sleep 60')
     assert (line.name, line.status) == ("npu:0", FAIL)
@@ -245,7 +245,7 @@ def test_a_check_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Told(device_checks.Output):
-    """Lines kept instead of sent."""
+    """Keeps the lines instead of sending them."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []

@@ -1,4 +1,4 @@
-"""check_npu.py --processes: what it lists, and that it ends what was picked and nothing else."""
+"""check_npu.py --processes: which processes it lists, and that it ends the picked processes and no others."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tools_npu import host, processes
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """A process that looks like training: `python -m scripts.base_train`, ours by its command line."""
+    """A process whose command line looks like training: `python -m scripts.base_train`."""
     package = tmp_path / "scripts"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -23,7 +23,7 @@ def trainer(tmp_path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_ones_training_processes_are_listed_and_ended_by_id(trainer: subprocess.Popen[bytes]) -> None:
+def test_your_training_processes_are_listed_and_ended_by_id(trainer: subprocess.Popen[bytes]) -> None:
     listed = {process.pid: process for process in processes.own({})}
     assert "-m scripts.base_train" in listed[trainer.pid].command
     assert os.getpid() not in listed and os.getppid() not in listed
@@ -41,7 +41,7 @@ def test_an_id_that_is_not_listed_is_left_alone(trainer: subprocess.Popen[bytes]
     trainer.wait()
 
 
-def test_force_ends_a_process_that_does_not_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_ends_a_process_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0.3)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     deaf = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -75,8 +75,9 @@ def test_a_process_that_holds_a_card_open_is_found_by_the_card(tmp_path: Path) -
 def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Popen[bytes], tmp_path: Path) -> None:
     code, out, _ = run("--processes", "--lang", "en", ASCEND_ROOT_PREFIX=str(tmp_path))
     assert code == 0
-    assert f"{trainer.pid}" in out and "python check_npu.py --processes --end" in out
+    assert f"{trainer.pid}" in out and "python check_npu.py --processes --end ID..." in out
+    assert "memory  command" in out, "the columns have names"
     code, out, _ = run("--processes", "--end", str(trainer.pid), "1", ASCEND_ROOT_PREFIX=str(tmp_path))
-    assert code == 1, "1 is nobody's training process"
+    assert code == 1, "process 1 is not a training process"
     assert f"{trainer.pid}: ended" in out and "1: not among your training processes" in out
     assert trainer.wait(timeout=20) == -15

@@ -1,4 +1,4 @@
-"""tools_npu: versions that fit, hosts that are read, npu-smi's tables, variables that harm."""
+"""tools_npu: which versions fit, what is read from a host and from npu-smi's tables, which variables are harmful."""
 
 import ast
 import subprocess
@@ -35,39 +35,39 @@ def test_cann_decides_the_pair(cann: str, torch_npu: str, warned: bool) -> None:
     ("torch_npu", "cann", "status"),
     [
         ("2.9.0.post2", "9.0.0", "PASS"),
-        ("2.9.0", "9.0.0", "WARN"),  # a newer CANN serves an older package
+        ("2.9.0", "9.0.0", "WARN"),  # an older package works with a newer CANN
         ("2.9.0.post2", "8.5.0", "FAIL"),
-        ("2.9.0.post4", "9.0.0", "WARN"),  # not listed: needs what post2 needs
-        ("2.9.0.post9", "9.0.0", "FAIL"),  # not listed: needs what post6 needs
+        ("2.9.0.post4", "9.0.0", "WARN"),  # not listed: needs the CANN of post2
+        ("2.9.0.post9", "9.0.0", "FAIL"),  # not listed: needs the CANN of post6
         ("2.13.0", "9.1.0", "WARN"),
         ("2.13.0", "8.5.0", "FAIL"),
         ("2.14.0", "9.2.0", "WARN"),
         ("2.9.0", "", "WARN"),
     ],
 )
-def test_what_is_installed_is_judged(torch_npu: str, cann: str, status: str) -> None:
+def test_installed_versions_are_compared_with_the_table(torch_npu: str, cann: str, status: str) -> None:
     assert versions.cann_fits(torch_npu, cann).status == status
 
 
-def test_torch_and_torch_npu_of_different_releases_do_not_go_together() -> None:
+def test_torch_and_torch_npu_of_different_releases_do_not_fit() -> None:
     assert versions.pair_fits("2.9.0+cpu", "2.9.0.post2").status == "PASS"
     assert versions.pair_fits("2.10.0", "2.9.0").status == "FAIL"
     assert versions.pair_fits("2.6.0", "2.6.0").status == "FAIL"
 
 
-def test_a_version_that_only_version_cfg_tells_is_read(tmp_path: Path) -> None:
+def test_a_version_that_stands_only_in_version_cfg_is_read(tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text("# the\nruntime_running_version=[7.6.T11.0.B056:8.3.RC1]\n")
     assert host.cann_version(tmp_path) == "8.3.RC1"
 
 
-def test_a_user_outside_the_group_is_told_the_command(tmp_path: Path) -> None:
+def test_a_user_must_be_root_or_in_the_group_if_it_exists(tmp_path: Path) -> None:
     made = make_host(tmp_path)
     env = {"ASCEND_ROOT_PREFIX": str(made.root)}
     assert host.may_use_devices(env, 0, [0])
     assert host.may_use_devices(env, 1000, [1000, 4321])
     assert not host.may_use_devices(env, 1000, [1000])
     (made.root / "etc/group").write_text("root:x:0:\n")
-    assert host.may_use_devices(env, 1000, [1000]), "without the group nothing is asked"
+    assert host.may_use_devices(env, 1000, [1000]), "without the group every user passes"
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,19 @@ def test_a_user_outside_the_group_is_told_the_command(tmp_path: Path) -> None:
         ({}, "2.13.0", []),
     ],
 )  # fmt: skip
-def test_variables_that_harm_are_found(
+def test_harmful_variables_are_found(
     variables: dict[str, str], torch_npu: str, expected: list[tuple[str, str]]
 ) -> None:
     assert [(finding.status, finding.name) for finding in environment.lint(variables, torch_npu)] == expected
 
 
-def test_what_is_exported_passes_the_lint() -> None:
+def test_the_exported_variables_pass_the_lint() -> None:
     for torch_npu in ("2.7.1", "2.13.0"):
         exported = {variable.name: variable.value for variable in environment.wanted(torch_npu)}
         assert environment.lint(exported, torch_npu) == []
 
 
-# --- npu-smi, with tables as they were published --------------------------------------------------------------------
+# --- npu-smi, with published tables -----------------------------------------------------------------------------------
 
 EIGHT = """
 +------------------------------------------------------------------------------------------------+
@@ -136,7 +136,7 @@ EIGHT = """
 | 0                         | 0000:42:00.0  | 0           0    / 0          3315 / 65536         |
 +===========================+===============+====================================================+
 """
-# Two dies of an A3 card, one at work, and what holds them; the second die tells no power.
+# The two dies of an A3 card and the processes that hold them; the table shows no power for the second die.
 A3 = """
 +------------------------------------------------------------------------------------------------+
 | npu-smi 25.3.rc1                 Version: 25.3.rc1                                             |
@@ -186,7 +186,7 @@ def test_the_published_table_of_eight_cards_is_read() -> None:
     assert cards[7].used_mb == 3315
 
 
-def test_two_dies_of_a_card_and_what_holds_them_are_read() -> None:
+def test_two_dies_of_a_card_and_their_processes_are_read() -> None:
     version, cards, holders = host.parse_smi(A3)
     assert version == "25.3.rc1"
     assert [(card.npu, card.chip, card.name, card.health, card.power, card.used_mb) for card in cards] == [
@@ -201,7 +201,7 @@ def test_an_inference_card_is_read() -> None:
     assert (card.npu, card.name, card.power, card.used_mb, card.total_mb) == (8, "310P3", "NA", 1696, 21527)
 
 
-def test_the_tests_own_table_is_read() -> None:
+def test_the_imitated_table_is_read() -> None:
     cards = host.parse_smi(smi_table(3, health="Warning", used_mb=9000))[1]
     assert [(card.npu, card.health, card.used_mb) for card in cards] == [(n, "Warning", 9000) for n in range(3)]
 
@@ -233,7 +233,7 @@ def test_npu_smi_that_fails_says_why(tmp_path: Path, stub: str | None, why: str)
     assert host.run_smi(["info"], env)[1] == why
 
 
-def test_an_npu_smi_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_smi_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*_: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("npu-smi", host.SMI_SECONDS)
 
@@ -262,8 +262,8 @@ OLD_PYTHON = [*ROOT.glob("check_npu.py"), *ROOT.glob("tools_npu/*.py")]
 
 
 @pytest.mark.parametrize("path", OLD_PYTHON, ids=lambda path: path.name)
-def test_what_starts_on_any_python_is_written_for_3_8(path: Path) -> None:
+def test_the_scripts_that_start_on_any_python_parse_on_3_8(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert future or not functions, "annotations as in `str | None` are evaluated without it"
+    assert future or not functions, "without it, Python 3.8 evaluates annotations such as `str | None`"

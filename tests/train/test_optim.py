@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.train import schedule
-from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates, for_run
+from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates
 
 DIM = 48
 # role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours)
@@ -71,15 +71,15 @@ def test_rates_and_scale_reach_their_roles() -> None:
 def test_large_and_long_runs_keep_upstreams_rates() -> None:
     """A run of the reference's batch and horizon: 12 tokens for each of its parameters."""
     reference = 12 * schedule.REFERENCE_SCALING_PARAMETERS
-    assert for_run(Rates(), 2**19, round(reference / 2**19), 12) == Rates(weight_decay=pytest.approx(0.28, rel=1e-3))
+    assert Rates().for_run(2**19, round(reference / 2**19), 12) == Rates(weight_decay=pytest.approx(0.28, rel=1e-3))
     assert schedule.table_momentum(round(reference / 2**19)) == 0.8
 
 
 def test_a_short_run_of_small_batches_has_rates_of_its_own() -> None:
-    short = for_run(Rates(), 4096, 200, 12)
+    short = Rates().for_run(4096, 200, 12)
     assert (short.matrix_lr, short.embedding_lr, short.unembedding_lr) == (0.04, 0.3, 0.008)
     assert short.scalar_lr == pytest.approx(0.5 * (4096 / 2**19) ** 0.5)
-    assert for_run(Rates(matrix_optimizer="adamw"), 4096, 200, 12).matrix_lr == 0.02  # fitted by itself
+    assert Rates(matrix_optimizer="adamw").for_run(4096, 200, 12).matrix_lr == 0.02  # fitted by itself
 
 
 def test_only_tables_and_head_take_the_runs_momentum() -> None:

@@ -10,8 +10,9 @@ import torch
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime.parallel import Sharding, whole_parameters
-from nanochat.train import loop, memory, probe
+from nanochat.train import memory, probe
 from nanochat.train.sizes import Batch
+from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, batches, make
 from tests.support.ranks import run_ranks
 
@@ -110,14 +111,14 @@ def probed(compute: Compute, mode: Sharding = "grad") -> dict[str, Any]:
         calls = list(seen)
     assert all(parameter.grad is None for parameter in model.parameters())
     for step in range(2):
-        loop.update(model, optimizers, batches(step, 1, compute), loop.LossScale(), compute)
+        update(model, optimizers, batches(step, 1, compute), LossScale(), compute)
     return {"batch": found, "calls": calls, "after": {n: v.clone() for n, v in whole_parameters(model)}}
 
 
 def untouched(compute: Compute) -> dict[str, torch.Tensor]:
     model, optimizers = make(compute)
     for step in range(2):
-        loop.update(model, optimizers, batches(step, 1, compute), loop.LossScale(), compute)
+        update(model, optimizers, batches(step, 1, compute), LossScale(), compute)
     return {name: value.clone() for name, value in whole_parameters(model)}
 
 

@@ -13,7 +13,8 @@ from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
-from nanochat.train import loop, policy, rollout
+from nanochat.train import rollout
+from nanochat.train.update import LossScale, Outcome, update
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
@@ -76,13 +77,13 @@ def rolled(
     )
 
 
-def gradient(device_batch_size: int, compute: Compute) -> tuple[loop.Outcome, dict[str, torch.Tensor], int]:
+def gradient(device_batch_size: int, compute: Compute) -> tuple[Outcome, dict[str, torch.Tensor], int]:
     """Of one step, in whatever passes and on however many ranks."""
     sampler, model = talkative(), talkative()
     parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
     rollouts, _ = rolled(device_batch_size, compute, model=sampler)
     recorder = Recorder(model)
-    outcome = loop.update(model, recorder, rollouts, loop.LossScale(), compute)  # type: ignore[arg-type]
+    outcome = update(model, recorder, rollouts, LossScale(), compute)  # type: ignore[arg-type]
     return outcome, recorder.gradients, rollouts.num_targets
 
 
@@ -223,9 +224,9 @@ def test_the_same_problems_and_seed_give_the_same_samples():
 
 def test_shuffled_rewards_keep_the_figures_and_deal_the_same_rewards(monkeypatch):
     dealt = []
-    original = policy.shuffled
+    original = rollout.shuffled
     monkeypatch.setattr(
-        policy, "shuffled", lambda given, seed: dealt.append((given, original(given, seed))) or dealt[-1][1]
+        rollout, "shuffled", lambda given, seed: dealt.append((given, original(given, seed))) or dealt[-1][1]
     )
     (plain, samples), (control, shuffled) = rolled(), rolled(shuffle=True)
     assert dealt and all(sorted(given) == sorted(taken) for given, taken in dealt)

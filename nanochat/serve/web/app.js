@@ -1,4 +1,4 @@
-// The page: the box to write in, the conversation, and one answer at a time.
+// The page: an input box, the conversation, and at most one answer at a time.
 
 import { answer, ChatError, loadedModel } from "./client.js";
 import { currentLanguage, EXAMPLES, hasWords, say, switchLanguage, translatePage } from "./i18n.js";
@@ -8,10 +8,10 @@ const find = (id) => document.getElementById(id);
 const [scroller, log, welcome, examples] = ["scroller", "log", "welcome", "examples"].map(find);
 const [prompt, sendButton, toEnd] = ["prompt", "send", "to-end"].map(find);
 
-let model = null; // what /v1/models says
+let model = null; // the description from /v1/models
 let chat = newChat();
 
-/** `exchanges` are the finished pairs {question, parts, turn}; the model sees those from `seen` on. */
+/** `exchanges` are the finished pairs {question, parts, turn}. The model sees the pairs from index `seen` on. */
 function newChat() {
   return { exchanges: [], seen: 0, running: null };
 }
@@ -38,7 +38,7 @@ async function showModel() {
   chip.hidden = false;
 }
 
-/** Tokens for one answer: what the server offers, but at most half of the context, the rest is for the questions. */
+/** The longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
 function answerTokens() {
   return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
 }
@@ -53,7 +53,7 @@ function messagesOf(here, question) {
   return [...turns, { role: "user", content: question }];
 }
 
-/** The oldest messages no longer fit: later questions leave them out too, and a line says so. */
+/** Leave the oldest messages out of later requests as well, because they no longer fit, and say so in a line. */
 function forget(here, messages) {
   here.seen += messages / 2;
   log.querySelector(".forgotten")?.remove();
@@ -68,7 +68,7 @@ async function send(question) {
   const asked = userTurn(question);
   welcome.hidden = true;
   log.append(asked, turn.element);
-  log.setAttribute("aria-busy", "true"); // read out when it is complete, not word by word
+  log.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
   prompt.value = "";
   refreshComposer();
   follow(true);
@@ -81,7 +81,7 @@ async function send(question) {
     if (stop.signal.aborted) note = "stopped";
     else showFailure(failure, turn, question);
   }
-  if (here !== chat) return; // a new chat has begun meanwhile
+  if (here !== chat) return; // the user has started a new chat meanwhile
   turn.end(note);
   if (turn.saidSomething) here.exchanges.push({ question, parts: turn.parts, turn });
   else asked.classList.add("unanswered");
@@ -91,7 +91,7 @@ async function send(question) {
   follow();
 }
 
-/** Show the pieces of an answer as they come; return the note that belongs beneath it, or null. */
+/** Show the pieces of an answer as they arrive; return the note to show below the answer, or null. */
 async function stream(here, turn, pieces) {
   const start = performance.now();
   let finish = null;
@@ -112,7 +112,7 @@ function showFailure(failure, turn, question) {
   const { code = "broken", detail = "", values = {} } = failure;
   const key = hasWords(code) ? code : "failed";
   turn.fail(key, { ...values, detail, context: model?.context_length });
-  if (!turn.saidSomething && !prompt.value) prompt.value = question; // nothing typed is lost
+  if (!turn.saidSomething && !prompt.value) prompt.value = question; // so that the user need not type it again
   if (code === "unreachable") showModel();
 }
 
@@ -126,7 +126,7 @@ function startNewChat() {
   focusPrompt();
 }
 
-// --- the box to write in -------------------------------------------------------------------------
+// --- the input box -------------------------------------------------------------------------------
 
 function refreshComposer() {
   prompt.style.height = "auto";
@@ -139,14 +139,15 @@ function refreshComposer() {
   say(sendButton, answering ? "halt" : "send", {}, "title");
 }
 
-/** Put the cursor into the box, except where that would raise a keyboard over half of the screen. */
+/** Put the cursor into the input box, except on touch screens, where a keyboard would cover half of the page. */
 function focusPrompt() {
   if (!matchMedia("(pointer: coarse)").matches) prompt.focus();
 }
 
 prompt.addEventListener("input", refreshComposer);
 prompt.addEventListener("keydown", (key) => {
-  // While an input method composes, Enter takes its suggestion. Safari ends the composition first and tells by 229.
+  // While an input method is composing, Enter accepts its suggestion. Safari ends the composition before this event
+  // and marks the event only with key code 229.
   if (key.key !== "Enter" || key.shiftKey || key.isComposing || key.keyCode === 229) return;
   key.preventDefault();
   send(prompt.value);

@@ -1,8 +1,8 @@
-// The server's API: which model it has, and streamed answers.
+// The client of the server's API: loads the model's description, and streams answers.
 
 import { events } from "./sse.js";
 
-/** What went wrong, by a code that i18n.js has words for; `detail` is the server's own sentence. */
+/** A failed request. i18n.js has a text for most codes; `detail` is the server's own message. */
 export class ChatError extends Error {
   constructor(code, detail = "", values = {}) {
     super(detail || code);
@@ -34,16 +34,16 @@ async function request(path, options) {
   return response;
 }
 
-/** The model that is loaded: {id, stage, tag, step, context_length, defaults}. */
+/** Describes the loaded model: {id, stage, tag, step, context_length, defaults}. */
 export async function loadedModel() {
   const response = await request("v1/models", { cache: "no-store" });
   return (await response.json()).data[0];
 }
 
 /**
- * A streamed answer: yields {text}, {tool: {expression, result}}, {tokens} as they come and {finish} at the end;
- * {forgotten} first, if that many of the oldest messages did not fit the model's context.
- * Aborting the signal closes the connection, at which the server stops computing.
+ * Streams an answer. Yields {text}, {tool: {expression, result}} and {tokens} as they arrive, and {finish} at the end.
+ * If the oldest messages did not fit into the model's context, {forgotten} comes first with their number.
+ * To stop the answer, abort the signal: that closes the connection, and the server stops computing.
  */
 export async function* answer(messages, maxTokens, signal) {
   const stream_options = { include_usage: true, continuous_usage_stats: true };

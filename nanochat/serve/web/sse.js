@@ -1,8 +1,8 @@
-// Server-sent events out of a stream of bytes.
+// Reads server-sent events from a stream of bytes.
 
 /**
- * The `data` of every event. The bytes may be cut anywhere: in a character, in a line, between \r and \n.
- * An event that the stream ends within is dropped, as the standard says.
+ * Yields the `data` of every event. The bytes may be split anywhere: in a character, in a line, between \r and \n.
+ * If the stream ends inside an event, that event is dropped, as the standard requires.
  */
 export async function* events(stream) {
   const reader = stream.getReader();
@@ -26,6 +26,6 @@ export async function* events(stream) {
       if (done) return;
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops listening also stops the server
+    reader.cancel().catch(() => {}); // when the caller stops reading, the server stops too
   }
 }

@@ -1,4 +1,4 @@
-// What a conversation looks like. Text from users and models becomes text nodes, never markup.
+// Builds the elements of a conversation. Text from users and models becomes text nodes, never markup.
 
 import { say } from "./i18n.js";
 
@@ -39,9 +39,9 @@ export function forgottenLine(context) {
   return line;
 }
 
-/** A call of the calculator: the sum at a glance, and what happened when it is opened. */
+/** A calculator call: shows the result at a glance, and an explanation when opened. */
 function toolChip({ expression, result }) {
-  const failed = result === null || result === "error"; // what the engine answers to what is no sum
+  const failed = result === null || result === "error"; // the engine's answer to an invalid expression
   const sum = make("code", "", failed ? `${expression} = ?` : `${expression} = ${result}`);
   const summary = make("summary", "", icon("tool"), sum);
   const text = make("p");
@@ -52,7 +52,7 @@ function toolChip({ expression, result }) {
 
 async function toClipboard(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const box = make("textarea", "hidden", text); // plain http to another machine has no clipboard
+  const box = make("textarea", "hidden", text); // browsers offer no clipboard over plain http to another machine
   document.body.append(box);
   box.select();
   const done = document.execCommand("copy");
@@ -78,10 +78,10 @@ function copyButton(text) {
   return button;
 }
 
-/** The model's turn, which grows while it is streamed. */
+/** The model's turn, which grows while the answer streams. */
 export class ModelTurn {
   constructor() {
-    this.parts = []; // as the API takes them back: {type: text, text} and {type: tool, expression, result}
+    this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
     this.body = make("div", "body streaming");
     this.meta = make("div", "meta");
     this.count = make("span");
@@ -113,7 +113,7 @@ export class ModelTurn {
     this.body.append(toolChip(tool));
   }
 
-  /** Beneath the answer: how many tokens so far, and how fast since the question was sent. */
+  /** Show below the answer how many tokens have arrived, and how fast since the question was sent. */
   showSpeed(tokens, seconds) {
     if (!this.count.parentNode) this.meta.prepend(this.count);
     const [amount, speed, rate] = [make("span"), make("span"), tokens / seconds];
@@ -122,7 +122,7 @@ export class ModelTurn {
     this.count.replaceChildren(amount, " · ", speed);
   }
 
-  /** The answer is over; `note` is a key of i18n.js, or null. */
+  /** Finish the turn. `note` is a key in i18n.js, or null. */
   end(note) {
     this.body.classList.remove("streaming");
     if (note) {

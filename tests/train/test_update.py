@@ -1,5 +1,6 @@
-"""The shared arithmetic of training: when, how large, what is skipped, what is compiled."""
+"""The update: what it computes, what it skips, and what it gives with a compiled model."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -16,9 +17,9 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.train import compile as compiling
-from nanochat.train import loop
-from nanochat.train.loop import LossScale, Outcome, due
+from nanochat.train.meter import due
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, Outcome, update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 FP16 = replace(CPU, dtype=torch.float16)
@@ -85,7 +86,7 @@ def gradients_of(
     model: GPT, batches: Batches, compute: Compute = CPU, scale: LossScale | None = None
 ) -> tuple[Outcome, dict[str, Tensor]]:
     recorder = Recorder(model)
-    outcome = loop.update(model, recorder, batches, scale or LossScale(), compute)  # type: ignore[arg-type]
+    outcome = update(model, recorder, batches, scale or LossScale(), compute)  # type: ignore[arg-type]
     return outcome, recorder.gradients
 
 
@@ -133,7 +134,7 @@ def test_an_update_steps_the_optimizers_and_leaves_no_gradient() -> None:
     model = gpt()
     optimizers = optimizers_of(model)
     before = snapshot(model, optimizers)
-    outcome = loop.update(model, optimizers, split(rows()[:2], [4, 4]), LossScale(), CPU)
+    outcome = update(model, optimizers, split(rows()[:2], [4, 4]), LossScale(), CPU)
     assert not outcome.skipped
     assert sum(not torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizers), strict=True)) > 30
     assert all(p.grad is None for p in model.parameters())
@@ -142,7 +143,7 @@ def test_an_update_steps_the_optimizers_and_leaves_no_gradient() -> None:
 def test_updates_lower_the_loss_of_a_row_seen_again() -> None:
     model = gpt()
     optimizers = optimizers_of(model)
-    losses = [loop.update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU).loss for _ in range(8)]
+    losses = [update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU).loss for _ in range(8)]
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -166,10 +167,10 @@ def break_one_gradient(model: GPT) -> None:
 def test_a_step_that_is_not_finite_touches_nothing(break_it: Callable[[GPT], None]) -> None:
     model = gpt()
     optimizers = optimizers_of(model)
-    loop.update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU)
+    update(model, optimizers, split(rows()[:2], [8]), LossScale(), CPU)
     break_it(model)
     before = snapshot(model, optimizers)
-    outcome = loop.update(model, optimizers, split(rows(1)[:2], [4, 4]), LossScale(), CPU)
+    outcome = update(model, optimizers, split(rows(1)[:2], [4, 4]), LossScale(), CPU)
     assert outcome.skipped
     for one, two in zip(before, snapshot(model, optimizers), strict=True):
         assert torch.equal(one, two) or (one.isnan().all() and two.isnan().all())
@@ -186,7 +187,7 @@ def test_running_out_of_memory_names_the_next_value(passes: list[int], said: str
 
     model.lm_head.register_full_backward_hook(full)
     with pytest.raises(UserError, match=re.escape(said)):
-        loop.update(model, optimizers_of(model), split(rows()[:2], passes), LossScale(), CPU)
+        update(model, optimizers_of(model), split(rows()[:2], passes), LossScale(), CPU)
 
 
 # --- fp16 ----------------------------------------------------------------------------------------
@@ -232,6 +233,11 @@ def test_the_scale_doubles_after_2000_good_steps() -> None:
     scale.update(finite=True)
     scale.update(finite=False)
     assert (scale.value, scale.good_steps) == (65536, 0)
+
+
+def test_the_scale_resumes_where_it_was() -> None:
+    kept = {"scale": {"value": 1024.0, "good_steps": 17}}
+    assert LossScale.start(FP16, json.loads(json.dumps(kept))) == LossScale(1024.0, 17, True)
 
 
 def test_other_formats_have_no_scale() -> None:
@@ -318,8 +324,7 @@ def test_compiled_updates_equal_eager_ones_and_compile_once(monkeypatch: pytest.
     pairs = [(fast, optimizers_of(models[0])), (models[1], optimizers_of(models[1]))]
     for seed in range(3):
         outcomes = [
-            loop.update(model, optimizers, split(rows(seed)[:2], [2] * 4), LossScale(), CPU)
-            for model, optimizers in pairs
+            update(model, optimizers, split(rows(seed)[:2], [2] * 4), LossScale(), CPU) for model, optimizers in pairs
         ]
         assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanochat.train.policy import group, shuffled, token_weights
+from nanochat.train.rollout import group, shuffled, token_weights
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""What a stage carries from step to step: figures, lines, bars, the clock of saves, and their state over stops."""
+"""The figures of a stage, their state over stops, and the clock of saves."""
 
 import json
 import math
+import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +11,10 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.device import Compute
-from nanochat.runtime.tracking import read_metrics
-from nanochat.train import loop
-from nanochat.train.loop import LossScale, Meter, Outcome, SaveClock, Stage, StageFlags, step_line
+from nanochat.train.meter import Meter, SaveClock
+from nanochat.train.update import Outcome
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
-FP16 = replace(CPU, dtype=torch.float16)
 
 
 # --- when to save --------------------------------------------------------------------------------
@@ -27,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 1000.0
-        monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 def test_saves_are_a_minute_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,20 +60,6 @@ def test_no_saves_by_time_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 def meter(**changes: Any) -> Meter:
     return Meter(**{"steps": 100, "tokens_per_step": 1000, "flops_per_token": 10**6, "peak": 1e9, **changes})
-
-
-def test_a_stage_saves_at_its_end_by_step_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    stage = Stage("base", tmp_path, StageFlags(save_every=20), meter(), 0, CPU)
-    assert [step for step in range(1, 101) if stage.save_due(step)] == [20, 40, 60, 80, 100]
-    clock.now += 61
-    assert stage.save_due(7)
-    stage.close()
-    stage = Stage("base", tmp_path, StageFlags(stop_at=30), meter(), 0, CPU)
-    assert stage.stop == 30
-    assert [step for step in range(1, 31) if stage.save_due(step)] == [30]
-    stage.close()
-    assert Stage("base", tmp_path, StageFlags(stop_at=500), meter(), 0, CPU).stop == 100
 
 
 # --- the meter -----------------------------------------------------------------------------------
@@ -118,7 +102,7 @@ def test_a_meter_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], monkey
     assert "0.5 TFLOP/s a rank (NANOCHAT_PEAK_TFLOPS)" in capsys.readouterr().out
     for step, loss in ((1, 4.0), (2, float("nan")), (3, 3.0)):
         begun.tick(step, Outcome(loss, 1.0, math.isnan(loss)), 0.5, 0.4, 1.0)
-    kept = json.loads(json.dumps(loop.state(begun, LossScale(), {"step": 3})))
+    kept = json.loads(json.dumps({"meter": begun.state()}))
     resumed = Meter.start(100, 1000, 10**6, replace(CPU, world_size=2), kept)
     assert (resumed.smooth, resumed.seconds, resumed.skipped) == (begun.smooth, begun.seconds, 1)
     lines = [m.tick(4, Outcome(2.0, 1.0, False), 0.5, 0.4, 1.0) for m in (begun, resumed)]
@@ -143,79 +127,3 @@ def test_ten_bad_steps_in_a_row_stop_the_run() -> None:
         m.tick(step, bad, 1, 1, 1.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 20"):
         m.tick(20, bad, 1, 1, 1.0)
-
-
-LINE = {
-    "step": 1000, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
-    "total_seconds": 192.0,
-}  # fmt: skip
-
-
-def test_a_step_is_printed_in_the_published_format() -> None:
-    assert step_line(LINE, 5000, 600) == (
-        "step 01000/05000 (20.00%) | loss: 3.456 | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | mfu: 1.35 | "
-        "total time: 3.2m | eta: 10.0m"
-    )
-
-
-def test_a_log_gets_one_line_a_step_from_rank_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loop, "progress_on_terminal", lambda: False)
-    for main in (True, False):
-        progress = loop.Progress("base", 5000, 0, main)
-        progress.show(LINE, 600)
-        progress.close()
-    assert capsys.readouterr().out == step_line(LINE, 5000, 600) + "\n"
-
-
-def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "progress_on_terminal", lambda: True)
-    progress = loop.Progress("base", 5000, 10, True)
-    progress.show(LINE, 600)
-    assert progress.bar is not None
-    (task,) = progress.bar.tasks
-    assert (task.completed, task.total) == (1000, 5000)
-    assert task.fields["note"] == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"
-    progress.close()
-    assert progress.bar.finished or not progress.bar.live.is_started
-
-
-def test_a_stage_measures_its_steps_and_keeps_their_figures(tmp_path: Path) -> None:
-    stage = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU)
-    stage.start()
-    line = stage.tick(1, Outcome(2.0, 1.0, False), 0.5)
-    stage.tracker.log(**line, val_bpb=1.5)
-    stage.close()
-    (kept,) = read_metrics(tmp_path)
-    assert kept == {**line, "val_bpb": 1.5}
-    assert 0 < kept["seconds"] < 60 and kept["lrm"] == 0.5
-
-
-def test_the_scale_goes_on_where_it_was() -> None:
-    kept = loop.state(meter(), LossScale(1024.0, 17, True), {})
-    assert LossScale.start(FP16, json.loads(json.dumps(kept))) == LossScale(1024.0, 17, True)
-
-
-def test_a_line_that_was_saved_but_not_logged_is_owed(tmp_path: Path) -> None:
-    """A kill in the measurement after a save must not leave a hole in metrics.jsonl."""
-    kept = loop.state(meter(), LossScale(), {"step": 20, "loss": 1.0})
-    stage = Stage("base", tmp_path, StageFlags(), meter(), 20, CPU, kept)
-    assert stage.owed == {"step": 20, "loss": 1.0}
-    stage.tracker.log(**stage.owed)
-    stage.close()
-    again = Stage("base", tmp_path, StageFlags(), meter(), 20, CPU, kept)
-    assert again.owed is None
-    again.close()
-    beginning = Stage("base", tmp_path, StageFlags(), meter(), 0, CPU, {})
-    assert beginning.owed is None
-    beginning.close()
-
-
-def test_the_end_says_where_the_checkpoints_are_and_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop.log_end(tmp_path, 9, 9)
-    assert capsys.readouterr().out == f"checkpoints: {tmp_path}\n"
-    loop.log_end(tmp_path, 4, 9)
-    assert "stopped at step 4; leave --stop_at out" in capsys.readouterr().out

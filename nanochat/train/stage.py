@@ -1,0 +1,284 @@
+"""One training stage, from its first check to its section of the report: what base, mid, SFT and RL do alike.
+
+A script keeps its own loop:
+
+    for step in stage.train_rows(rows, ...):
+        stage.schedule(lrm, momentum)
+        stage.conclude(stage.update(step))
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.nn as nn
+
+from nanochat import dataloader, device, report
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.same_run import Settings
+from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.common import UserError, log, run
+from nanochat.dataloader import Source, Step
+from nanochat.device import Compute
+from nanochat.evals import loss
+from nanochat.gpt import GPT
+from nanochat.nn import kernels
+from nanochat.runtime import fingerprint, parallel, profiling, signals
+from nanochat.runtime.progress import StepProgress
+from nanochat.runtime.tracking import Tracker
+from nanochat.runtime.watch import guarded
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import probe
+from nanochat.train.compile import compiled
+from nanochat.train.flags import StageFlags
+from nanochat.train.meter import Meter, SaveClock, due
+from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.sizes import Batch
+from nanochat.train.update import LossScale, MicroBatches, Outcome, Spikes, update
+
+Line = dict[str, Any]  # the figures of a step, as metrics.jsonl keeps them
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage does in each of its steps."""
+
+    steps: int
+    tokens_per_step: int  # of which the speed is told: RL counts replies
+    items_per_step: int  # rows or problems: after n steps the data stands at n times as many
+    key: str  # names the data; a run resumes only with the same
+    eval_every: int  # steps between measurements
+    measure: Callable[[Line], None]  # adds a measurement to a step's line
+    measures_first: bool = False  # measure before the first step too
+
+
+class AlreadyDone(Exception):
+    """An earlier run has finished this stage with these settings; launch() ends the script without an error."""
+
+
+class Stage:
+    """A stage's folder, settings, model, optimizers and figures. Every rank makes one and calls the same methods."""
+
+    def __init__(self, name: str, flags: StageFlags, compute: Compute, tag: str, **facts: str):
+        """`facts` (corpus, parent, tokenizer) join the flags as the settings that a resumed run must share.
+
+        AlreadyDone if an earlier run finished the stage. UserError if the device cannot train, if the ranks were not
+        started alike, or if the settings differ from those of the checkpoints that are there.
+        """
+        if compute.chip is not None and not compute.chip.trains:
+            raise UserError(
+                f"a {compute.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
+                "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here."
+            )
+        kernels.select(flags.kernels, compute)
+        self.name, self.flags, self.compute, self.tag = name, flags, compute, tag
+        self.folder = checkpoint_dir(name, tag)
+        self.settings = Settings.of(flags, **facts)
+        self.parent: Parent | None = None
+        self.step = self.total = 0  # updates done, and of the whole run
+        self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
+        self._cut = False  # a signal cut a measurement short
+        fingerprint.check_start(self.settings.values, compute)
+        if finished(self.folder, self.settings, compute, report.has_training_section(name, tag), flags.resume):
+            raise AlreadyDone
+
+    @classmethod
+    def after(cls, source: str, step: int | None, name: str, flags: StageFlags, compute: Compute) -> "Stage":
+        """A stage that starts from the checkpoint of an earlier stage: the newest, or the one of `step`."""
+        parent = find_parent(source, flags.model_tag, step)
+        stage = cls(name, flags, compute, parent.tag, parent=parent.identity, corpus=flags.data or parent.corpus)
+        stage.parent = parent
+        return stage
+
+    @property
+    def corpus(self) -> str:
+        """The corpus by name, or the mixture."""
+        return self.settings.values["corpus"]
+
+    def load_parent(self) -> tuple[GPT, Tokenizer]:
+        """The parent's model with fp32 masters, and its tokenizer."""
+        assert self.parent is not None, "only a stage made by after() has a parent"
+        loaded = load_model(self.parent.stage, self.parent.tag, self.parent.step, self.compute, dtype=device.MASTER)
+        return loaded.model, loaded.tokenizer
+
+    # --- getting ready ---------------------------------------------------------------------------
+
+    def set_up(self, model: GPT, tokenizer: Tokenizer, rates: Rates, scale: float, table_momentum: float = 0.8) -> None:
+        """Shard the model over the ranks as --shard says, and make its optimizers.
+
+        `scale` multiplies every learning rate. train_rows() must follow, or resume() and begin().
+        """
+        self.whole, self.tokenizer = model, tokenizer
+        self.model: nn.Module = model  # what update() runs; train_rows() compiles it
+        self.counts, self.flops = model.parameter_counts(), model.flops_per_token()
+        parallel.shard(model, model.shard_groups(), self.compute, self.flags.shard)
+        self.optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, rates, scale,
+                                     self.compute.dtype, table_momentum)  # fmt: skip
+
+    def train_rows(
+        self, rows: Source, batch: Batch, steps: int, val_rows: Source, eval_every: int,
+        val_tokens: int | None = None, of_what: str = "",
+    ) -> Iterator[Step]:  # fmt: skip
+        """Resume, and get ready to train on rows of tokens; gives the batches of the steps to come.
+
+        Validation measures bits per byte on `val_tokens` tokens, by default 20 steps' worth. On an accelerator the
+        batch is fitted to its memory. The model is compiled where compilation pays.
+        """
+        tokens = val_tokens or 20 * batch.tokens_per_step
+
+        def validate(line: Line) -> None:
+            val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
+            line["val_bpb"] = loss.bits_per_byte(self.whole, val, self.tokenizer.token_bytes(), self.compute)
+            log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte{of_what}")
+
+        work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
+        self.resume(work)
+        T = rows.row_tokens - 1
+        batch = probe.fit(batch, self.whole, self.optimizers, T, self.compute)
+        shape, groups = (batch.device_batch_size, T), self.whole.compile_groups()
+        self.model = compiled(self.whole, self.flags.compile, shape, self.compute, groups)
+        self.begin()
+        first = self.step * batch.rows_per_step
+        batches = dataloader.steps(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
+        while self.next_step():
+            yield next(batches)
+
+    def resume(self, work: Work) -> None:
+        """Load the checkpoint to resume from, if there is one, and the figures that it holds."""
+        flags, compute = self.flags, self.compute
+        resumed = resume_stage(self.folder, self.whole, self.optimizers, self.settings, compute, work.key,
+                               flags.resume, flags.other_code)  # fmt: skip
+        self.work, self.step, self.total = work, resumed.step, work.steps
+        self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
+        self.scale, self.spikes = LossScale.start(compute, resumed.state), Spikes.start(resumed.state)
+        self._state = resumed.state
+
+    def begin(self) -> None:
+        """Open log, progress and profile. Then measure what is due before the next step: the measurement that a run
+        missed when it was stopped right after a save, or the one before the first step."""
+        flags, compute = self.flags, self.compute
+        self.stop = min(flags.stop_at or self.total, self.total)
+        self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main)
+        owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
+        self.progress = StepProgress(self.name, self.total, self.step, compute.main)
+        self._clock = SaveClock(flags.save_seconds)
+        self.profile = profiling.begin(flags.profile, self.name, self.folder, self.stop - self.step, compute)
+        line = owed or ({"step": 0} if self.work.measures_first and self.step == 0 else None)
+        try:
+            signals.check(compute)
+            if line:
+                self._finish(line)
+        except signals.Stopped:
+            self.stop, self._cut = self.step, True
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def next_step(self) -> bool:
+        """Whether there is another step, whose time begins now; after the last step the stage is closed."""
+        if self.step >= self.stop:
+            self._close()
+            return False
+        self.profile.begin_step()
+        self._mark = (time.perf_counter(), time.process_time())
+        return True
+
+    def schedule(self, lrm: float, momentum: float = 0.95, decay: float = 1.0) -> None:
+        """Set this step's factor on all learning rates, Muon's momentum, and the factor on the matrices' decay."""
+        self._lrm = lrm
+        self.optimizers.schedule(lrm, momentum, decay)
+
+    def update(self, step: MicroBatches) -> Outcome:
+        """One optimizer update; see update.update()."""
+        return update(self.model, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark)
+
+    def mark(self, part: str) -> None:
+        """Count the time from here on to a part of the step; without --profile nothing happens."""
+        self.profile.mark(part)
+
+    def conclude(self, outcome: Outcome, figures: Mapping[str, float] | None = None, words: str = "") -> None:
+        """End a step: show it, save if a save is due, then measure and log.
+
+        `figures` join the step's line in metrics.jsonl; `words` are printed behind it. Saving comes before measuring,
+        which may fail. When a signal has asked for the end, even in the middle of a measurement, the step is saved and
+        the stage stops; the next run makes up the measurement.
+        """
+        line = {**self._tick(outcome), **(figures or {})}
+        if words:
+            log(f"step {self.step:05d} | {words}")
+        asked = signals.agreed(self.compute)
+        saved = self._save_due() or asked
+        if saved:
+            self._clock.saved(self._save(line))
+        try:
+            self._finish(line)
+        except signals.Stopped:
+            asked = self._cut = True
+            if not saved:
+                self._save(line)
+        if asked:
+            self.stop = self.step
+            log(f"{self.compute.pulse.asked}: saved step {self.stop:,} and stopping")
+
+    def _tick(self, outcome: Outcome) -> Line:
+        """Count the step as done and show it; returns its figures."""
+        seconds, cpu = time.perf_counter() - self._mark[0], time.process_time() - self._mark[1]
+        self.step += 1
+        self.compute.pulse.beat(self.step)
+        self.profile.end_step()
+        line = self.meter.tick(self.step, outcome, seconds, cpu, self._lrm)
+        self.progress.show(line, self.meter.eta(self.step))
+        return line
+
+    def _save_due(self) -> bool:
+        last = self.step == self.stop
+        return last or due(self.step, self.flags.save_every, last) or self._clock.due(self.compute)
+
+    def _save(self, line: Line) -> float:
+        """Save the step of a line; returns how many seconds that took."""
+        state = {
+            "meter": self.meter.state(),
+            "line": dict(line),
+            "scale": {"value": self.scale.value, "good_steps": self.scale.good_steps},
+            "norms": self.spikes.norms,
+            "row": line["step"] * self.work.items_per_step,
+            "data": self.work.key,
+        }
+        meta = make_meta(self.name, self.whole.config, self.settings.values, self.total, state)
+        return save_checkpoint(self.folder, line["step"], self.whole, self.optimizers, self.tokenizer, meta,
+                               self.compute, self.flags.keep)  # fmt: skip
+
+    def _finish(self, line: Line) -> None:
+        """Measure if a measurement is due, and log the line."""
+        step, work = line["step"], self.work
+        ends = work.measures_first and step in (0, self.total)
+        if ends or due(step, work.eval_every, step == self.total and not work.measures_first):
+            work.measure(line)
+        self.tracker.log(**line)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Close log and progress, write the section of the report if all steps are done and measured, and say where
+        the checkpoints are."""
+        self.progress.close()
+        self.tracker.close()
+        done = self.step == self.total
+        if done and not self._cut and self.compute.main:
+            where = {**device.summary(self.compute, self.counts["total"]), **self.facts}
+            report.training_section(self.name, self.tag, self.folder, self.settings.values, where)
+        how = "type the same command to resume" if self.compute.pulse.asked else "leave --stop_at out to resume"
+        log(f"checkpoints: {self.folder}" + ("" if done else f" (stopped at step {self.step}; {how})"))
+
+
+def launch(train: Callable[[Any, Compute], None], config: type[Any], description: str | None) -> None:
+    """Run a training script: parse its flags, take the device, and train with signals caught and ranks watched."""
+
+    def main(cfg: Any, compute: Compute) -> None:
+        with contextlib.suppress(AlreadyDone):  # finished() has logged it
+            train(cfg, compute)
+
+    run(guarded(main), config, description)

@@ -1,0 +1,157 @@
+"""One optimizer update from a step's micro-batches, and what keeps one bad step from spoiling a run."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, pstdev
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import device
+from nanochat.device import Compute
+from nanochat.nn import kernels
+from nanochat.runtime import parallel
+from nanochat.runtime.placement import place_of
+from nanochat.train import memory
+from nanochat.train.optim import Optimizers
+
+WINDOW = 128  # steps whose gradient norms a new one is compared with
+SIGMAS = 6.0
+SPIKE = "more than six sigma above the last 128"
+
+
+class MicroBatches(Protocol):
+    """What one step trains on: dataloader.Step, or RL's Rollouts."""
+
+    @property
+    def num_targets(self) -> int: ...
+
+    @property
+    def micro_batches(self) -> Sequence[tuple[Tensor, ...]]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did."""
+
+    loss: float  # mean nats per target over all ranks
+    grad_norm: float
+    skipped: bool  # nothing was changed
+    reason: str = "not finite"  # why the step was skipped
+
+
+NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # the outcome of a step that had nothing to learn from
+
+
+@dataclass
+class LossScale:
+    """The factor that lifts fp16 gradients out of underflow. For other formats the factor is always 1."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    growing: bool = False
+
+    @staticmethod
+    def start(compute: Compute, state: Mapping[str, Any]) -> "LossScale":
+        """A new scale, or the one that a checkpoint's state holds."""
+        fresh = LossScale(65536.0, 0, True) if compute.scaler else LossScale()
+        return replace(fresh, **state["scale"]) if "scale" in state and compute.scaler else fresh
+
+    def update(self, finite: bool) -> None:
+        """Halve the scale after an overflow and double it after 2,000 good steps, as torch's GradScaler does."""
+        if not self.growing:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass
+class Spikes:
+    """Recognises a sudden gradient: a norm more than six sigma above the mean of the last 128 norms.
+
+    The norm is computed over all ranks, so all ranks decide alike. A spike joins the window. If gradients stay large,
+    four spikes widen the window enough for training to continue, so ten skipped steps in a row, which stop a run,
+    cannot all be spikes.
+    """
+
+    norms: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def start(state: Mapping[str, Any]) -> "Spikes":
+        """An empty window, or the one that a checkpoint's state holds."""
+        return Spikes(list(state.get("norms", [])))
+
+    def found(self, norm: float) -> bool:
+        """Whether a finite norm is a spike; the norm joins the window. Until the window is full, no norm is a spike."""
+        full = len(self.norms) == WINDOW
+        spike = full and norm > fmean(self.norms) + SIGMAS * pstdev(self.norms)
+        self.norms = [*self.norms[-(WINDOW - 1) :], norm]
+        return spike
+
+    def __post_init__(self) -> None:
+        assert all(map(math.isfinite, self.norms)) and len(self.norms) <= WINDOW
+
+
+def unmarked(part: str) -> None:
+    """The `mark` of an update that nobody profiles."""
+
+
+def update(
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
+    spikes: Spikes | None = None, mark: Callable[[str], None] = unmarked,
+) -> Outcome:  # fmt: skip
+    """Run forward, backward and one optimizer step over a step's micro-batches.
+
+    The whole step is skipped on all ranks if its loss or gradients are not finite, or if `spikes` finds a spike. The
+    loss is divided by the targets of the whole step over all ranks, so that neither the split into micro-batches nor
+    the number of ranks changes the gradient. `mark` is told which part of the step begins. Where memory runs out, a
+    UserError names the next batch size to try.
+    """
+    rows = [len(batch[0]) for batch in step.micro_batches]
+    with memory.advising(max(rows, default=1), sum(rows)):
+        return _update(model, optimizers, step, scale, compute, spikes, mark)
+
+
+def _update(
+    model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
+    spikes: Spikes | None, mark: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    optimizers.zero_grad()
+    device.clear_overflow(compute)
+    # FSDP averages gradients over ranks. Every rank holds its part of the same sum, so the average is undone here.
+    factor = scale.value * compute.world_size / max(step.num_targets, 1)
+    batches = step.micro_batches
+    loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
+    for number, batch in enumerate(batches):
+        mark("forward")
+        inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
+        parallel.sync_gradients(model, number == len(batches) - 1)
+        loss = model(inputs, targets, "sum", *weights)
+        mark("backward")
+        (loss * factor).backward()
+        loss_sum += loss.detach()
+    mark("gradient norm")
+    gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
+    figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
+    host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
+    norm_square, loss_total, overflows = parallel.total(
+        [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
+    )
+    norm_square /= place_of(next(model.parameters())).replicas  # replicas hold the same gradients
+    mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
+    mark("optimizer")
+    finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows
+    spike = finite and spikes is not None and spikes.found(norm)
+    if finite and not spike:
+        if scale.value != 1.0:
+            torch._foreach_mul_(gradients, 1 / scale.value)  # pyright: ignore[reportPrivateImportUsage]
+        optimizers.step()
+    scale.update(finite)
+    optimizers.zero_grad()
+    return Outcome(mean, norm, spike or not finite, SPIKE if spike else "not finite")

@@ -1,0 +1,89 @@
+"""A run resumes with the settings and the code it started with; what counts as the same."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.checkpoint_manager.same_run import Settings, check_code, check_settings
+from nanochat.common import Free, UserError, free_flags
+from nanochat.runtime import fingerprint
+from tests.support.tiny_model import on_cpu
+
+
+@dataclass(frozen=True)
+class Old:
+    """The flags of a script when a run started."""
+
+    depth: int = 20
+    save_every: Free[int] = 0
+
+
+@dataclass(frozen=True)
+class New(Old):
+    """The flags of the same script today."""
+
+    window: str = "L"  # what older runs did without the flag
+    color: Free[str | None] = None
+
+
+def meta(config: dict[str, Any], **made_with: dict[str, str]) -> dict[str, Any]:
+    return {"config": config, "stage": "base", "step": 5, "steps": 9, "made_with": made_with}
+
+
+@pytest.fixture
+def one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has loaded a.py; there is b.py too."""
+    monkeypatch.setattr(fingerprint, "loaded", lambda: {"nanochat/a.py": "1"})
+    monkeypatch.setattr(fingerprint, "not_loaded", lambda: {"nanochat/b.py": "2"})
+
+
+def test_a_flag_says_itself_whether_it_is_free() -> None:
+    assert free_flags(Old) == {"save_every"} and free_flags(New) == {"save_every", "color"}
+
+
+def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
+    saved = Settings.of(Old(depth=4), corpus="cats").values
+    check_settings(Path("run"), meta(saved), Settings.of(New(depth=4), corpus="cats"))
+    with pytest.raises(UserError, match=r"\(--window: L before, S now\)"):
+        check_settings(Path("run"), meta(saved), Settings.of(New(depth=4, window="S"), corpus="cats"))
+
+
+def test_free_flags_may_differ_and_others_and_facts_may_not() -> None:
+    saved = Settings.of(New(depth=4), corpus="cats").values
+    check_settings(Path("run"), meta(saved), Settings.of(New(4, 7, color="red"), corpus="cats"))
+    with pytest.raises(UserError, match=r"\(corpus: cats before, dogs now; --depth: 4 before, 8 now\)"):
+        check_settings(Path("run"), meta(saved), Settings.of(New(depth=8), corpus="dogs"))
+
+
+@pytest.mark.parametrize(
+    ("code", "others", "said"),
+    [
+        ({"nanochat/a.py": "1", "nanochat/c.py": "3"}, {}, "nanochat/c.py 3 before, missing now"),  # removed
+        ({"nanochat/b.py": "2"}, {}, "nanochat/a.py missing before, 1 now"),  # added
+        ({"nanochat/old.py": "1"}, {}, "nanochat/a.py missing before, 1 now; nanochat/old.py 1 before, missing now"),
+        ({"nanochat/a.py": "3"}, {}, "nanochat/a.py 3 before, 1 now"),
+        ({"nanochat/b.py": "2"}, {"nanochat/a.py": "3"}, "nanochat/a.py 3 before, 1 now"),  # was there, but not loaded
+        ({"nanochat/a.py": "1", "nanochat/b.py": "7"}, {}, "nanochat/b.py 7 before, 2 now"),  # is there, but not loaded
+    ],
+)
+def test_a_file_that_was_changed_added_removed_or_renamed_is_other_code(
+    one_file: None, capsys: pytest.CaptureFixture[str], code: dict[str, str], others: dict[str, str], said: str
+) -> None:
+    made = meta({}, code=code, other_code=others)
+    with pytest.raises(UserError) as refused:
+        check_code(Path("run"), made, False, on_cpu())
+    assert said in str(refused.value) and "--other_code" in str(refused.value)
+    check_code(Path("run"), made, True, on_cpu())
+    assert "will not repeat bit for bit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loaded", [{"nanochat/a.py": "1"}, {"nanochat/a.py": "1", "nanochat/b.py": "2"}, {}])
+def test_the_same_files_are_the_same_run_whatever_was_loaded(
+    one_file: None, capsys: pytest.CaptureFixture[str], loaded: dict[str, str]
+) -> None:
+    files = {"nanochat/a.py": "1", "nanochat/b.py": "2"}
+    others = {name: digest for name, digest in files.items() if name not in loaded}
+    check_code(Path("run"), meta({}, code=loaded, other_code=others), False, on_cpu())
+    assert capsys.readouterr().err == ""

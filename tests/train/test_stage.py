@@ -1,0 +1,138 @@
+"""What a stage does between its steps: when it saves and measures, what it owes after a stop, and how it ends."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import report
+from nanochat.checkpoint_manager.files import read_meta, steps
+from nanochat.common import UserError, free_flags
+from nanochat.runtime.tracking import read_metrics
+from nanochat.train.flags import StageFlags
+from nanochat.train.optim import Rates
+from nanochat.train.stage import AlreadyDone, Line, Stage, Work
+from scripts import base_train, chat_rl, chat_sft, mid_train
+from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
+from tests.support.tiny_training import Batches
+
+TOKENIZER = tiny_tokenizer()
+
+
+def begun(total: int = 100, every: int = 0, first: bool = False, **flags: Any) -> Stage:
+    """A stage of a tiny model, ready for its next step; measuring writes `accuracy` into the line."""
+
+    def measure(line: Line) -> None:
+        line["accuracy"] = 0.5
+
+    stage = Stage("base", StageFlags(**flags), on_cpu(), "d2", corpus="cats")
+    stage.set_up(tiny_gpt(TOKENIZER.vocab_size, 16), TOKENIZER, Rates(), 0.1)
+    stage.resume(Work(total, 64, 4, "rows", every, measure, first))
+    stage.begin()
+    return stage
+
+
+def go(stage: Stage, count: int = 1000) -> list[int]:
+    """Train at most `count` steps; which ones."""
+    done = []
+    while len(done) < count and stage.next_step():
+        stage.schedule(0.5)
+        stage.conclude(stage.update(Batches(stage.step, stage.compute)))
+        done.append(stage.step)
+    return done
+
+
+def test_a_stage_saves_at_its_end_by_step_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stage = begun(8, save_every=2, keep=0, stop_at=5)
+    assert go(stage, 3) == [1, 2, 3] and steps(stage.folder) == [2]
+    now += 61
+    assert go(stage) == [4, 5] and steps(stage.folder) == [2, 4, 5]
+    stage = begun(8, save_seconds=0, keep=0)
+    assert stage.step == 5 and stage.stop == 8
+    now += 1e6
+    assert go(stage) == [6, 7, 8] and steps(stage.folder) == [2, 4, 5, 8]
+
+
+def test_stop_at_beyond_the_end_stops_at_the_end() -> None:
+    assert begun(3, stop_at=500).stop == 3
+
+
+def test_a_stage_measures_its_steps_and_keeps_their_figures(base_folder: Path) -> None:
+    stage = begun(5, every=2)
+    go(stage)
+    lines = read_metrics(stage.folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "accuracy" in line] == [2, 4, 5]
+    assert all(0 < line["seconds"] < 60 and line["lrm"] == 0.5 for line in lines)
+    assert report.has_training_section("base", "d2")
+
+
+def test_a_stage_that_measures_first_does_so_before_its_first_step_and_at_its_end() -> None:
+    stage = begun(3, every=0, first=True)
+    go(stage)
+    measured = [line["step"] for line in read_metrics(stage.folder) if "accuracy" in line]
+    assert measured == [0, 3]
+
+
+def test_figures_of_the_script_join_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = begun(1)
+    assert stage.next_step()
+    stage.schedule(1.0)
+    stage.conclude(stage.update(Batches(0, stage.compute)), {"reward": 0.25}, "reward: 0.250")
+    (line,) = read_metrics(stage.folder)
+    assert line["reward"] == 0.25 and "loss" in line
+    assert "step 00001 | reward: 0.250" in capsys.readouterr().out
+
+
+def test_a_line_that_was_saved_but_not_logged_is_measured_by_the_next_run() -> None:
+    """A kill in the measurement after a save must not leave a hole in metrics.jsonl."""
+    stage = begun(4, every=2, save_every=2)
+    go(stage, 2)
+    metrics = stage.folder / "metrics.jsonl"
+    stage.tracker.close()
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
+    again = begun(4, every=2, save_every=2)
+    assert [line["step"] for line in read_metrics(again.folder)] == [1, 2]
+    assert "accuracy" in read_metrics(again.folder)[1]
+    third = begun(4, every=2, save_every=2)
+    assert [line["step"] for line in read_metrics(third.folder)] == [1, 2]
+
+
+def test_the_end_says_where_the_checkpoints_are_and_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = begun(3, stop_at=2)
+    go(stage)
+    assert f"checkpoints: {stage.folder} (stopped at step 2; leave --stop_at out to resume)" in capsys.readouterr().out
+    assert not report.has_training_section("base", "d2")
+    go(begun(3))
+    assert capsys.readouterr().out.splitlines()[-1] == f"checkpoints: {stage.folder}"
+
+
+def test_a_finished_stage_says_so_and_is_not_begun_again(capsys: pytest.CaptureFixture[str]) -> None:
+    go(begun(2))
+    with pytest.raises(AlreadyDone):
+        begun(2)
+    assert "already done" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--seed: 42 before, 7 now"):
+        begun(2, seed=7)
+
+
+def test_a_checkpoint_names_the_family_of_its_model() -> None:
+    stage = begun(1)
+    go(stage)
+    assert read_meta(stage.folder, 1)["family"] == "gpt"
+
+
+FREE = """
+    run device_type save_every save_seconds stop_at compile kernels device_batch_size gradient_accumulation_steps
+    eval_every eval_tokens eval_examples data model_tag source source_step base_step shard profile keep resume
+    other_code hang_seconds
+"""
+
+
+def test_the_flags_that_old_runs_may_change_are_still_free() -> None:
+    """Those of the list that same_run.py once had."""
+    scripts = (base_train, mid_train, chat_sft, chat_rl)
+    assert set.union(*(set(free_flags(script.Config)) for script in scripts)) == set(FREE.split())
