@@ -1,12 +1,13 @@
-"""Speed and memory of a checkpoint beside the raw disk, safetensors' own writer and torch.save.
+"""Measures saving and loading a checkpoint beside the raw disk, safetensors' writer and torch.save.
 
-python -m bench.checkpoint --quick                # 0.5 GB: ends within 50 seconds
-python -m bench.checkpoint                        # 2.0 GB
-python -m bench.checkpoint --folder /mnt/disk     # another disk than that of the base folder
+python -m bench.checkpoint --quick                # writes 0.5 GB, ends within 50 seconds
+python -m bench.checkpoint                        # writes 2.0 GB
+python -m bench.checkpoint --folder /mnt/disk     # measures this disk, not the base folder's
 
-The writers take turns, since a disk's speed varies; each is synced before its clock stops, and replaces its last file
-when the new one is there, as blocks written a moment ago are faster. Ours is a save as a stage takes it: hashed,
-described, named at the end. Memory is what a save holds beyond the parameters. The last line is JSON.
+The writers take turns, because the speed of a disk varies. A writer's time includes syncing its file. Each writer
+replaces its previous file only when the new one is complete, because blocks written a moment ago are faster to
+overwrite. Ours is the save that a training stage makes: hashed, described, and renamed at the end. Memory is what a
+save needs beyond the parameters. The last line is JSON.
 """
 
 import json
@@ -38,15 +39,15 @@ from nanochat.runtime import parallel
 from nanochat.tokenizer import BYTES, PATTERNS, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 
-BLOCK = 1 << 24  # bytes of a raw write
-# Parameters and state of 0.4 and 2.0 GB; tables of 16 and 67 MB are the largest tensors.
+BLOCK = 1 << 24  # bytes per raw write
+# Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are tables of 16 and 67 MB.
 QUICK = GPTConfig(sequence_len=128, vocab_size=8192, n_layer=8, n_head=4, n_kv_head=4, n_embd=512)
 LARGE = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024)
 SHARDED = GPTConfig(sequence_len=128, vocab_size=32768, n_layer=2, n_head=4, n_kv_head=4, n_embd=512)
 
 
 def raw(tensors: dict[str, Tensor], folder: Path) -> None:
-    """The same bytes, written and synced, nothing else."""
+    """Write and sync the same bytes, and nothing else."""
     with open(folder / "new", "wb", buffering=0) as file:
         for tensor in tensors.values():
             data = tensor.view(-1).view(torch.uint8).numpy().data
@@ -57,14 +58,14 @@ def raw(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def safetensors_save(tensors: dict[str, Tensor], folder: Path) -> None:
-    """safetensors' writer, synced, without a hash."""
+    """Write with safetensors and sync; no hash."""
     save_file(tensors, folder / "new")
     fsync_path(folder / "new")
     os.replace(folder / "new", folder / "theirs.safetensors")
 
 
 def torch_save(tensors: dict[str, Tensor], folder: Path) -> None:
-    """torch.save, synced, without a hash."""
+    """Write with torch.save and sync; no hash."""
     torch.save(tensors, folder / "new")
     fsync_path(folder / "new")
     os.replace(folder / "new", folder / "theirs.pt")
@@ -76,7 +77,7 @@ THEIRS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
 
 
 class Run:
-    """A model and its optimizer state, as a stage has them."""
+    """A model and its optimizer state, like those of a training stage."""
 
     def __init__(self, shape: GPTConfig, compute: Compute):
         self.shape, self.compute = shape, compute
@@ -88,35 +89,35 @@ class Run:
             self.model, self.model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
         )
         for state, _, _ in self.optimizers.state().values():
-            state.fill_(1.0)  # zeros may have no memory of their own
+            state.fill_(1.0)  # pages of zeros may take no memory
         self.tokenizer = Tokenizer([bytes([i]) for i in range(BYTES)], "nanochat", PATTERNS["nanochat"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a step holds."""
+        """All tensors of a checkpoint: parameters and optimizer state."""
         parameters = {name: value.detach() for name, value in self.model.named_parameters()}
         return {**parameters, **{name: value for name, (value, _, _) in self.optimizers.state().items()}}
 
     def save(self, folder: Path, step: int = 1) -> None:
-        """A step as a stage saves it: hashed, described, named at the end."""
+        """Save a checkpoint the way a stage does: hashed, described, and renamed at the end."""
         meta = make_meta("base", self.shape, {}, 10, {})
         saving.save_checkpoint(folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute)
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Wall time of some work."""
+    """Wall seconds that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Bytes of this process's memory that are not pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 class Peak:
-    """The most memory of this process while it lasts, beyond what it had before."""
+    """Measures how far this process's memory rises above its level on entry."""
 
     def __enter__(self) -> "Peak":
         self.before = self.most = anonymous_bytes()
@@ -135,16 +136,17 @@ class Peak:
 
     @property
     def extra(self) -> int:
+        """Bytes above the level on entry, at most."""
         return self.most - self.before
 
 
 def _rank(rank: int, folder: str, found: Any) -> None:
-    """One of two ranks: save a sharded model twice, and say what the second save took."""
+    """One of two ranks: save a sharded model twice, and report the extra memory of the second save."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NANOCHAT_DTYPE": "float32"}
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr  # the table is the parent's
+    sys.stdout = sys.stderr  # only the parent prints to standard output
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     compute = device.compute_init("cpu")
     held = Run(SHARDED, compute)
@@ -156,7 +158,7 @@ def _rank(rank: int, folder: str, found: Any) -> None:
 
 
 def extra_tensors(folder: Path) -> float:
-    """How many of the largest tensor a save of two ranks holds beyond their parameters, on the rank that takes most."""
+    """Extra memory of a save by two ranks, in sizes of the largest tensor, on the rank that needs more."""
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     ranks = [context.Process(target=_rank, args=(rank, str(folder), found), daemon=True) for rank in range(2)]
@@ -165,7 +167,7 @@ def extra_tensors(folder: Path) -> float:
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise UserError("a rank that was to save ended with an error, which is above")
+        raise UserError("a rank failed while it saved; its error is printed above")
     extras = [found.get()[1] for _ in ranks]
     largest = 4 * SHARDED.padded_vocab * SHARDED.n_embd
     return max(extras) / largest
@@ -173,12 +175,12 @@ def extra_tensors(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Config:
-    """Checkpoints beside the raw disk: a table, and as the last line one JSON object."""
+    """Print the speed of checkpoints as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """0.5 GB in place of 2.0"""
+    """write 0.5 GB instead of 2.0 GB"""
     folder: Path | None = None
-    """where to write; default the base folder"""
+    """folder on the disk to measure; default: the base folder"""
 
 
 def main(cfg: Config) -> None:
@@ -193,9 +195,8 @@ def main(cfg: Config) -> None:
         writers["ours"] = lambda: held.save(folder / "run")
         raw(tensors, folder)  # the first write of a process is slow
         rounds = []
-        for number in range(
-            4 if cfg.quick else 8
-        ):  # each goes first, second, third and last as often: a disk tires within a round
+        # A disk slows down within a round, so each writer takes each place in the order equally often.
+        for number in range(4 if cfg.quick else 8):
             order = list(writers)[number % 4 :] + list(writers)[: number % 4]
             rounds.append({kind: size / seconds(writers[kind]) for kind in order})
         with Peak() as peak:
@@ -208,17 +209,17 @@ def main(cfg: Config) -> None:
             loaded = load_file(final / "model.safetensors")
         del loaded
         sharded = extra_tensors(folder)
-    log(f"{size / 1e9:.2f} GB in {len(tensors)} tensors, {len(rounds)} rounds, MB/s synced")
+    log(f"{size / 1e9:.2f} GB in {len(tensors)} tensors, {len(rounds)} rounds, MB/s including the sync")
     for kind in writers:
         speeds = [one[kind] / 1e6 for one in rounds]
         log(f"{kind:<12} median {median(speeds):7,.0f}   best {max(speeds):7,.0f}   worst {min(speeds):7,.0f}")
     share = median(one["ours"] / one["raw"] for one in rounds)
     best = max(one["ours"] for one in rounds) / max(one["raw"] for one in rounds)
-    log(f"ours / raw: {share:.2f} by the median round, {best:.2f} by the best of each")
-    log(f"load: mmap {load['mmap']:.3f} s ({loading.extra / 1e6:.0f} MB), check of the hash {load['check']:.2f} s, "
+    log(f"ours / raw: {share:.2f} in the median round, {best:.2f} by the best round of each")
+    log(f"load: mmap {load['mmap']:.3f} s ({loading.extra / 1e6:.0f} MB), checking the hash {load['check']:.2f} s, "
         f"torch.load {load['torch.load']:.2f} s")  # fmt: skip
     one_rank = peak.extra / (4 * held.shape.padded_vocab * held.shape.n_embd)
-    log(f"extra memory of a save: {one_rank:.2f} of a tensor by one rank, {sharded:.2f} of the largest by two")
+    log(f"extra memory of a save, in sizes of the largest tensor: {one_rank:.2f} on one rank, {sharded:.2f} on two")
     result = {"benchmark": "checkpoint", "gb": round(size / 1e9, 2), "ours_of_raw": round(share, 3),
               "raw_mb_s": round(median(r["raw"] for r in rounds) / 1e6),
               "ours_mb_s": round(median(r["ours"] for r in rounds) / 1e6), "load_seconds": round(load["mmap"], 4),

@@ -1,9 +1,10 @@
-"""Real text for bench.tokenizer, out of Debian's documentation packages: English, Chinese and source code.
+"""Makes a corpus of real text from Debian's documentation packages: English, Chinese and source code.
 
 python -m bench.corpus DIR                              # up to 180, 28 and 90 MB; needs apt-get and dpkg-deb
 python -m bench.corpus DIR --english 4 --chinese 2 --code 2
 
-Nothing is installed: packages are downloaded to DIR/packages and read there.
+bench.tokenizer and bench.patterns read the corpus. Packages are downloaded to DIR/packages and read there; nothing is
+installed.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import tyro
 
 from nanochat.common import UserError, atomic_path, log, read_json, run, write_json
 
-# In the order in which they are used until there is enough text; small ones first.
+# Packages are used in this order, the small ones first, until there is enough text.
 PACKAGES = {
     "chinese": (
         "manpages-zh", "debian-reference-zh-cn", "libreoffice-help-zh-cn", "libreoffice-help-zh-tw",
@@ -53,7 +54,7 @@ ABOUT = "about.json"
 
 @dataclass
 class Kind:
-    """One file of the corpus, while it is written."""
+    """One file of the corpus while it is being written."""
 
     wanted: int  # bytes
     bytes: int = 0
@@ -62,6 +63,7 @@ class Kind:
 
     @property
     def full(self) -> bool:
+        """Whether the file has as many bytes as wanted."""
         return self.bytes >= self.wanted
 
 
@@ -69,16 +71,16 @@ class Kind:
 
 
 def tool(*command: str, cwd: Path | None = None) -> str:
-    """What a command of the system prints; UserError with its last words if it fails."""
+    """The output of a system command; UserError with its last line if it fails."""
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     if result.returncode:
-        words = result.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        words = result.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise UserError(f"`{' '.join(command)}` failed: {words[0]}")
     return result.stdout
 
 
 def download(package: str, folder: Path) -> Path:
-    """The package's file in `folder`, fetched if it is not there."""
+    """The package's file in `folder`, downloaded if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(folder.glob(f"{package}_*.deb"))
     if not found:
@@ -88,7 +90,7 @@ def download(package: str, folder: Path) -> Path:
 
 
 def real_package(package: str, folder: Path) -> Path:
-    """A package with content: one that only points to the current version, as python3-doc does, is followed."""
+    """The package's file, or, if it only depends on its current version like python3-doc, the file of that version."""
     path = download(package, folder)
     for _ in range(3):
         size = int(tool("dpkg-deb", "-f", str(path), "Installed-Size") or 0)  # KiB
@@ -100,7 +102,7 @@ def real_package(package: str, folder: Path) -> Path:
 
 
 def members(package: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the documents and sources of a package, unpacked in memory."""
+    """Names and contents of the documents and source files in a package, unpacked in memory."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
         assert unpacking.stdout is not None
         with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
@@ -118,7 +120,7 @@ def members(package: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def document(name: str, data: bytes) -> str | None:
-    """The text of a file, markup taken out; None if it is not UTF-8, or too short or long to be one document."""
+    """The text of a file without markup; None if it is not UTF-8, or too short or too long for a document."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -130,16 +132,19 @@ def document(name: str, data: bytes) -> str | None:
 
 
 def kind_of(name: str, text: str) -> str:
-    """`code` by the file's name, `chinese` where one character of ten is Han, else `english`."""
+    """`code` by the file's name, `chinese` if more than a tenth of the characters are Han, else `english`."""
     if Path(name).suffix in SOURCES:
         return "code"
     return "chinese" if len(HAN.findall(text)) > len(text) / 10 else "english"
 
 
 def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
-    """Write `english.txt`, `chinese.txt`, `code.txt`, documents separated by NUL, and `about.json` beside them."""
+    """Write `english.txt`, `chinese.txt` and `code.txt`, their documents separated by NUL, and `about.json`."""
     if missing := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
-        raise UserError(f"the corpus is made of Debian packages, and {' and '.join(missing)} is missing here")
+        raise UserError(
+            f"the corpus is made of Debian packages, and this machine has no {' and no '.join(missing)}; make the "
+            "corpus on a Debian or Ubuntu machine, and copy its folder here"
+        )
     kinds = {kind: Kind(round(megabytes[kind] * 1e6)) for kind in KINDS}
     seen: set[bytes] = set()
     with contextlib.ExitStack() as stack:
@@ -158,11 +163,11 @@ def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
 
 
 def _read(package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen: set[bytes]) -> None:
-    """Add a package's documents to the kinds they are of, until those are full; a package that is gone is skipped."""
+    """Add a package's documents to their kinds, until those are full; a package that cannot be had is skipped."""
     try:
         path = real_package(package, folder)
     except UserError as failure:
-        log(f"left out: {package}: {failure}")
+        log(f"skipped {package}: {failure}")
         return
     before = sum(kind.bytes for kind in kinds.values())
     for name, data in members(path):
@@ -185,7 +190,7 @@ def _read(package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen:
 
 
 def standard_library(folder: Path, megabytes: float) -> None:
-    """A corpus for hosts without Debian's archive: the sources of Python's standard library, all of them code."""
+    """Write a corpus without Debian's archive: the sources of Python's standard library, all of kind `code`."""
     library, size, texts = Path(sysconfig.get_paths()["stdlib"]), 0, []
     for path in sorted(library.rglob("*.py")):
         if "site-packages" in path.parts or size >= megabytes * 1e6:
@@ -195,7 +200,9 @@ def standard_library(folder: Path, megabytes: float) -> None:
             texts.append(text)
             size += len(text.encode())
     if not texts:
-        raise UserError(f"no sources in {library}: give --corpus DIR, made by `python -m bench.corpus DIR`")
+        raise UserError(
+            f"there are no source files in {library}; give --corpus DIR, a folder made by `python -m bench.corpus DIR`"
+        )
     for kind in KINDS:
         with atomic_path(folder / f"{kind}.txt") as path:
             path.write_text(SEPARATOR.join(texts) if kind == "code" else "", encoding="utf-8", newline="")
@@ -205,26 +212,28 @@ def standard_library(folder: Path, megabytes: float) -> None:
 
 
 def read(path: Path) -> list[str]:
-    """The documents of a file of a corpus."""
-    content = path.read_bytes().decode()  # read_text would change line ends
+    """The documents in one file of a corpus."""
+    content = path.read_bytes().decode()  # read_text would change line endings
     return content.split(SEPARATOR) if content else []
 
 
 def speaks(kind: str, text: str) -> bool:
-    """Whether a document of that kind is prose in its language: the files hold other languages and much markup."""
+    """Whether a document is prose in the language of its kind: the files also hold other languages and markup."""
     if kind == "chinese":
         return len(HAN.findall(text)) >= 0.3 * len(text)
     return len(re.findall(r"[^\x00-\x7f]", text)) <= 0.002 * len(text)
 
 
 def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[float]) -> list[list[str]]:
-    """Documents in a language, drawn at random, no two alike, cut to 10,000 characters: a list for each size.
+    """Draw distinct random documents in a language, cut to 10,000 characters: a list for each size in `megabytes`.
 
-    UserError where there are not as many.
+    UserError if the corpus does not have that much text.
     """
     path = folder / f"{kind}.txt"
     if not path.exists():
-        raise UserError(f"--corpus must name a folder with {path.name}, made by: python -m bench.corpus DIR", 2)
+        raise UserError(
+            f"--corpus must name a folder with {path.name}, got {folder}; it is made by: python -m bench.corpus DIR", 2
+        )
     some = [text for text in dict.fromkeys(text[:10_000] for text in read(path)) if speaks(kind, text)]
     random.Random(0).shuffle(some)
     parts: list[list[str]] = []
@@ -232,7 +241,11 @@ def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[
         part, size = [], 0
         while size < wanted * 1e6:
             if not some:
-                raise UserError(f"{path} holds less than {sum(megabytes):g} MB of {kind.title()}", 2)
+                raise UserError(
+                    f"{path} holds less than {sum(megabytes):g} MB of {kind.title()}; ask for less text, or make a "
+                    "larger corpus with python -m bench.corpus",
+                    2,
+                )
             part.append(some.pop())
             size += len(part[-1].encode())
         parts.append(part)
@@ -244,10 +257,10 @@ def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[
 
 @dataclass(frozen=True)
 class Config:
-    """Unpack a corpus of real text. Sizes in MB (millions of bytes); fewer packages are fetched for less."""
+    """Make a corpus of real text. Sizes are in MB, millions of bytes; smaller sizes download fewer packages."""
 
     folder: tyro.conf.Positional[Path]
-    """where to write it"""
+    """folder to write the corpus to"""
     english: float = 180
     """MB of English and European documentation"""
     chinese: float = 28
@@ -257,10 +270,10 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Make the corpus, unless it is there in this size; print its sizes."""
+    """Make the corpus unless the folder has one of this size; print the sizes."""
     asked = {kind: float(getattr(cfg, kind)) for kind in KINDS}
     if negative := [kind for kind, size in asked.items() if size < 0]:
-        raise UserError(f"--{negative[0]} must not be negative, got {asked[negative[0]]}", exit_code=2)
+        raise UserError(f"--{negative[0]} must not be negative, got {asked[negative[0]]:g} MB", exit_code=2)
     about = cfg.folder / ABOUT
     wanted = {"megabytes": asked, "packages": {kind: list(names) for kind, names in PACKAGES.items()}}
     if not (about.exists() and read_json(about)["asked"] == wanted):

@@ -1,7 +1,7 @@
-"""A series of models of growing depth, trained alike: bits per byte against the FLOPs of their training, as a picture.
+"""Trains models of growing depth in the same way, and plots bits per byte against training FLOPs.
 
 python -m bench.miniseries                        # d2 to d8 on a CPU, d10 to d20 elsewhere
-python -m bench.miniseries --quick                # three tiny ones, in about a minute: shows that it works
+python -m bench.miniseries --quick                # three tiny models in about a minute; only shows that it works
 python -m bench.miniseries --depths 2 4 6         # other depths
 """
 
@@ -25,46 +25,46 @@ from nanochat.runtime.tracking import read_metrics
 from nanochat.tokenizer import tokenizer_dir
 
 ON_CPU, ELSEWHERE = (2, 4, 6, 8), (10, 12, 14, 16, 18, 20)
-CPU_RATIO = 1.0  # tokens per parameter: at the default of 12 the eight layers alone would take a CPU two days
-QUICK_DEPTHS, QUICK_CHANNELS = (1, 2, 3), 32  # channels for each layer, and of a head
+CPU_RATIO = 1.0  # tokens per parameter; at base_train's default of 12, d8 alone would take a CPU two days
+QUICK_DEPTHS, QUICK_CHANNELS = (1, 2, 3), 32  # channels per layer, and per head
 QUICK = ("--max_seq_len=128", "--window_pattern=L", "--total_batch_size=2048", "--num_iterations=60", "--no_compile",
          "--eval_every=20", "--eval_tokens=8192")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of the series. Stopped and typed again, it goes on; its files lie in a folder of their own."""
+    """Train the series; its files have their own folder. The same command resumes a series that was stopped."""
 
     depths: tuple[int, ...] = ()
-    """layers of each model; default: 2 4 6 8 on a CPU, 10 to 20 elsewhere"""
+    """layers of each model; default: 2 4 6 8 on a CPU, 10 12 14 16 18 20 elsewhere"""
     data: str | None = None
-    """corpus by name; default: the only one prepared"""
+    """name of the corpus; default: the only one that is prepared"""
     target_param_data_ratio: float | None = None
-    """tokens per parameter of matrices and head; default: 1 on a CPU, base_train's elsewhere"""
+    """training tokens per parameter of the matrices and the head; default: 1 on a CPU, base_train's elsewhere"""
     quick: bool = False
-    """three tiny models, sixty steps each"""
+    """train three tiny models for sixty steps each, only to show that it works"""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A validation of a run."""
+    """One validation of a run."""
 
-    flops: float  # of the training up to it
+    flops: float  # of training up to this validation
     bits_per_byte: float
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model of the series."""
+    """One model of the series."""
 
     depth: int
     parameters: int
-    seconds: float  # of its training
+    seconds: float  # of training
     points: list[Point]
 
 
 def flags(depth: int, corpus: str, cfg: Config, on_cpu: bool) -> list[str]:
-    """base_train's, for a model of the series."""
+    """The flags of base_train for a model of the series."""
     chosen = [f"--depth={depth}", f"--data={corpus}", f"--model_tag=d{depth}"]
     if cfg.quick:
         return [*chosen, f"--model_dim={QUICK_CHANNELS * depth}", f"--head_dim={QUICK_CHANNELS}", *QUICK]
@@ -73,12 +73,12 @@ def flags(depth: int, corpus: str, cfg: Config, on_cpu: bool) -> list[str]:
 
 
 def measured(folder: Path, depth: int) -> Run:
-    """What a finished run wrote, with its FLOPs."""
+    """Read a finished run's folder, and work out the FLOPs of its validations."""
     step = max(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
     with torch.device("meta"):
         model = GPT(GPTConfig(**read_json(folder / f"step_{step:06d}" / "meta.json")["model"]))
     lines = read_metrics(folder)
-    tokens = round(lines[0]["tokens_per_second"] * lines[0]["seconds"])  # of a step
+    tokens = round(lines[0]["tokens_per_second"] * lines[0]["seconds"])  # per step
     points = [
         Point(float(line["step"] * tokens * model.flops_per_token()), line["val_bpb"])
         for line in lines
@@ -88,8 +88,8 @@ def measured(folder: Path, depth: int) -> Run:
 
 
 def draw(series: Sequence[Run], title: str, path: Path) -> None:
-    """A line for each model, and one through their ends."""
-    from matplotlib.figure import Figure  # no display, and nothing global
+    """Draw one line per model, and one through their ends, to a PNG file."""
+    from matplotlib.figure import Figure  # needs no display and keeps no global state
     from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -100,7 +100,7 @@ def draw(series: Sequence[Run], title: str, path: Path) -> None:
     ends = [model.points[-1] for model in series]
     axes.plot([p.flops for p in ends], [p.bits_per_byte for p in ends], "ko--", label="ends")
     axes.set(xscale="log", xlabel="FLOPs of training", ylabel="bits per byte", title=title)
-    axes.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
+    axes.xaxis.set_minor_formatter(NullFormatter())  # minor labels would overlap
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
     with atomic_path(path) as temporary:
@@ -108,10 +108,10 @@ def draw(series: Sequence[Run], title: str, path: Path) -> None:
 
 
 def prepare(base: Path, corpus: str) -> None:
-    """A base folder for the series that shares corpus, tokenizer and compiled code with the user's."""
+    """Make a base folder for the series that shares corpus, tokenizer and compiled code with the user's base folder."""
     base.mkdir(parents=True, exist_ok=True)
     if not tokenizer_dir(corpus).is_dir():
-        raise UserError(f"{corpus} has no tokenizer; train it: python -m scripts.tok_train --data {corpus}", 2)
+        raise UserError(f"{corpus} has no tokenizer; train one: python -m scripts.tok_train --data {corpus}", 2)
     for name in ("base_data", "tokenizer", "compile_cache"):
         shared = base_dir() / name
         shared.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def prepare(base: Path, corpus: str) -> None:
 
 
 def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> None:
-    """One run, on all devices of this host."""
+    """Train one model on all devices of this host."""
     module = device.ROWS[device.device_type].module()
     count = module.device_count() if module is not None else 1
     start = [sys.executable, "-m"]
@@ -131,12 +131,13 @@ def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> Non
     code = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}).returncode
     if code:
         raise UserError(
-            f"the run d{depth} ended with code {code}; type the same command again to go on from there", code
+            f"the run d{depth} ended with code {code}; fix what it reports, and type the same command to resume",
+            code,
         )
 
 
 def main(cfg: Config) -> None:
-    """Train the series, draw it, print it as JSON."""
+    """Train the series, draw the picture, and print the figures as JSON."""
     on_cpu = device.device_type == "cpu"
     depths = QUICK_DEPTHS if cfg.quick and not cfg.depths else cfg.depths or (ON_CPU if on_cpu else ELSEWHERE)
     if min(depths) < 1 or len(set(depths)) < len(depths):

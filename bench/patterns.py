@@ -1,12 +1,12 @@
-"""Split patterns by what a small model makes of them: bits per byte of held-out English and Chinese text.
+"""Compares split patterns by the bits per byte of small models on held-out English and Chinese text.
 
 python -m bench.corpus DIR
-python -m bench.patterns --corpus DIR                                # about an hour of one CPU core
+python -m bench.patterns --corpus DIR                                # takes about an hour on one CPU core
 python -m bench.patterns --corpus DIR --patterns nanochat han --seeds 1 2 3
-python -m bench.patterns --corpus DIR --equal flops                  # as much training for all instead of as much text
+python -m bench.patterns --corpus DIR --equal flops                  # equal training steps instead of equal text
 
-For each pattern a vocabulary is learned on the same documents, half English and half Chinese, and for each seed
-base_train trains a model on as many bytes of them. Bits per byte need no correction for the tokens' lengths.
+For each pattern, a vocabulary is learned from the same documents, half English and half Chinese. Then base_train
+trains one model per seed on the same number of bytes. Bits per byte do not depend on how long the tokens are.
 """
 
 import json
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.corpus import draw
-from bench.tokenizer import GPT4, NANOCHAT
+from bench.tokenizer.peers import GPT4, NANOCHAT
 from nanochat import device, tokenizer
 from nanochat.common import UserError, base_dir, log, read_json, run
 from nanochat.data import bpe
@@ -47,12 +47,12 @@ ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS = {
     **tokenizer.PATTERNS,
     "gpt4": GPT4,
-    # Its words, which begin anew at a capital and end with 's and the like; everything else as nanochat has it.
+    # The words of o200k, which break at a capital and include endings like 's; everything else is like nanochat's.
     "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
     + NANOCHAT[NANOCHAT.index(r"|\p{N}") :],
 }
 LANGUAGES = ("english", "chinese")
-PASS = 8  # rows
+PASS = 8  # rows per pass
 MODEL = {"depth": 4, "max_seq_len": 512, "total_batch_size": 4096, "eval_every": 0}
 QUICK = {**MODEL, "depth": 1, "model_dim": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 512,
          "compile": False}  # fmt: skip
@@ -60,36 +60,36 @@ QUICK = {**MODEL, "depth": 1, "model_dim": 32, "head_dim": 32, "max_seq_len": 64
 
 @dataclass(frozen=True)
 class Config:
-    """Bits per byte under each split pattern: a table, and as the last line one JSON object."""
+    """Print bits per byte with each split pattern as a table, and as one JSON object on the last line."""
 
     corpus: Path
-    """the folder that bench.corpus made: english.txt and chinese.txt"""
+    """folder made by bench.corpus, with english.txt and chinese.txt"""
     patterns: tuple[str, ...] = ("nanochat", "o200k", "han", "han4")
-    """patterns by name; the others are compared with the first"""
+    """names of the patterns; the first is what the others are compared with"""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """of the weights and of the order of the rows: a model for each"""
+    """seeds for weights and row order; one model per pattern is trained for each, and more seeds shrink the error"""
     vocab_size: int = 8192
-    """tokens of each vocabulary"""
+    """tokens in each vocabulary"""
     text_mb: float = 9.0
-    """MB of documents in each language, for the vocabulary and to draw the models' rows from"""
+    """MB of documents in each language that the vocabularies and the models learn from"""
     held_out_mb: float = 0.5
-    """MB of documents in each language that nothing is trained on"""
+    """MB of held-out documents in each language, which nothing is trained on"""
     train_mb: float = 6.0
-    """MB of text that each model is trained on"""
+    """MB of text that each model trains on"""
     equal: Literal["bytes", "flops"] = "bytes"
-    """what the models are trained on equally much of; flops: all take as many steps as the first pattern"""
+    """what is equal between patterns: bytes of text, or flops, where all take as many steps as the first pattern"""
     quick: bool = False
-    """tiny models: shows that it works"""
+    """train tiny models, only to show that it works"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model under one pattern, and its loss on the held-out text of each language."""
+    """One model with one pattern, and its loss on the held-out text of each language."""
 
     pattern: str
     seed: int
     steps: int
-    flops_per_byte: float  # of its training
+    flops_per_byte: float  # of training
     losses: dict[str, Loss]
 
 
@@ -97,10 +97,12 @@ class Run:
 
 
 def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cfg: Config) -> Tokenizer:
-    """A pattern's vocabulary, in a base folder of its own that shares corpus and compiled code."""
+    """Learn a pattern's vocabulary, and save it in a base folder of its own that shares corpus and compiled code."""
     ranks = bpe.train(iter(texts), cfg.vocab_size - len(ROLES), PATTERNS[name])
     if (size := len(ranks) + len(ROLES)) < cfg.vocab_size:
-        raise UserError(f"the text gives at most {size:,} tokens, got --vocab_size {cfg.vocab_size:,}; lower it", 2)
+        raise UserError(
+            f"the text gives at most {size:,} tokens, got --vocab_size {cfg.vocab_size:,}; lower --vocab_size", 2
+        )
     learned = Tokenizer(ranks, name, PATTERNS[name])
     learned.save(folder / "tokenizer" / corpus.name)
     for shared, target in (("base_data", corpus.folder.parent), ("compile_cache", base_dir() / "compile_cache")):
@@ -111,32 +113,36 @@ def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cf
 
 
 def bytes_per_step(corpus: Corpus, tokens: Tokenizer, model: dict[str, int]) -> float:
-    """How much text a step of training takes, in the mean."""
+    """Bytes of text per training step, on average."""
     token_set = prepare_documents(corpus, tokens, "train")
     rows = plan(token_set, model["max_seq_len"] + 1, cut=True).rows
     return token_set.bytes / rows * (model["total_batch_size"] // model["max_seq_len"])
 
 
 def train(base: Path, **flags: Any) -> Path:
-    """Train a model, unless it is there; the folder of its last checkpoint."""
+    """Train a model unless it exists; return the folder of its last checkpoint."""
     tag = f"s{flags['seed']}-{flags['num_iterations']}"
     words = [f"--{name}={value}" for name, value in {**flags, "model_tag": tag}.items()]
     command = [sys.executable, "-m", "scripts.base_train", *words]
     done = subprocess.run(command, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, stdout=subprocess.DEVNULL)
     if done.returncode:
-        raise UserError(f"`{' '.join(command[1:])}` ended with code {done.returncode}", done.returncode)
+        raise UserError(
+            f"`{' '.join(command[1:])}` ended with code {done.returncode}; fix what it reports, and type the same "
+            "command to resume",
+            done.returncode,
+        )
     return base / "base_checkpoints" / tag / f"step_{flags['num_iterations']:06d}"
 
 
 def load(step: Path, compute: Compute) -> GPT:
-    """The model of a checkpoint."""
+    """Load the model of a checkpoint."""
     model = GPT(GPTConfig(**read_json(step / "meta.json")["model"]), dtype=compute.dtype)
     parallel.load_whole(model, load_file(step / "model.safetensors"))
     return model.eval()
 
 
 def batches(texts: Sequence[str], tokens: Tokenizer, length: int) -> Iterator[Step]:
-    """All of the texts, in pieces of at most a row, each behind a begin mark as in training."""
+    """All of the texts, in pieces of at most one row; each piece follows a begin-of-sequence token, as in training."""
     pieces = [ids[at : at + length] for ids in tokens.encode_batch(texts) for at in range(0, len(ids), length)]
     for first in range(0, len(pieces), PASS):
         some = pieces[first : first + PASS]
@@ -148,7 +154,7 @@ def batches(texts: Sequence[str], tokens: Tokenizer, length: int) -> Iterator[St
 
 
 def runs(cfg: Config, folder: Path) -> Iterator[Run]:
-    """Every model; all patterns with a seed before the next seed."""
+    """Train and evaluate every model: all patterns with one seed, then all with the next."""
     shape = QUICK if cfg.quick else MODEL
     parts = {kind: draw(cfg.corpus, kind, (cfg.held_out_mb, cfg.text_mb)) for kind in LANGUAGES}
     texts = [text for _, more in parts.values() for text in more]
@@ -179,9 +185,9 @@ def runs(cfg: Config, folder: Path) -> Iterator[Run]:
 
 
 def summary(found: Sequence[Run], first: str) -> dict[str, Any]:
-    """For each pattern the means over its seeds, by language and of `both`, and what they are more than the first's.
+    """For each pattern, the means over its seeds by language and for `both`, and their difference from the first's.
 
-    `error` is the standard error of such a difference, None where there is one seed.
+    `error` is the standard error of the difference, or None if there is only one seed.
     """
 
     def values(pattern: str, kind: str) -> list[float]:
@@ -204,15 +210,15 @@ def summary(found: Sequence[Run], first: str) -> dict[str, Any]:
 
 
 def standard_error(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Of the difference of two means."""
+    """The standard error of the difference between two means; None if either has fewer than two values."""
     if min(len(one), len(other)) < 2:
         return None
     return math.sqrt(variance(one) / len(one) + variance(other) / len(other))
 
 
 def table(patterns: dict[str, Any]) -> Iterator[str]:
-    """The lines to read."""
-    yield "bytes per token; bits per byte, and how much more than the first pattern's, with the standard error of that"
+    """The lines of the table."""
+    yield "bytes per token; then bits per byte, the difference from the first pattern, and its standard error"
     heads = (*LANGUAGES, "steps", "MFLOP/byte")
     yield f"{'':<10}" + "".join(f"{head:>11}" for head in heads) + "".join(f"{k:>26}" for k in (*LANGUAGES, "both"))
     for name, one in patterns.items():
@@ -227,7 +233,7 @@ def table(patterns: dict[str, Any]) -> Iterator[str]:
 def main(cfg: Config) -> None:
     """Train, measure, print."""
     if unknown := [name for name in cfg.patterns if name not in PATTERNS]:
-        raise UserError(f"--patterns are among {', '.join(PATTERNS)}, got {unknown[0]!r}", 2)
+        raise UserError(f"--patterns must be among {', '.join(PATTERNS)}, got {unknown[0]!r}", 2)
     if not cfg.patterns or not cfg.seeds:
         raise UserError("--patterns and --seeds need at least one value each", 2)
     shared = {name: str(getattr(cfg, name)) for name in ("corpus", "vocab_size", "text_mb", "held_out_mb", "quick")}

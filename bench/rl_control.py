@@ -1,7 +1,7 @@
-"""Does RL teach, and is it the rewards that do? Gains of true runs against runs with shuffled rewards.
+"""Checks that RL teaches, and that the rewards do it: compares real runs with runs whose rewards are shuffled.
 
 python -m bench.rl_control           # three seeds and three controls, from the newest SFT checkpoint
-python -m bench.rl_control --quick   # one of each, a few steps: shows that it works, not that it learns
+python -m bench.rl_control --quick   # one of each for a few steps; shows that it works, not that it learns
 """
 
 import json
@@ -19,9 +19,9 @@ from nanochat.checkpoint_manager.locate import find
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.runtime.tracking import read_metrics
 
-LEAST_GAIN = 5.0  # points
-LEAST_ERRORS = 3.0  # standard errors that the gain must be above zero
-MOST_OF_CONTROLS = 2.0  # points that the mean of the controls may be away from zero
+LEAST_GAIN = 5.0  # percentage points
+LEAST_ERRORS = 3.0  # how many standard errors the gain must be above zero
+MOST_OF_CONTROLS = 2.0  # how many points the mean of the controls may differ from zero
 FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
          "--init_lr_frac=0.013", "--embedding_lr=0.03", "--scalar_lr=0.05")  # fmt: skip
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
@@ -29,51 +29,51 @@ QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of the control."""
+    """Train RL with real and with shuffled rewards, and print the gains; the last line is one JSON object."""
 
     model_tag: str | None = None
-    """folder of the SFT checkpoint; default: the newest"""
+    """tag (folder name) of the SFT checkpoint to start from; default: the newest"""
     seeds: int = 3
-    """true runs, and as many with shuffled rewards"""
+    """number of real runs, and of runs with shuffled rewards"""
     num_iterations: int = 300
-    """steps of each run"""
+    """steps per run"""
     eval_examples: int = 1600
-    """problems of a measurement"""
+    """problems per measurement of accuracy; more problems make the gains less noisy"""
     jobs: int = max((os.cpu_count() or 1) // 2, 1)
-    """runs at a time, of one thread each; on one accelerator take 1"""
+    """runs at the same time, with one thread each; use 1 on a single accelerator"""
     quick: bool = False
-    """one seed, two steps; ends with 0 whatever comes out"""
+    """one seed and two steps; the exit code is 0 whatever the result"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Gains in points."""
+    """The result, in percentage points of accuracy."""
 
     gain: float
     error: float  # standard error of the mean gain
-    control: float
+    control: float  # mean gain with shuffled rewards
 
     @property
     def passed(self) -> bool:
-        """Whether the true runs gain enough, and the controls nothing."""
+        """Whether the real runs gain enough while the controls gain nothing."""
         enough = self.gain >= LEAST_GAIN and self.gain >= LEAST_ERRORS * self.error
         return enough and abs(self.control) <= MOST_OF_CONTROLS
 
 
 def judge(gains: Sequence[float], controls: Sequence[float]) -> Verdict:
-    """The means, and how sure the first is; from a single run nothing is sure."""
+    """The mean gains, and the standard error of the real one, which is infinite for a single run."""
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
     return Verdict(fmean(gains), error, fmean(controls))
 
 
 def gain(folder: Path) -> float:
-    """Accuracy at the end less that before the first step, in points."""
+    """Accuracy at the end minus accuracy before the first step, in percentage points."""
     measured = [line["accuracy"] for line in read_metrics(folder) if "accuracy" in line]
     return 100 * (measured[-1] - measured[0])
 
 
 def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
-    """One run in a base folder of its own, so that neither report nor checkpoints of the user change; its gain."""
+    """Train one run and return its gain; its own base folder keeps the user's report and checkpoints unchanged."""
     base = base_dir() / "rl_control" / ("quick" if cfg.quick else "full") / name
     base.mkdir(parents=True, exist_ok=True)
     link = base / source.parent.name
@@ -90,8 +90,7 @@ def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> flo
         code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
         raise UserError(
-            f"the run {name} ended with code {code}, see {base / 'log.txt'}; type the same command again to go on from "
-            "there",
+            f"the run {name} ended with code {code}; {base / 'log.txt'} says why. Type the same command to resume",
             code,
         )
     points = gain(base / "chatrl_checkpoints" / source.name)
@@ -100,7 +99,7 @@ def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> flo
 
 
 def control(cfg: Config) -> None:
-    """Train, compare, print; SystemExit with code 1 if RL does not teach or the control does."""
+    """Train, compare and print. Exits with code 1 if the real runs do not learn, or the controls do."""
     _, source = find("sft", cfg.model_tag)
     seeds = range(1, 1 + (1 if cfg.quick else cfg.seeds))
     runs = [

@@ -196,7 +196,9 @@ def parse(config: type[Config], argv: Sequence[str] | None = None, description: 
     switches = {name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))}
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
     launched = sys.modules["__main__"].__spec__
-    program = f"python -m {launched.name}" if launched and launched.name != "__main__" else None
+    program = None
+    if launched and launched.name != "__main__":
+        program = f"python -m {launched.name.removesuffix('.__main__')}"
     speaks = rank() == 0  # all ranks have the same command line
     about = _indented_commands(description)
     return tyro.cli(config, prog=program, args=words, description=about, console_outputs=speaks)

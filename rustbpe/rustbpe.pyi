@@ -1,4 +1,4 @@
-"""Byte pair encoding: train on texts, encode and decode. Errors are described in README.md."""
+"""Byte pair encoding: train on texts, then encode and decode. README.md describes the calls and their errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike

@@ -1,26 +1,28 @@
-//! Where pieces begin in 64 bytes of text, all at once: a bit for each byte, and no branch for each piece.
+//! Finds where pieces begin in 64 bytes of text, all at once: one bit per byte, and no branch per piece.
 //!
-//! What `scan.rs` says of ASCII, as rules for one byte and its neighbours. A piece begins at
+//! These are the rules of `scan.rs` for ASCII, in terms of a byte and its neighbours. A piece begins at
 //!
-//! - a letter after anything but a letter, unless a word takes what is before it: space that is no line end, or a lone
-//!   mark that no blank takes;
-//! - the first of some marks, unless a blank takes them; line ends after them are theirs;
-//! - every so many digits;
-//! - the first of any other space, what is after its last line end, and its last one, if that is no line end.
+//! - the first letter of a run, unless the word includes the character before it: a space that is no line end, or a
+//!   single mark that does not follow a blank;
+//! - the first mark of a run, unless a blank before it belongs to the same piece; line ends after the marks belong to
+//!   them;
+//! - the first of every group of digits;
+//! - the first character of any other space, the one after its last line end, and its last one, if that is no line end.
 //!
-//! The first byte begins a piece too, so nothing before it matters.
+//! The first byte of the block begins a piece too, so nothing before it matters.
 
-/// Bytes of a block.
+/// The number of bytes in a block.
 pub const BLOCK: usize = 64;
 #[cfg(any(test, not(target_arch = "x86_64")))]
 const LOW: u64 = 0x0101_0101_0101_0101;
 
-/// A bit for each byte of a block, the first the lowest, by kind. All other bytes are marks.
+/// For each kind of character, one bit per byte of a block; the first byte is the lowest bit. All other bytes are
+/// marks.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Kinds {
     letter: u64,
     digit: u64,
-    /// Line ends and blanks included.
+    /// Includes line ends and blanks.
     space: u64,
     newline: u64,
     blank: u64,
@@ -28,7 +30,7 @@ struct Kinds {
     beyond_ascii: u64,
 }
 
-/// Where all pieces of a block begin as far as the block tells, without the first. `digits` are the most of a piece.
+/// Where pieces begin, as far as this block can tell, without the first piece. `digits` is the most digits of a piece.
 #[inline]
 pub fn starts(bytes: &[u8; BLOCK], digits: usize) -> u64 {
     let Kinds { letter, digit, space, newline, blank, apostrophe, beyond_ascii } = Kinds::of(bytes);
@@ -36,7 +38,7 @@ pub fn starts(bytes: &[u8; BLOCK], digits: usize) -> u64 {
     let plain = space & !newline;
 
     let marks = mark & !(mark << 1) & !(blank << 1);
-    // Added to a run of bits, its lowest bit clears them all.
+    // Adding the lowest bit of a run of ones clears the whole run.
     let theirs = newline & !newline.wrapping_add(newline & mark << 1);
     let others = space & !theirs;
     let lines = plain & !(plain << 1) & newline << 1;
@@ -46,7 +48,7 @@ pub fn starts(bytes: &[u8; BLOCK], digits: usize) -> u64 {
     let endings = apostrophe & marks & letter >> 1;
     let after_endings = if endings == 0 { 0 } else { after_endings(bytes, endings) };
 
-    // Bytes beyond ASCII, and what is after the block, are not known; nor is how space before them is cut.
+    // Bytes beyond ASCII and after the block are unknown, and so is how the space before them is split.
     let known = below(beyond_ascii.trailing_zeros());
     let solid = 64 - (known & !space).leading_zeros();
     (marks | spaces | words | after_endings | numbers(digit, digits)) & known & below(solid + 1) & !1
@@ -58,7 +60,7 @@ fn below(bit: u32) -> u64 {
     1u64.checked_shl(bit).unwrap_or(0).wrapping_sub(1)
 }
 
-/// Runs of bits of `of` that one of `what` comes after.
+/// The bits of those runs in `of` that are followed by a bit of `what`.
 #[inline(always)]
 fn before(of: u64, what: u64) -> u64 {
     let (mut found, mut way) = (of & what >> 1, of);
@@ -69,7 +71,7 @@ fn before(of: u64, what: u64) -> u64 {
     found
 }
 
-/// The first of every `most` digits of a run.
+/// The first of every `most` digits in each run.
 #[inline(always)]
 fn numbers(digit: u64, most: usize) -> u64 {
     let mut all = digit & !(digit << 1);
@@ -82,7 +84,7 @@ fn numbers(digit: u64, most: usize) -> u64 {
     all
 }
 
-/// The places after `'s` and the like, whose apostrophes are given.
+/// The places after `'s` and other English endings, given their apostrophes.
 #[cold]
 fn after_endings(bytes: &[u8; BLOCK], mut apostrophes: u64) -> u64 {
     let lower = |at: u32| bytes.get(at as usize).map_or(0, |byte| byte | 0x20);
@@ -107,12 +109,13 @@ impl Kinds {
         use std::arch::x86_64::*;
         let mut kinds = Self::default();
         for (part, sixteen) in bytes.chunks_exact(16).enumerate() {
-            // SAFETY: SSE2 is part of x86_64, and the load, from anywhere, reads the sixteen bytes of this slice.
+            // SAFETY: SSE2 is part of x86_64, and the load needs no alignment and reads the sixteen bytes of this
+            // slice.
             unsafe {
                 let bits = |lanes| u64::from(_mm_movemask_epi8(lanes) as u16) << (16 * part);
                 let loaded = _mm_loadu_si128(sixteen.as_ptr().cast());
                 let same = |byte: u8| _mm_cmpeq_epi8(loaded, _mm_set1_epi8(byte as i8));
-                // The comparison knows signs: the lowest number that it has is put in the place of `first`.
+                // The comparison is signed, so `first` is moved to the lowest signed number.
                 let within = |from, first: u8, number: i8| {
                     let moved = _mm_sub_epi8(from, _mm_set1_epi8((first as i8).wrapping_sub(-128)));
                     _mm_cmplt_epi8(moved, _mm_set1_epi8((-128i8).wrapping_add(number)))
@@ -135,7 +138,7 @@ impl Kinds {
         Self::portable(bytes)
     }
 
-    /// The same eight bytes at a time.
+    /// The same without SSE2, eight bytes at a time.
     #[cfg(any(test, not(target_arch = "x86_64")))]
     fn portable(bytes: &[u8; BLOCK]) -> Self {
         let mut kinds = Self::default();
@@ -155,7 +158,7 @@ impl Kinds {
     }
 }
 
-/// The highest bit of every byte that is from `first` to `last`, both ASCII: eight comparisons in a few additions.
+/// The highest bit of every byte from `first` to `last`, both ASCII: eight comparisons with a few additions.
 #[cfg(any(test, not(target_arch = "x86_64")))]
 fn within(word: u64, first: u8, last: u8) -> u64 {
     let ascii = word & (0x7f * LOW);

@@ -1,7 +1,7 @@
-//! Where merges cross a text: at most places none does. There a text may be cut, and nobody has to follow the tokens on
-//! both sides back in time.
+//! Tells where merges may cross a place in a text. At most places, none does: the text may be cut there, and the tokens
+//! on both sides need not be followed back in time.
 
-/// A set of numbers that may say yes to one that it does not have, but never no to one that it has.
+/// A Bloom filter: a set that may seem to have a number that was never added, but never misses one that was.
 pub struct Filter(Vec<u64>);
 
 impl Filter {
@@ -9,7 +9,7 @@ impl Filter {
         Self(vec![0; bits.div_ceil(64).next_power_of_two()])
     }
 
-    /// The word of a hash whose bits are all good, and two bits in it.
+    /// The word for a hash, and the two bits in it. All bits of the hash must be good.
     #[inline]
     fn place(&self, hash: u64) -> (usize, u64) {
         ((hash >> 44) as usize & (self.0.len() - 1), 1 << (hash >> 32 & 63) | 1 << (hash >> 38 & 63))
@@ -27,22 +27,22 @@ impl Filter {
     }
 }
 
-/// Bytes on each side that are looked at: a Han letter has as many.
+/// How many bytes on each side of a border are compared: as many as a Han letter has.
 const SIDE: usize = 3;
 const LONG_BITS: usize = 1 << 19;
-/// The least first byte of a letter of three bytes and more.
+/// The lowest first byte of a character with three or more bytes.
 const LETTER: u8 = 0xe0;
-/// Places of a piece that are looked at together: a bit for each in a word.
+/// How many places of a piece are checked together: one bit per place in a word.
 const WINDOW: usize = 64;
 
-/// What stands around the borders of all pairs that are merged.
+/// The bytes around the border of every pair that is merged.
 pub struct Borders {
-    /// Whether any pair has a short side, one of less than [`SIDE`] bytes: a bit for each last byte of the left and first
-    /// byte of the right.
+    /// Pairs in which a side is short, with fewer than [`SIDE`] bytes: the left token's last byte and the right token's
+    /// first byte.
     short: BytePairs,
-    /// The same if both sides are short.
+    /// The same bytes of the pairs in which both sides are short.
     both_short: BytePairs,
-    /// What stands around the borders of all other pairs: up to [`SIDE`] bytes of a long side, and one of a short one.
+    /// The bytes around the borders of all other pairs: [`SIDE`] bytes of a long side, and one byte of a short side.
     around: Filter,
 }
 
@@ -65,27 +65,27 @@ impl Borders {
         borders
     }
 
-    /// Whether some merge may cross this place of a text, from what stands right beside it.
+    /// Whether some merge may cross this place of a text, judging by the bytes beside it.
     #[inline]
     pub fn may_be_crossed(&self, text: &[u8], at: usize) -> bool {
         self.short.has(text[at - 1], text[at]) && self.may_be_crossed_shortly(text, at)
             || at >= SIDE && at + SIDE <= text.len() && self.around.may_have(hash(&text[at - SIDE..at + SIDE]))
     }
 
-    /// The same for merges with a short side.
+    /// The same, for merges with a short side.
     fn may_be_crossed_shortly(&self, text: &[u8], at: usize) -> bool {
         self.both_short.has(text[at - 1], text[at])
             || at + SIDE <= text.len() && self.around.may_have(hash(&text[at - 1..at + SIDE]))
             || at >= SIDE && self.around.may_have(hash(&text[at - SIDE..=at]))
     }
 
-    /// Hand the ends of the parts of a piece to `take`: every place before a letter of three bytes and more that surely no
-    /// merge crosses, and the end.
+    /// Cut a piece before every character of three or more bytes that no merge can reach across, and call `take` with
+    /// the end of each part.
     #[inline]
     pub fn cut(&self, piece: &[u8], mut take: impl FnMut(usize)) {
         let mut at = 1;
         while at < piece.len() {
-            // First all answers, as bits, then their use: nothing has to be guessed for each letter.
+            // First collect all answers as bits, then use them: no branch has to be predicted for each letter.
             let (first, mut cuts) = (at, 0u64);
             while at < piece.len().min(first + WINDOW) {
                 if piece[at] < LETTER {
@@ -104,7 +104,7 @@ impl Borders {
     }
 }
 
-/// A set of pairs of bytes.
+/// A set of pairs of bytes, as one bit for each pair.
 struct BytePairs(Vec<u64>);
 
 impl BytePairs {
@@ -129,7 +129,7 @@ impl BytePairs {
     }
 }
 
-/// Of up to eight bytes. The higher half is good.
+/// A hash of up to eight bytes. Only its high half is good.
 #[inline(always)]
 fn hash(bytes: &[u8]) -> u64 {
     let mut word = [0; 8];

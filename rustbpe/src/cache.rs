@@ -1,19 +1,19 @@
-//! The tokens of pieces that were met before.
+//! Remembers the tokens of pieces that were encoded before.
 //!
-//! One table of bounded size. A piece may stand at one of eight neighbouring places. It takes the first that is free, and
-//! when it is asked for it changes places with the one that stands at its first, where the next look finds it. A place
-//! holds up to three tokens. If there are more, or if the piece is too long for its key to hold its bytes, what does not
-//! fit lies in a [`Store`].
+//! The cache is one table of bounded size. A piece has eight neighbouring places to choose from. A new piece takes the
+//! first free one; when it is looked up, it swaps with the piece in its first place, where the next lookup finds it at
+//! once. A place holds up to three tokens. If a piece has more, or if it is too long for its key, a [`Store`] holds the
+//! rest.
 
 use crate::key::Key;
 use crate::prefetch::prefetch;
 use crate::store::{Record, Store};
 
-/// Tokens that fit in a place.
+/// How many tokens fit in a place.
 pub const TOKENS: usize = 3;
-/// Of a length: the ids are those of a record of the store.
+/// This length means that `ids` is a record of the store.
 const STORED: u32 = u32::MAX;
-/// Places where a piece may stand.
+/// In how many places a piece may be.
 const WAYS: usize = 8;
 const FIRST_PLACES: usize = 1 << 10;
 
@@ -27,39 +27,39 @@ struct Place {
 
 const EMPTY: Place = Place { key: Key::NONE, length: 0, ids: [0; TOKENS] };
 
-/// What a cache knows of a piece.
+/// What the cache knows about a piece.
 #[derive(Clone, Copy)]
 pub enum Known {
     Nothing,
-    /// The first so many of these tokens.
+    /// The tokens, and how many of the array's entries are in use.
     Few([u32; TOKENS], usize),
-    /// What lies in the store.
+    /// The tokens are in the store.
     Stored(Record),
 }
 
-/// One thread's cache. It begins small and doubles up to its bound.
+/// The cache of one thread. It starts small and doubles until it reaches its bound.
 pub struct Cache {
     places: Vec<Place>,
     most_places: usize,
-    /// How often a place has been filled.
+    /// How many times a place has been filled.
     news: usize,
     store: Store,
 }
 
 impl Cache {
-    /// A cache of up to `bytes`.
+    /// A cache that uses up to `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         let most_places = (bytes / 2 / size_of::<Place>()).max(FIRST_PLACES);
         Self { places: vec![EMPTY; FIRST_PLACES], most_places, news: 0, store: Store::new(bytes / 2) }
     }
 
-    /// Ask for the memory where a piece may stand, to be there when it is looked at.
+    /// Start loading the first place of a piece, so that it has arrived when the piece is looked up.
     #[inline]
     pub fn expect(&self, hash: u64) {
         prefetch(&self.places, self.home(hash));
     }
 
-    /// What is known of a piece.
+    /// What is known about a piece.
     #[inline(always)]
     pub fn get(&mut self, key: Key, hash: u64) -> Known {
         let home = self.home(hash);
@@ -74,9 +74,8 @@ impl Cache {
         }
     }
 
-    /// Whether a piece stands at another place than its first. What is asked for now will be asked for again, so it
-    /// changes places with the one that stands there. That one may thereby come behind a free place, where it is not
-    /// found: then it is encoded once more.
+    /// Look for a piece beyond its first place, and move it there: a piece that is looked up now will soon be looked up
+    /// again. The piece that was there may end up behind a free place, where it is not found and is encoded once more.
     fn bring(&mut self, key: Key, home: usize) -> bool {
         for place in (1..WAYS).map(|way| home ^ way) {
             let other = self.places[place].key;
@@ -91,7 +90,7 @@ impl Cache {
         false
     }
 
-    /// Append the tokens that lie in the store, if there are any and they are this piece's.
+    /// Append the tokens from the store. False if they are not there, or belong to another piece.
     pub fn stored(&self, known: Known, key: Key, piece: &[u8], ids: &mut Vec<u32>) -> bool {
         match known {
             Known::Stored(record) => self.store.get(record, if key.is_long() { piece } else { &[] }, ids),
@@ -99,7 +98,7 @@ impl Cache {
         }
     }
 
-    /// Keep the tokens of a piece.
+    /// Remember the tokens of a piece.
     pub fn put(&mut self, key: Key, hash: u64, piece: &[u8], ids: &[u32]) {
         let mut new = Place { key, length: ids.len() as u32, ids: [0; TOKENS] };
         if !key.is_long() && ids.len() <= TOKENS {
@@ -120,7 +119,7 @@ impl Cache {
         hash as usize & (self.places.len() - 1)
     }
 
-    /// Where it is free, else in the place of any of those that stand there.
+    /// Put an entry in the first free place, or replace one of the pieces there.
     fn place(&mut self, new: Place, hash: u64) {
         let home = self.home(hash);
         let free = (0..WAYS).map(|way| home ^ way).find(|&place| {
@@ -145,7 +144,7 @@ mod tests {
     use super::*;
     use crate::key::LONGEST_KEY;
 
-    /// Every third is too long for its key.
+    /// Every third piece is too long for its key.
     fn piece(number: usize) -> Vec<u8> {
         number.to_string().repeat(if number % 3 == 0 { 10 } else { 1 }).into_bytes()
     }

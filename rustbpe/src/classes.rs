@@ -1,4 +1,4 @@
-//! What kind of character a code point is: the questions that split patterns ask, answered by one table.
+//! One table that tells the character classes of a code point, as far as split patterns ask for them.
 
 use std::sync::OnceLock;
 
@@ -18,7 +18,7 @@ pub const HAN: u8 = 16;
 const BLOCK: usize = 128;
 const BLOCKS: usize = 0x11_0000 / BLOCK;
 
-/// Two stages: the block of a code point, and its flags within the block. Most blocks are alike and stored once.
+/// A table of two stages: the block of a code point, then its flags within the block. Equal blocks are stored once.
 pub struct Classes {
     ascii: [u8; BLOCK],
     blocks: Vec<u16>,
@@ -26,7 +26,7 @@ pub struct Classes {
 }
 
 impl Classes {
-    /// The table, made at first use from the tables of the regular expression engine, so that both always agree.
+    /// The table. It is made at first use from the tables of the regular expression engine, so the two always agree.
     pub fn get() -> &'static Self {
         static TABLE: OnceLock<Classes> = OnceLock::new();
         TABLE.get_or_init(Self::new)
@@ -62,7 +62,7 @@ impl Classes {
         self.flags[self.blocks[code_point / BLOCK] as usize][code_point % BLOCK]
     }
 
-    /// The flags of the character that starts at `at`, and its length in bytes. `text` is UTF-8.
+    /// The flags of the character that starts at `at`, and its length in bytes. `text` must be UTF-8.
     #[inline(always)]
     pub fn at(&self, text: &[u8], at: usize) -> (u8, usize) {
         match text[at] {
@@ -82,7 +82,7 @@ impl Classes {
     }
 }
 
-/// The code points of a character class.
+/// The ranges of code points in a character class.
 fn ranges(class: &str) -> Vec<(u32, u32)> {
     let parsed = regex_syntax::parse(class).map(|parsed| parsed.into_kind());
     let Ok(HirKind::Class(Class::Unicode(class))) = parsed else {

@@ -1,8 +1,7 @@
-//! How often each distinct piece occurs.
+//! Counts how often each distinct piece occurs.
 //!
-//! Most of a text is a few ten thousand pieces, again and again, so a table of short pieces does most of the work.
-//! Memory is what it waits for: so a piece's place in the table is asked for when the piece is found, and looked at 32
-//! pieces later.
+//! Most texts repeat a few tens of thousands of pieces, so a table of short pieces does most of the work. Its speed is
+//! limited by memory: a piece's place is prefetched when the piece is found, and read 32 pieces later.
 
 use hashbrown::HashTable;
 
@@ -10,17 +9,17 @@ use crate::key::{hash, Key, LONGEST_KEY};
 use crate::prefetch::prefetch;
 use crate::{Error, Splitter};
 
-/// Pieces that are found before the first of them is looked up.
+/// How many pieces are found before the first of them is looked up.
 const BATCH: usize = 32;
-/// Places of a new table. It doubles when half of them are taken.
+/// The size of a new table. The table doubles when more than half of its places are taken.
 const PLACES: usize = 1 << 14;
 
-/// Distinct pieces with their counts. Nothing that is made from it depends on its order, which is arbitrary.
+/// Distinct pieces with their counts. Their order is arbitrary, and no result may depend on it.
 pub struct PieceCounts {
-    /// Pieces of up to [`LONGEST_KEY`] bytes, each at the first free place from its hash on.
+    /// Pieces of up to [`LONGEST_KEY`] bytes, each in the first place that was free at or after its hash.
     places: Vec<Place>,
     taken: usize,
-    /// All longer pieces, one after another.
+    /// The bytes of all longer pieces, one after another.
     bytes: Vec<u8>,
     long: HashTable<Long>,
 }
@@ -44,7 +43,7 @@ impl PieceCounts {
         Self { places, taken: 0, bytes: Vec::new(), long: HashTable::new() }
     }
 
-    /// Count the pieces of `text`. On an error those before its place are counted.
+    /// Count the pieces of `text`. If this fails, the pieces before the failure are counted.
     pub fn add_text(&mut self, text: &str, splitter: &Splitter) -> Result<(), Error> {
         let mut batch = [(Key::NONE, 0); BATCH];
         let mut filled = 0;
@@ -76,7 +75,7 @@ impl PieceCounts {
         }
     }
 
-    /// Add what another table has counted.
+    /// Add the counts of another table.
     pub fn add_all(&mut self, other: &Self) {
         for place in other.places.iter().filter(|place| place.key != Key::NONE) {
             self.add_short(place.key, place.count);
@@ -95,7 +94,7 @@ impl PieceCounts {
         self.len() == 0
     }
 
-    /// Hand every piece and its count to `take`.
+    /// Call `take` with every piece and its count.
     pub fn for_each(&self, mut take: impl FnMut(&[u8], u64)) {
         for place in self.places.iter().filter(|place| place.key != Key::NONE) {
             take(&place.key.bytes()[..place.key.len()], place.count);
@@ -109,7 +108,7 @@ impl PieceCounts {
         for &(key, place) in batch {
             match self.places.get_mut(place) {
                 Some(known) if known.key == key => known.count += 1,
-                _ => self.add_short(key, 1), // further on, or new, or the table has grown since
+                _ => self.add_short(key, 1), // in a later place, or new, or the table has grown since
             }
         }
     }

@@ -1,40 +1,41 @@
-//! Text to tokens.
+//! Encodes text as tokens.
 //!
-//! Merging pairs again and again, as the definition has it, is slow. But its result is the only sequence of tokens for
-//! the text in which any two neighbours may meet ([`Vocabulary::may_meet_at`]). So the longest token that fits is tried at
-//! each place, then shorter ones; where none does, the step before is taken back. A place from which there was no way on
-//! is not tried again, so the time grows with the length of the piece and not faster.
+//! By definition, an encoding comes from merging pairs again and again, which is slow. But the result is the only
+//! sequence of tokens for the text in which every two neighbours may meet ([`Vocabulary::may_meet_at`]). So at each
+//! place the longest token is tried first, then shorter ones; if none fits, the previous token is taken back. A place
+//! that led nowhere is not tried again, so the time is proportional to the length of the piece.
 //!
-//! That is: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
+//! The algorithm: H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub 2024.
 //!
-//! Tokens of pieces that were met before come from a cache. A word of English returns often; a piece of Chinese is all that
-//! stands between two marks, and is mostly new. So it is cut wherever no merge can cross ([`Vocabulary::cut`]): what is on
-//! one side of such a place has no say in the tokens of the other, and the parts are a few letters long and return.
+//! The tokens of pieces that were encoded before come from a cache. English words repeat often. A piece of Chinese is
+//! everything between two punctuation marks, so it is mostly new. Pieces are therefore cut wherever no merge can cross
+//! ([`Vocabulary::cut`]): the tokens on one side of a cut do not depend on the other side, and the parts are so short
+//! that they do repeat.
 
 use crate::cache::{Cache, Known, TOKENS};
 use crate::key::{Key, LONGEST_KEY};
 use crate::trie::NONE;
 use crate::{Error, Splitter, Vocabulary};
 
-/// Pieces that are found before the first of them is looked up.
+/// How many pieces are found before the first of them is looked up.
 const BATCH: usize = 32;
 
-/// Working memory of one thread's encoding, kept from text to text.
+/// The working memory of one encoding thread, kept from text to text.
 pub struct Scratch {
     cache: Cache,
-    /// By place of the piece: whether there is no way on from here. Only those that are in `closed` are set.
+    /// For each place in the piece: whether no token leads on from here. Exactly the places in `closed` are set.
     dead: Vec<bool>,
     closed: Vec<usize>,
 }
 
 impl Scratch {
-    /// With a cache of about so many bytes.
+    /// Working memory with a cache of about `cache_bytes` bytes.
     pub fn new(cache_bytes: usize) -> Self {
         Self { cache: Cache::new(cache_bytes), dead: Vec::new(), closed: Vec::new() }
     }
 }
 
-/// A piece, or a part of one, on its way.
+/// A piece, or a part of a piece, that waits to be encoded.
 #[derive(Clone, Copy)]
 struct Waiting {
     start: usize,
@@ -45,7 +46,7 @@ struct Waiting {
 
 const NOTHING: Waiting = Waiting { start: 0, end: 0, key: Key::NONE, hash: 0 };
 
-/// What is collected before it is encoded together.
+/// Pieces that are collected and then encoded together.
 struct Batch<'e> {
     vocabulary: &'e Vocabulary,
     text: &'e [u8],
@@ -66,7 +67,7 @@ pub fn encode(
     let bytes = text.as_bytes();
     let mut batch = Batch { vocabulary, text: bytes, scratch, ids, waiting: [NOTHING; BATCH], filled: 0 };
     let split = splitter.split(text, |start, end| {
-        // A short piece of ASCII has nothing to be cut.
+        // There is no place to cut in a short piece of ASCII.
         if end - start <= LONGEST_KEY {
             let key = Key::new(bytes, start, end);
             if key.begins_with_ascii() {
@@ -91,7 +92,7 @@ impl Batch<'_> {
         }
     }
 
-    /// Add the parts of a piece. Apart from `add`, which is short as long as nothing else stands in it.
+    /// Cut a piece and add its parts. Not inlined, so that the loop around `add` stays short.
     #[inline(never)]
     fn add_parts(&mut self, start: usize, end: usize) {
         let Self { vocabulary, text, .. } = *self;
@@ -104,15 +105,15 @@ impl Batch<'_> {
         });
     }
 
-    /// Append the tokens of what was collected.
+    /// Append the tokens of the collected pieces.
     fn encode(&mut self) {
         let Self { vocabulary, text, scratch, ids, .. } = self;
-        // Most pieces are known and have few tokens. These wait here, to be appended together.
+        // Most pieces are in the cache and have few tokens. Those tokens are collected here and appended together.
         let (mut few, mut number) = ([0; TOKENS * BATCH], 0);
         for &Waiting { start, end, key, hash } in &self.waiting[..self.filled] {
             match scratch.cache.get(key, hash) {
                 Known::Few(tokens, length) => {
-                    // All of them, whatever their number: that needs no guess of it.
+                    // Copy the whole array whatever its length: this needs no branch that the processor must predict.
                     few[number..number + TOKENS].copy_from_slice(&tokens);
                     number += length;
                     continue;
@@ -155,8 +156,8 @@ fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, id
         }
         candidate = vocabulary.head(candidate).shorter;
         while candidate == NONE {
-            // No token fits here: take back the one before, and try a shorter one in its place. There always is a way
-            // for the whole piece, so its beginning is never reached without one.
+            // No token fits here: take back the previous one, and try a shorter one in its place. The whole piece
+            // always has an encoding, so this never goes back beyond its first token.
             dead[at] = true;
             closed.push(at);
             let Some(last) = ids.pop() else { return };

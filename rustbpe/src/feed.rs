@@ -1,4 +1,4 @@
-//! Texts are counted by threads while the caller reads the next ones.
+//! Threads that count texts while the caller reads the next ones.
 
 use std::sync::mpsc::{channel, sync_channel, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use crate::{Error, PieceCounts, Splitter};
 /// Some texts in one string.
 #[derive(Default)]
 pub struct Batch {
-    /// The number of its first text among all.
+    /// The number of its first text among all texts.
     pub first: usize,
     pub text: String,
     /// Where each text ends.
@@ -22,13 +22,13 @@ impl Batch {
         self.ends.push(self.text.len());
     }
 
-    /// The text of an index in this batch.
+    /// The text at an index of this batch.
     pub fn text(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         &self.text[start..self.ends[index]]
     }
 
-    /// Forget the texts and keep the memory; the next ones begin where these ended.
+    /// Remove the texts and keep the memory. The next text will have the number `first`.
     pub fn clear(&mut self, first: usize) {
         self.first = first;
         self.text.clear();
@@ -36,10 +36,10 @@ impl Batch {
     }
 }
 
-/// What went wrong, and in which text.
+/// The number of the text that failed, and its error.
 pub type Failure = (usize, Error);
 
-/// Threads with a table each, which take batches from one queue.
+/// Threads that take batches from one queue; each counts into its own table.
 pub struct Feed {
     queue: Option<SyncSender<Batch>>,
     done: Receiver<Batch>,
@@ -47,7 +47,7 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Start the threads. They end when the feed is dropped or finished.
+    /// Start the threads. They end when the feed is finished or dropped.
     pub fn new(splitter: &Splitter, threads: usize) -> Self {
         let (queue, batches) = sync_channel::<Batch>(1);
         let (give_back, done) = channel();
@@ -62,20 +62,20 @@ impl Feed {
                     for index in 0..batch.ends.len() {
                         counts.add_text(batch.text(index), &splitter).map_err(|error| (batch.first + index, error))?;
                     }
-                    let _ = give_back.send(batch); // nobody wants it back when the feed is finishing
+                    let _ = give_back.send(batch); // while the feed finishes, nobody takes it back
                 }
             })
         };
         Self { queue: Some(queue), done, threads: (0..threads.max(1)).map(worker).collect() }
     }
 
-    /// Hand over a batch, and get an empty one. Waits while all threads are busy and one batch is waiting.
+    /// Send a batch and get an empty one. Blocks while all threads are busy and another batch is waiting.
     ///
-    /// None if a text has failed: then `finish` says which.
+    /// Returns None if a text has failed; `finish` tells which.
     pub fn send(&mut self, batch: Batch) -> Option<Batch> {
         let next = batch.first + batch.ends.len();
         if self.threads.iter().any(JoinHandle::is_finished) {
-            return None; // threads end early only by a failure
+            return None; // a thread only ends early after a failure
         }
         self.queue.as_ref()?.send(batch).ok()?;
         let mut empty = self.done.try_recv().unwrap_or_default();
@@ -83,8 +83,8 @@ impl Feed {
         Some(empty)
     }
 
-    /// All counts, or the first text that failed, whatever the number of threads: batches are taken in order, and
-    /// those before a failing one are counted to their ends.
+    /// All counts, or the first text that failed. The number of threads does not matter: batches are taken in order,
+    /// and every batch before a failing one is counted completely.
     pub fn finish(mut self) -> Result<PieceCounts, Failure> {
         self.queue = None;
         let mut all: Vec<PieceCounts> = Vec::new();
@@ -99,7 +99,7 @@ impl Feed {
         if let Some(first) = failures.into_iter().min_by_key(|(text, _)| *text) {
             return Err(first);
         }
-        all.sort_by_key(PieceCounts::len); // the others are added to the largest
+        all.sort_by_key(PieceCounts::len); // the smaller tables are added to the largest
         let mut sum = all.pop().unwrap_or_default();
         while let Some(counts) = all.pop() {
             sum.add_all(&counts);

@@ -1,12 +1,12 @@
-//! A piece of text as a number, so that tables compare and hash it in a few instructions.
+//! Short pieces as numbers, which tables compare and hash in a few instructions.
 
-/// Pieces of up to this many bytes have a [`Key`].
+/// A [`Key`] holds the bytes of pieces up to this length.
 pub const LONGEST_KEY: usize = 15;
-/// In the place of the length, for longer pieces.
+/// Marks a longer piece, in place of the length.
 const LONG: u64 = 0xff;
 
-/// The bytes of a short piece, and its length in the highest byte. Never 0: no piece is empty. Of a longer piece its
-/// hash and its length: pieces of one key may differ.
+/// For a short piece: its bytes, and its length in the highest byte. It is never 0, because no piece is empty. For a
+/// longer piece: its hash and its length, so different long pieces may have the same key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Key {
     low: u64,
@@ -14,10 +14,10 @@ pub struct Key {
 }
 
 impl Key {
-    /// No piece at all: what empty places of a table hold.
+    /// The key in the empty places of a table, which no piece has.
     pub const NONE: Self = Self { low: 0, high: 0 };
 
-    /// The key of `text[start..end]`, which has from 1 to [`LONGEST_KEY`] bytes.
+    /// The key of `text[start..end]`, which must have 1 to [`LONGEST_KEY`] bytes.
     #[inline]
     pub fn new(text: &[u8], start: usize, end: usize) -> Self {
         let length = end - start;
@@ -34,7 +34,7 @@ impl Key {
         Self { low: low & mask.0, high: high & mask.1 | (length as u64) << 56 }
     }
 
-    /// The key of a piece of more than [`LONGEST_KEY`] bytes.
+    /// The key of a piece with more than [`LONGEST_KEY`] bytes.
     #[inline]
     pub fn long(piece: &[u8]) -> Self {
         Self { low: hash(piece), high: LONG << 56 | piece.len() as u64 }
@@ -45,13 +45,13 @@ impl Key {
         self.high >> 56 == LONG
     }
 
-    /// Whether the first eight bytes of a short piece are ASCII.
+    /// Whether the first eight bytes of a short piece are all ASCII.
     #[inline]
     pub fn begins_with_ascii(self) -> bool {
         self.low & 0x8080_8080_8080_8080 == 0
     }
 
-    /// A hash whose bits are all good.
+    /// A hash in which every bit depends on every bit of the key.
     #[inline]
     pub fn hash(self) -> u64 {
         fold(self.low ^ 0x9e37_79b9_7f4a_7c15, self.high ^ 0xd6e8_feb8_6659_fd93)
@@ -61,7 +61,7 @@ impl Key {
         (self.high >> 56) as usize
     }
 
-    /// The piece, followed by what makes 16 bytes.
+    /// The piece, padded to 16 bytes.
     pub fn bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.low.to_le_bytes());
@@ -70,7 +70,7 @@ impl Key {
     }
 }
 
-/// A hash of a piece of any length.
+/// The hash of a piece of any length.
 #[inline]
 pub fn hash(piece: &[u8]) -> u64 {
     let mut state = 0x2545_f491_4f6c_dd1d ^ piece.len() as u64;
@@ -96,14 +96,14 @@ fn halves(bytes: &[u8]) -> (u64, u64) {
     (half(0), half(8))
 }
 
-/// Both halves of a product of 128 bits: every bit of the factors reaches every bit of the result.
+/// Multiply to 128 bits and combine both halves, so that every bit of the factors affects every bit of the result.
 #[inline]
 pub fn fold(left: u64, right: u64) -> u64 {
     let product = u128::from(left) * u128::from(right);
     (product >> 64) as u64 ^ product as u64
 }
 
-/// What to keep of 16 bytes, by length.
+/// Masks that keep the first `length` of 16 bytes, by length.
 static MASKS: [(u64, u64); 16] = {
     let mut masks = [(0, 0); 16];
     let mut length = 0;

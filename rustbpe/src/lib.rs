@@ -1,11 +1,13 @@
-//! Byte pair encoding: learn merges from texts, then encode and decode with them.
+//! Byte pair encoding: learns merges from texts, then encodes and decodes with them.
 //!
-//! A text is cut into pieces (`split`, by hand in `scan` with `block` and `classes`, else by a regular expression). Training counts
-//! the pieces (`count`, by threads in `feed`), lays them out (`words`) and merges pairs (`train`, `neighbours`).
-//! Encoding looks pieces up (`cache`, `store`, `key`) or finds their tokens (`encode`, `vocabulary`, `trie`, `borders`); `model` is the whole.
+//! `split` splits a text into pieces: `scan`, with `block` and `classes`, does so for the patterns that are written out
+//! by hand, and a regular expression engine does so for all others. Training counts the pieces (`count`, on threads in
+//! `feed`), lays them out in memory (`words`) and merges pairs (`train`, `neighbours`). Encoding looks pieces up in a
+//! cache (`cache`, `store`, `key`) or works out their tokens (`encode`, `vocabulary`, `trie`, `borders`). `model` puts
+//! everything together.
 //!
-//! All of that knows no Python and reports every mistake as an [`Error`]. The binding (`py` and its parts; feature
-//! `python`) only converts arguments, results and errors.
+//! None of this knows Python, and every mistake is reported as an [`Error`]. The binding (`py` and the files that begin
+//! with `py_`; feature `python`) only converts arguments, results and errors.
 
 mod block;
 mod borders;
@@ -48,9 +50,9 @@ pub use threads::threads;
 pub use train::train;
 pub use vocabulary::Vocabulary;
 
-/// The first 256 ids are the byte values; merged tokens follow in the order they were learned.
+/// The first 256 ids are the byte values. Merged tokens follow in the order they were learned.
 pub const BYTES: u32 = 256;
-/// The largest vocabulary: the trainer keeps one bit of a symbol for itself.
+/// The largest vocabulary. The trainer needs one bit of each symbol as a mark.
 pub const MAX_VOCAB_SIZE: u32 = (1 << 31) - 1;
 
 /// Two neighbouring tokens.

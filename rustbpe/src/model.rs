@@ -1,4 +1,4 @@
-//! A trained encoding: a vocabulary, a split pattern, and the working memory of the threads that use them.
+//! A trained encoding: the vocabulary, the split pattern, and the working memory of threads.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,22 +8,22 @@ use crate::encode::{encode, Scratch};
 use crate::feed::Failure;
 use crate::{Error, Pair, Splitter, Vocabulary};
 
-/// Of a thread's cache, unless the caller says otherwise.
+/// The default size of each thread's cache, in bytes.
 pub const CACHE_BYTES: usize = 32 << 20;
-/// A thread takes about this much text at a time.
+/// A thread takes texts of about this many bytes at a time.
 const GROUP_BYTES: usize = 1 << 16;
 
-/// Everything encoding and decoding need. Shared by threads.
+/// Everything that encoding and decoding need. Threads share it.
 pub struct Model {
     vocabulary: Vocabulary,
     /// None before training.
     splitter: Option<Splitter>,
     cache_bytes: usize,
-    /// Of threads that are not encoding now.
+    /// Working memory that no thread is using now.
     idle: Mutex<Vec<Scratch>>,
 }
 
-/// The tokens of some texts, one after another.
+/// The tokens of a few texts, one after another.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Encoded {
     /// The index of the first text.
@@ -38,7 +38,7 @@ impl Model {
         Self { vocabulary, splitter, cache_bytes, idle: Mutex::default() }
     }
 
-    /// What a tokenizer is before training: the byte values.
+    /// The model before training: it knows only the byte values.
     pub fn untrained() -> Result<Self, Error> {
         Ok(Self::new(Vocabulary::new(&[])?, None, 0))
     }
@@ -47,7 +47,7 @@ impl Model {
         &self.vocabulary
     }
 
-    /// The split pattern; none before training.
+    /// The split pattern; None before training.
     pub fn pattern(&self) -> Option<&str> {
         self.splitter.as_ref().map(Splitter::pattern)
     }
@@ -66,7 +66,7 @@ impl Model {
         Ok(ids)
     }
 
-    /// The tokens of many texts, by up to `threads` threads, in parts of some texts each, or the first text that failed.
+    /// Encode many texts on up to `threads` threads. Returns parts of a few texts each, in order, or the first failure.
     pub fn encode_all(&self, texts: &[&str], threads: usize) -> Result<Vec<Encoded>, Failure> {
         let splitter = self.splitter.as_ref().ok_or((0, Error::Untrained))?;
         let groups = groups(texts, GROUP_BYTES);
@@ -105,7 +105,7 @@ impl Model {
         Ok(parts)
     }
 
-    /// The bytes of `ids`, one after another; they need not be whole characters.
+    /// The bytes of `ids`, one after another. They need not be whole characters.
     pub fn decode(&self, ids: &[u32]) -> Result<Vec<u8>, Error> {
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for (index, &id) in ids.iter().enumerate() {
@@ -135,7 +135,7 @@ impl Encoded {
     }
 }
 
-/// Ranges of indices whose texts have about so many bytes together.
+/// Split the indices of texts into ranges with about `bytes` bytes each.
 fn groups(texts: &[&str], bytes: usize) -> Vec<Range<usize>> {
     let (mut groups, mut first, mut size) = (Vec::new(), 0, 0);
     for (index, text) in texts.iter().enumerate() {

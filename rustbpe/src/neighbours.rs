@@ -1,40 +1,40 @@
-//! What stands on one side of the occurrences of the pair that is being merged.
+//! The tokens on one side of the occurrences of the pair that is being merged.
 
 use crate::prefetch::prefetch;
 
-/// How many occurrences ahead the sums are loaded.
+/// How many occurrences ahead the sums are prefetched.
 const AHEAD: usize = 16;
 
-/// Occurrences, and sums by token in an array of all tokens that is used again for every merge.
+/// The neighbour at each occurrence, and sums by token in an array that is used again for every merge.
 #[derive(Default)]
 pub struct Neighbours {
-    /// One for each occurrence, places ascending.
+    /// One entry for each occurrence, by ascending place.
     pub found: Vec<Found>,
-    /// The tokens that occurred.
+    /// The distinct neighbours.
     pub tokens: Vec<u32>,
     sums: Vec<Sum>,
 }
 
 #[derive(Clone, Copy)]
 pub struct Found {
-    /// The neighbour.
+    /// The neighbouring token.
     pub token: u32,
     pub weight: u32,
-    /// Of the pair that is being merged.
+    /// Where the merged pair begins.
     pub place: u32,
 }
 
 #[derive(Clone, Copy, Default)]
 pub struct Sum {
     pub weight: u64,
-    /// Number of occurrences; 0 if the pair is too rare to be entered.
+    /// How many occurrences there are; 0 if the new pair is too rare to be tracked.
     pub number: u32,
-    /// Where the next place of the new pair is written.
+    /// Where the next place of the new pair will be written.
     pub next: u32,
 }
 
 impl Sum {
-    /// Write down a place, if the pair has been given room for its places.
+    /// Write down a place, if room was set aside for the places of this pair.
     #[inline]
     pub fn put(&mut self, block: &mut [u32], place: u32) {
         if self.number > 0 {
@@ -45,7 +45,7 @@ impl Sum {
 }
 
 impl Neighbours {
-    /// Forget everything, and make room for tokens up to `vocab_size`.
+    /// Clear everything, and make room for `vocab_size` tokens.
     pub fn reset(&mut self, vocab_size: usize) {
         for &token in &self.tokens {
             self.sums[token as usize] = Sum::default();
@@ -63,7 +63,7 @@ impl Neighbours {
         self.found.push(Found { token, weight, place: place as u32 });
     }
 
-    /// Sum up what was noted.
+    /// Sum up the noted occurrences by token.
     pub fn sum_up(&mut self) {
         for (index, found) in self.found.iter().enumerate() {
             if let Some(later) = self.found.get(index + AHEAD) {

@@ -1,4 +1,4 @@
-//! The Python module: the core's functions as methods of one class.
+//! The Python module: one class whose methods call the core.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -10,20 +10,20 @@ use crate::py_output::{array, detached, in_item, merge_bytes, Ids};
 use crate::py_train::Training;
 use crate::{threads, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
 
-/// Texts are handed to the counting threads when they fill this much, however many they are.
+/// A batch of texts goes to the counting threads when it has this many bytes, however many texts it holds.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Texts are encoded when they fill this much: little, so that they are still in the processor's caches, and the same
-/// memory serves again and again.
+/// With one thread, texts are encoded in groups of this many bytes: few, so that they stay in the processor's caches
+/// and their memory is used again.
 const ENCODE_BYTES: usize = 1 << 18;
-/// For each of many threads, as starting them takes its time.
+/// With several threads, the bytes per thread: more, because starting threads takes time.
 const THREAD_BYTES: usize = 1 << 20;
-/// For all threads, however many they are.
+/// The most bytes per group, for any number of threads.
 const MOST_BYTES: usize = 64 << 20;
 
-/// What a pickle holds: pattern and merges.
+/// What a pickle holds: the pattern and the merges.
 type State<'py> = (Option<String>, Bound<'py, PyBytes>);
 
-/// A byte pair encoding: train it on texts, then encode and decode. Before training it knows the 256 byte values.
+/// A byte pair encoding: train it on texts, then encode and decode. Before training it only knows the 256 byte values.
 #[pyclass(frozen, module = "rustbpe")]
 pub struct Tokenizer {
     model: RwLock<Arc<Model>>,
@@ -36,12 +36,12 @@ impl Tokenizer {
         Ok(Self::of(Model::untrained()?))
     }
 
-    /// Learn merges from an iterable of str until there are `vocab_size` tokens, 256 byte values included.
+    /// Learn merges from an iterable of str until there are `vocab_size` tokens, including the 256 byte values.
     ///
-    /// A text with too few distinct pairs gives fewer tokens: compare `vocab_size` afterwards. Texts are read
-    /// `buffer_size` at a time (fewer if they are long) and split by `pattern` (default: GPT-4's), which must cover
-    /// them. `progress(stage, done)` is called now and then: ("read", texts) and ("merge", tokens). If anything raises,
-    /// the tokenizer stays as it was.
+    /// Texts with too few distinct pairs give fewer tokens: compare `vocab_size` afterwards. Texts are read
+    /// `buffer_size` at a time (fewer if they are long) and split by `pattern` (default: GPT-4's), which must match all
+    /// of their characters. `progress(stage, done)` is called about ten times a second, as ("read", texts so far) and
+    /// ("merge", merges so far). If anything raises, the tokenizer does not change.
     #[pyo3(signature = (iterator, vocab_size, buffer_size=None, pattern=None, progress=None))]
     #[pyo3(text_signature = "($self, iterator, vocab_size, buffer_size=8192, pattern=None, progress=None)")]
     fn train_from_iterator(
@@ -68,7 +68,7 @@ impl Tokenizer {
         self.learn(py, training, vocab_size, |index| format!("item {index} of iterator"))
     }
 
-    /// The same from files, each of which is one text in UTF-8.
+    /// Like `train_from_iterator`, but reads files; each file is one text in UTF-8.
     #[pyo3(signature = (paths, vocab_size, pattern=None, progress=None))]
     fn train_from_files(
         &self,
@@ -90,7 +90,7 @@ impl Tokenizer {
         self.learn(py, training, vocab_size, |index| paths[index].display().to_string())
     }
 
-    /// A tokenizer of known tokens: `tokens[i]` are the bytes of id i, in the order in which they were learned.
+    /// Make a tokenizer from known tokens: `tokens[i]` are the bytes of id i, and ids are in the order learned.
     #[classmethod]
     #[pyo3(signature = (tokens, pattern, cache_bytes=CACHE_BYTES))]
     fn from_ranks(
@@ -106,19 +106,19 @@ impl Tokenizer {
         Ok(Self::of(detached(py, made)??))
     }
 
-    /// The token ids of `text`. There are no special tokens: their spellings are text like any other.
+    /// The token ids of `text`. There are no special tokens: text that looks like one is encoded like any other text.
     fn encode(&self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         let text = OneText::new(text)?;
         let (model, text) = (self.model(), text.as_str()?);
         Ok(detached(py, || model.encode(text))??)
     }
 
-    /// The same as `encode`, under tiktoken's name for it.
+    /// The same as `encode`, under the name that tiktoken uses.
     fn encode_ordinary(&self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         self.encode(py, text)
     }
 
-    /// The same as a numpy array: uint16 where all ids fit, else uint32.
+    /// Like `encode`, but returns a numpy array: uint16 if all ids of the vocabulary fit, else uint32.
     fn encode_numpy<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let ids = self.encode(py, text)?;
         let mut array = Ids::new(py, self.vocab_size());
@@ -126,7 +126,7 @@ impl Tokenizer {
         Ok(array.finish()?.0)
     }
 
-    /// The token ids of each of `texts`, in their order, encoded by as many threads as there are cores.
+    /// The token ids of each of `texts`, in order. Encodes on `threads` threads, by default one per core.
     #[pyo3(signature = (texts, threads=None))]
     fn batch_encode(
         &self,
@@ -144,8 +144,8 @@ impl Tokenizer {
         Ok(lists)
     }
 
-    /// The same as two numpy arrays: all ids one after another (uint16 where they fit, else uint32), and where each
-    /// text's ids end (uint64).
+    /// Like `batch_encode`, but returns two numpy arrays: the ids of all texts one after another (uint16 if all ids of
+    /// the vocabulary fit, else uint32), and where each text's ids end (uint64).
     #[pyo3(signature = (texts, threads=None))]
     fn batch_encode_numpy<'py>(
         &self,
@@ -158,17 +158,17 @@ impl Tokenizer {
         ids.finish()
     }
 
-    /// The text of token ids. Raises UnicodeDecodeError if their bytes are not whole characters.
+    /// The text of these token ids. Raises UnicodeDecodeError if their bytes are not UTF-8.
     fn decode<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyString>> {
         PyString::from_bytes(ids.py(), &self.bytes_of(ids)?)
     }
 
-    /// The bytes of token ids.
+    /// The bytes of these token ids, one after another.
     fn decode_bytes<'py>(&self, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(ids.py(), &self.bytes_of(ids)?))
     }
 
-    /// The number of tokens: 256 byte values and the learned merges.
+    /// The number of tokens: the 256 byte values and the learned merges.
     #[getter]
     fn vocab_size(&self) -> u32 {
         self.model().vocabulary().size()
@@ -179,14 +179,14 @@ impl Tokenizer {
         self.model().pattern().unwrap_or_default().to_string()
     }
 
-    /// The bytes and the id of every token, by id: what tiktoken's Encoding wants as a dict.
+    /// The bytes and the id of every token, in the order of ids. As a dict, tiktoken's Encoding takes it.
     fn get_mergeable_ranks(&self, py: Python<'_>) -> Vec<(Py<PyBytes>, u32)> {
         let model = self.model();
         let vocabulary = model.vocabulary();
         (0..vocabulary.size()).map(|id| (PyBytes::new(py, vocabulary.token(id)).unbind(), id)).collect()
     }
 
-    /// The two ids that each token from 256 on was made of, as a numpy array of uint32, (merges, 2).
+    /// The two ids that each token from 256 on is made of, as a numpy array of uint32, (merges, 2).
     fn get_merges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         array(py, merge_bytes(self.model().merges()), "uint32")?.call_method1("reshape", (-1, 2))
     }
@@ -197,7 +197,7 @@ impl Tokenizer {
         Ok((slf.get_type().getattr("_restore")?, (model.pattern().map(str::to_string), merges)))
     }
 
-    /// What unpickling calls.
+    /// Unpickling calls this.
     #[classmethod]
     fn _restore(_class: &Bound<'_, PyType>, pattern: Option<&str>, merges: &[u8]) -> PyResult<Self> {
         let vocabulary = Vocabulary::new(&merges_from(merges)?)?;
@@ -214,7 +214,7 @@ impl Tokenizer {
         Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Merge what was counted and take the result on.
+    /// Learn merges from the counts, and make the result this tokenizer's model.
     fn learn(
         &self,
         py: Python<'_>,
@@ -228,7 +228,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Hand the tokens of texts to `take`, some megabytes of text at a time.
+    /// Encode texts, and hand the tokens of one group of texts after another to `take`.
     fn encode_each(
         &self,
         py: Python<'_>,

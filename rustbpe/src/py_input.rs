@@ -1,4 +1,4 @@
-//! From Python to the core: texts, numbers and files, with errors that name what was wrong.
+//! From Python to the core: texts, numbers and files, with errors that say what was wrong.
 
 use std::path::Path;
 
@@ -9,14 +9,14 @@ use pyo3::types::{PyBytes, PyIterator, PyString};
 use crate::py_output::detached;
 use crate::{Batch, Pair};
 
-/// While texts are read, Ctrl-C is looked for after this many.
+/// While texts are read, Ctrl-C is checked after this many.
 const TEXTS_PER_CHECK: usize = 4096;
 
-/// Texts of a Python iterable.
+/// The texts of a Python iterable.
 pub struct Texts<'py> {
     iterator: Bound<'py, PyIterator>,
     name: &'static str,
-    /// How many have been read.
+    /// How many texts have been read.
     read: usize,
 }
 
@@ -38,7 +38,7 @@ impl<'py> Texts<'py> {
         Ok(Some(text))
     }
 
-    /// Copy the next texts into an empty batch, until there are `most` or they have `bytes`; false if there are none.
+    /// Copy texts into an empty batch until it has `most` texts or `bytes` bytes. False if no text was left.
     pub fn fill(&mut self, py: Python<'py>, batch: &mut Batch, most: usize, bytes: usize) -> PyResult<bool> {
         py.check_signals()?;
         while batch.ends.len() < most && batch.text.len() < bytes {
@@ -48,8 +48,8 @@ impl<'py> Texts<'py> {
         Ok(!batch.ends.is_empty())
     }
 
-    /// The next texts, until they have `bytes`, as they are: threads may read them without the interpreter while they are
-    /// held.
+    /// The next texts, about `bytes` bytes in all, without a copy. While they are held, threads may read them without
+    /// the interpreter's lock.
     pub fn hold(&mut self, py: Python<'py>, bytes: usize) -> PyResult<Vec<OneText<'py>>> {
         py.check_signals()?;
         let (mut held, mut size) = (Vec::new(), 0);
@@ -64,9 +64,9 @@ impl<'py> Texts<'py> {
 
 /// The UTF-8 of a Python str.
 pub enum OneText<'py> {
-    /// The interpreter has it as it is.
+    /// The interpreter stores ASCII text as UTF-8 already.
     Ascii(Bound<'py, PyString>),
-    /// Not PyString::to_str: that would keep a second copy of every such text inside the str object.
+    /// Encoded here, because PyString::to_str would leave a second copy of the text inside the str object.
     Other(Bound<'py, PyBytes>),
 }
 
@@ -75,7 +75,7 @@ impl<'py> OneText<'py> {
         Self::named(text, || "text".to_string())
     }
 
-    /// Anything but str is a TypeError, a lone surrogate a UnicodeEncodeError, naming the text.
+    /// A TypeError for anything but str, and a UnicodeEncodeError for a lone surrogate; both name the text.
     fn named(text: &Bound<'py, PyAny>, name: impl Fn() -> String) -> PyResult<Self> {
         let Ok(text) = text.cast::<PyString>() else {
             let message = format!("{} must be str, got {}", name(), text.get_type().name()?);
@@ -91,13 +91,13 @@ impl<'py> OneText<'py> {
     pub fn as_str(&self) -> PyResult<&str> {
         match self {
             Self::Ascii(text) => text.to_str(),
-            // SAFETY: the interpreter's encoder has just made these bytes; it writes nothing but UTF-8.
+            // SAFETY: the interpreter's encoder made these bytes, and it only writes UTF-8.
             Self::Other(bytes) => Ok(unsafe { std::str::from_utf8_unchecked(bytes.as_bytes()) }),
         }
     }
 }
 
-/// The interpreter's own error for a lone surrogate (it has the position), with the text it is in.
+/// The interpreter's error for a lone surrogate, which has the position, with the name of the text added.
 fn name_surrogate(py: Python<'_>, error: PyErr, what: &str) -> PyErr {
     if !error.is_instance_of::<PyUnicodeEncodeError>(py) {
         return error;
@@ -112,7 +112,7 @@ fn name_surrogate(py: Python<'_>, error: PyErr, what: &str) -> PyErr {
     renamed().unwrap_or(error)
 }
 
-/// The text of a file. OSError as `open` raises it, UnicodeDecodeError with the file's name if it is not UTF-8.
+/// The text of a file. An OSError like `open`'s if it cannot be read, a ValueError if it is not UTF-8.
 pub fn file_text(py: Python<'_>, path: &Path) -> PyResult<String> {
     let bytes = detached(py, || std::fs::read(path))?.map_err(|error| match error.raw_os_error() {
         Some(code) => PyOSError::new_err((code, error.to_string(), path.display().to_string())),
@@ -120,10 +120,11 @@ pub fn file_text(py: Python<'_>, path: &Path) -> PyResult<String> {
     })?;
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        PyValueError::new_err(format!("{} is not UTF-8: byte {at} begins no character", path.display()))
+        PyValueError::new_err(format!("{} is not UTF-8: byte {at} does not begin a character", path.display()))
     })
 }
 
+/// An int from `smallest` to `largest`; TypeError or ValueError with `name` for anything else.
 pub fn whole_number(given: &Bound<'_, PyAny>, name: &str, smallest: u64, largest: u64) -> PyResult<u64> {
     match given.extract::<u64>() {
         Ok(number) if (smallest..=largest).contains(&number) => Ok(number),
@@ -137,6 +138,7 @@ pub fn whole_number(given: &Bound<'_, PyAny>, name: &str, smallest: u64, largest
     }
 }
 
+/// An id as the core takes it; TypeError or ValueError with its index for anything else.
 pub fn token_id(given: &Bound<'_, PyAny>, index: usize, vocab_size: u32) -> PyResult<u32> {
     given.extract::<u32>().or_else(|error| {
         if !error.is_instance_of::<PyOverflowError>(given.py()) {
@@ -150,11 +152,11 @@ pub fn token_id(given: &Bound<'_, PyAny>, index: usize, vocab_size: u32) -> PyRe
     })
 }
 
-/// Merges from the bytes of a pickle.
+/// Read merges from the bytes of a pickle.
 pub fn merges_from(bytes: &[u8]) -> PyResult<Vec<Pair>> {
     let pairs = bytes.chunks_exact(8);
     if !pairs.remainder().is_empty() {
-        return Err(PyValueError::new_err(format!("merges must have 8 bytes each, got {} in all", bytes.len())));
+        return Err(PyValueError::new_err(format!("merges must have 8 bytes each, got {} bytes in all", bytes.len())));
     }
     let number = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
     Ok(pairs.map(|pair| (number(&pair[..4]), number(&pair[4..]))).collect())

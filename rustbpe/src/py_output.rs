@@ -18,18 +18,18 @@ impl From<Error> for PyErr {
     }
 }
 
-/// An error in one of many texts.
+/// An error in one of many texts, with the name of that text.
 pub fn in_item(error: Error, name: &str) -> PyErr {
     PyValueError::new_err(format!("{name}: {error}"))
 }
 
-/// Run `work` without holding the interpreter. A panic, which would be a mistake in this crate, becomes an exception.
+/// Run `work` without the interpreter's lock. A panic is a bug in this crate, and becomes an exception.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     py.detach(|| catch_unwind(AssertUnwindSafe(work)))
-        .map_err(|_| PyRuntimeError::new_err("internal error in rustbpe, see standard error; please report it"))
+        .map_err(|_| PyRuntimeError::new_err("internal error in rustbpe; please report the details on standard error"))
 }
 
-/// A writable numpy array over these bytes.
+/// A writable numpy array of these bytes.
 pub fn array<'py>(py: Python<'py>, bytes: Vec<u8>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
     over(PyByteArray::new(py, &bytes).into_any(), dtype)
 }
@@ -39,11 +39,11 @@ fn over<'py>(buffer: Bound<'py, PyAny>, dtype: &str) -> PyResult<Bound<'py, PyAn
     numpy.call_method1("frombuffer", (&buffer, numpy.getattr(dtype)?))
 }
 
-/// Ids of many texts on their way to numpy.
+/// Collects the ids of many texts for numpy.
 pub struct Ids<'py> {
-    /// All ids so far, in a bytearray: it grows in place, and numpy takes it as it is.
+    /// All ids so far, in a bytearray: it grows in place, and numpy uses its memory without a copy.
     ids: Bound<'py, PyAny>,
-    /// uint16 if the vocabulary fits in it, else uint32.
+    /// Whether ids are uint16, because the whole vocabulary fits; otherwise uint32.
     narrow: bool,
     number: usize,
     ends: Vec<u8>,
@@ -55,7 +55,7 @@ impl<'py> Ids<'py> {
         Self { ids, narrow: vocab_size <= 1 << 16, number: 0, ends: Vec::new() }
     }
 
-    /// Append the ids of some texts, and where each text's end.
+    /// Append the ids of some texts, and where each text's ids end.
     pub fn add(&mut self, ids: &[u32], ends: &[usize]) -> PyResult<()> {
         let width = if self.narrow { 2 } else { 4 };
         let new = PyBytes::new_with(self.ids.py(), width * ids.len(), |bytes| {
@@ -74,7 +74,7 @@ impl<'py> Ids<'py> {
         Ok(())
     }
 
-    /// All ids, and where each text's end.
+    /// All ids, and where each text's ids end.
     pub fn finish(self) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let ends = array(self.ids.py(), self.ends, "uint64")?;
         Ok((over(self.ids, if self.narrow { "uint16" } else { "uint32" })?, ends))

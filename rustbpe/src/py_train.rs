@@ -1,4 +1,4 @@
-//! Training as Python sees it: signals and progress while threads work.
+//! Training for Python: handles signals and reports progress while threads work.
 
 use std::time::{Duration, Instant};
 
@@ -7,12 +7,12 @@ use pyo3::prelude::*;
 use crate::py_output::{detached, in_item};
 use crate::{threads, train, Batch, Feed, Pair, Splitter};
 
-/// While merges are learned, Ctrl-C is looked for and progress told this often.
+/// While merges are learned, Ctrl-C is checked and progress reported this often.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
-/// Texts on their way to the counting threads.
+/// A training run: fills batches of texts and sends them to the counting threads.
 pub struct Training<'py> {
-    /// To be filled and sent.
+    /// The batch to fill; `send` sends it.
     pub batch: Batch,
     splitter: Splitter,
     feed: Feed,
@@ -31,7 +31,7 @@ impl<'py> Training<'py> {
         })
     }
 
-    /// Hand the batch to the threads and get an empty one; false if a text has failed.
+    /// Send the batch to the threads and replace it by an empty one. False if a text has failed.
     pub fn send(&mut self, py: Python<'py>) -> PyResult<bool> {
         py.check_signals()?;
         let full = std::mem::take(&mut self.batch);
@@ -44,7 +44,7 @@ impl<'py> Training<'py> {
         Ok(true)
     }
 
-    /// Wait for the counts and learn merges. `name` says what the user calls the text of a number.
+    /// Wait for the counts and learn merges. `name` turns the number of a text into the user's name for it.
     pub fn finish(
         self,
         py: Python<'py>,
@@ -84,7 +84,7 @@ impl<'py> Training<'py> {
     }
 }
 
-/// The caller's function, called now and then.
+/// The caller's progress function, and when it was last called.
 struct Progress<'py> {
     callback: Option<Bound<'py, PyAny>>,
     told: Instant,

@@ -1,4 +1,4 @@
-//! Cutting a text into the pieces that merges never cross.
+//! Splits a text into pieces. Merges never cross the border of a piece.
 
 use fancy_regex::{Regex, RegexBuilder};
 
@@ -11,11 +11,12 @@ pub const GPT4_PATTERN: &str = concat!(
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 );
 
-/// Steps back that one piece may cost: enough for any honest pattern, and seconds, not years, for a hopeless one.
+/// How often the engine may backtrack in one piece: enough for any sensible pattern, and for a hopeless pattern an
+/// error after seconds instead of years.
 const BACKTRACK_LIMIT: usize = 100_000_000;
 const EXCERPT_CHARACTERS: usize = 20;
 
-/// A split pattern, ready to use. Give each thread a clone: the engine's working memory is per clone.
+/// A compiled split pattern. Give each thread its own clone, because each clone has its own working memory.
 #[derive(Debug, Clone)]
 pub struct Splitter {
     pattern: String,
@@ -26,12 +27,12 @@ pub struct Splitter {
 enum Way {
     /// A pattern that is written out in `scan.rs`.
     Scan(Scanner),
-    /// Any other.
+    /// Any other pattern, for the regular expression engine.
     Search(Box<Regex>),
 }
 
 impl Splitter {
-    /// Compile `pattern`; any syntax of the fancy-regex crate is allowed.
+    /// Compile `pattern`, which may use any syntax of the fancy-regex crate.
     pub fn new(pattern: &str) -> Result<Self, Error> {
         match Scanner::for_pattern(pattern) {
             Some(scanner) => Ok(Self { pattern: pattern.to_string(), way: Way::Scan(scanner) }),
@@ -39,7 +40,7 @@ impl Splitter {
         }
     }
 
-    /// Without a scanner, even if there is one.
+    /// Compile a pattern for the engine, even if there is a scanner for it.
     fn searching(pattern: &str, backtrack_limit: usize) -> Result<Self, Error> {
         match RegexBuilder::new(pattern).backtrack_limit(backtrack_limit).build() {
             Ok(regex) => Ok(Self { pattern: pattern.to_string(), way: Way::Search(Box::new(regex)) }),
@@ -51,8 +52,8 @@ impl Splitter {
         &self.pattern
     }
 
-    /// Hand start and end of every piece of `text` to `take`, in order; together they are the whole text, or it is an
-    /// error.
+    /// Call `take` with the start and the end of every piece of `text`, in order. It is an error if the pieces are not
+    /// the whole text.
     #[inline]
     pub fn split(&self, text: &str, take: impl FnMut(usize, usize)) -> Result<(), Error> {
         match &self.way {
@@ -161,7 +162,7 @@ mod tests {
         [2, 3].map(|digits| GPT4_PATTERN.replace("{1,3}", &format!("{{1,{digits}}}"))).into_iter().chain(apart)
     }
 
-    /// Where the scanner and the engine cut differently, as far as they agree.
+    /// Fails where the scanner and the engine split a text differently.
     fn assert_same(text: &str, scanner: &Splitter, engine: &Splitter) {
         let ends = |splitter: &Splitter| {
             let mut ends = Vec::new();
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn scanners_cut_as_the_engine_does_on_random_texts() {
+    fn scanners_split_like_the_engine_on_random_texts() {
         let parts = [
             "a",
             "Zq",
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn scanners_cut_as_the_engine_does_around_every_character() {
+    fn scanners_split_like_the_engine_around_every_character() {
         for pattern in patterns() {
             let (scanner, engine) = both(&pattern);
             for block in (0..0x11_0000).step_by(64) {

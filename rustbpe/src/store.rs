@@ -1,30 +1,30 @@
-//! Bytes and tokens of pieces, one after another, in a ring: when it is full, the oldest are written over.
+//! A ring buffer for the bytes and tokens of pieces: when it is full, the oldest records are overwritten.
 
 const LEAST_BYTES: usize = 1 << 14;
-/// Bytes of a record; larger ones are not kept.
+/// The most bytes of a record. Larger records are not stored.
 const LONGEST: usize = 1 << 10;
 const BYTES_OF_ID: usize = 4;
 
-/// Where a record is: the lower and the higher half of the number of bytes before it, and how many tokens it has.
+/// Where a record is: the low and the high half of the number of bytes written before it, and its number of tokens.
 pub type Record = [u32; 3];
 
 pub struct Store {
-    /// As long as it has been written.
+    /// Only as long as the part that has been written.
     ring: Vec<u8>,
     /// A power of two.
     most_bytes: usize,
-    /// Bytes that have ever been written, skipped ends of the ring included.
+    /// How many bytes were ever written, including the skipped ends of the ring.
     written: u64,
 }
 
 impl Store {
-    /// A store of up to `bytes`.
+    /// A store of up to `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         let most_bytes = 1 << bytes.max(LEAST_BYTES).ilog2();
         Self { ring: Vec::new(), most_bytes, written: 0 }
     }
 
-    /// Keep a piece and its tokens; None if they are too long.
+    /// Store a piece and its tokens. None if they are too long.
     pub fn put(&mut self, piece: &[u8], ids: &[u32]) -> Option<Record> {
         let size = piece.len() + BYTES_OF_ID * ids.len();
         if size > LONGEST {
@@ -46,7 +46,7 @@ impl Store {
         Some(record)
     }
 
-    /// Append the tokens of a record to `ids`, if it is still there and is of this piece.
+    /// Append the tokens of a record to `ids`. False if it was overwritten, or belongs to another piece.
     pub fn get(&self, [low, high, number]: Record, piece: &[u8], ids: &mut Vec<u32>) -> bool {
         let start = u64::from(low) | u64::from(high) << 32;
         if self.written - start > self.most_bytes as u64 {

@@ -1,10 +1,10 @@
-//! Slow, plain references and random input for the tests.
+//! Slow and simple references, and random input, for the tests.
 
 use std::collections::BTreeMap;
 
 use crate::Pair;
 
-/// A small generator (xorshift64*), so that tests repeat exactly.
+/// A small random generator (xorshift64*), so that tests repeat exactly.
 pub struct Random(u64);
 
 impl Random {
@@ -33,7 +33,7 @@ pub fn random_text(random: &mut Random, alphabet: &str, longest: usize) -> Strin
     text
 }
 
-/// One pass from left to right.
+/// Replace a pair by a token, in one pass from left to right.
 fn replace(ids: &[u32], pair: Pair, token: u32) -> Vec<u32> {
     let mut out = Vec::new();
     let mut index = 0;
@@ -49,7 +49,7 @@ fn replace(ids: &[u32], pair: Pair, token: u32) -> Vec<u32> {
     out
 }
 
-/// Byte pair encoding as one would explain it: count all pairs anew for each merge.
+/// Byte pair encoding as a textbook explains it: count all pairs again for each merge.
 pub fn naive_merges(pieces: &[(&str, u64)], wanted: usize) -> Vec<Pair> {
     let bytes = |piece: &str| piece.bytes().map(u32::from).collect();
     let mut words: Vec<(Vec<u32>, u64)> = pieces.iter().map(|(piece, count)| (bytes(piece), *count)).collect();
@@ -68,7 +68,7 @@ pub fn naive_merges(pieces: &[(&str, u64)], wanted: usize) -> Vec<Pair> {
     merges
 }
 
-/// Apply every merge in the order learned, each over the whole piece.
+/// Apply every merge to the whole piece, in the order learned.
 pub fn naive_encode(piece: &[u8], merges: &[Pair]) -> Vec<u32> {
     let ids = piece.iter().map(|&byte| byte.into()).collect();
     merges.iter().enumerate().fold(ids, |ids: Vec<u32>, (index, &pair)| replace(&ids, pair, 256 + index as u32))

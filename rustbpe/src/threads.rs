@@ -1,6 +1,6 @@
 //! How many threads to use.
 
-/// One per core that this process may use, or `RAYON_NUM_THREADS`, the variable that karpathy/rustbpe obeys.
+/// One thread per core that this process may use, unless `RAYON_NUM_THREADS` says otherwise, as in karpathy/rustbpe.
 pub fn threads() -> usize {
     let asked = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok());
     match asked {

@@ -1,11 +1,11 @@
-//! Learning merges: again and again the most frequent pair, of equals the one with the smallest ids.
+//! Learns merges: merges the most frequent pair again and again. Ties go to the pair with the smallest ids.
 //!
-//! A pair can come into being only in the merge that makes the newer of its two tokens; afterwards its count can only
-//! fall. Three things follow. The places of a pair are written once, at that moment, one after another. The queue may
-//! hold old counts: an entry is looked at when it comes up and put back lower if its count has fallen. And a pair that
-//! is rare when it comes into being need not be known at all until the frequent ones are used up: pairs below a floor
-//! are left out, and if the queue runs dry the floor is lowered and all pairs are counted anew. Most pairs are rare, so
-//! this keeps the tables small, and changes no merge.
+//! A pair first occurs in the merge that makes the newer of its two tokens, and from then on its count can only fall.
+//! Three things follow. First, the places of a pair are written once, at that moment, one after another. Second, the
+//! queue may hold outdated counts: when an entry comes up and its count has fallen, it is put back with the new count.
+//! Third, a pair that is rare at first can be ignored until the frequent pairs are used up. So pairs below a floor are
+//! left out, and when the queue runs empty, the floor is lowered and all pairs are counted again. Most pairs are rare,
+//! so this keeps the tables small, and it changes no merge.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -17,18 +17,18 @@ use crate::prefetch::prefetch;
 use crate::words::{Words, EDGE, INTERIOR};
 use crate::{key, pair, Error, Pair, PieceCounts, BYTES, MAX_VOCAB_SIZE};
 
-/// The first floor is the count that pairs would have if the text were spread evenly over the vocabulary, divided by
-/// this. Measured on text of several languages, the last merge is well above it.
+/// The first floor is the count that each pair would have if the text were spread evenly over the vocabulary, divided
+/// by this number. On texts in several languages, the last merge is well above the floor.
 const FLOOR_SHARE: u64 = 64;
-/// If that was too high after all, the floor falls by this.
+/// If the floor was too high after all, it is divided by this number.
 const FLOOR_STEP: u64 = 8;
-/// How many places ahead the cells are loaded.
+/// How many places ahead the cells are prefetched.
 const AHEAD: usize = 16;
 
-/// Learn up to `vocab_size - 256` merges; fewer if the pieces have no pair left. `proceed` is asked before each, with
-/// the number of merges so far.
+/// Learn up to `vocab_size - 256` merges, or fewer if no pair is left in the pieces. The merge at index i makes token
+/// 256 + i.
 ///
-/// The merge at index i makes the token 256 + i.
+/// `proceed` is called before each merge with the number of merges so far; if it returns false, training stops.
 pub fn train(counts: PieceCounts, vocab_size: u32, proceed: impl FnMut(usize) -> bool) -> Result<Vec<Pair>, Error> {
     if !(BYTES..=MAX_VOCAB_SIZE).contains(&vocab_size) {
         return Err(Error::VocabSize { given: vocab_size.into() });
@@ -56,7 +56,7 @@ fn learn(words: Words, most: usize, floor: u64, mut proceed: impl FnMut(usize) -
     Ok(merges)
 }
 
-/// Where a pair occurs or once occurred: a range of a block of places, ascending.
+/// Where a pair occurs or once occurred: a range in a block of ascending places.
 #[derive(Clone, Copy)]
 struct Places {
     block: u32,
@@ -65,7 +65,7 @@ struct Places {
 }
 
 impl Places {
-    /// Set places of a block aside for a pair, beginning at `end`, which moves on.
+    /// Set room in a block aside for the places of a pair. The room begins at `end`, which is moved behind it.
     fn after(end: &mut u32, block: u32, sum: &mut Sum) -> Self {
         let places = Self { block, start: *end, length: sum.number };
         sum.next = *end;
@@ -84,7 +84,7 @@ struct Trainer {
     /// All pairs whose count is at least `floor`.
     pairs: HashMap<u64, Known>,
     floor: u64,
-    /// Highest count first, then the smallest pair. Counts may be out of date, never too low.
+    /// Highest count first, then the smallest pair. A count may be outdated, and then it is too high.
     queue: BinaryHeap<(u64, Reverse<u64>)>,
     blocks: Vec<Box<[u32]>>,
     left: Neighbours,
@@ -100,10 +100,10 @@ impl Trainer {
         trainer
     }
 
-    /// Find the pairs of bytes that reach the floor, with their counts and places, before anything is merged.
+    /// Find the pairs of bytes that reach the floor, with their counts and places. Nothing is merged yet.
     fn count_bytes(&mut self) {
         let Self { words, pairs, floor, queue, blocks, .. } = self;
-        // An edge counts as one more byte here, which needs no question for each cell.
+        // Edges count as one more byte value here, so that no cell needs a branch.
         let index = |left: u32, right: u32| (left.min(BYTES) * (BYTES + 1) + right.min(BYTES)) as usize;
         let mut sums = vec![Sum::default(); index(BYTES, BYTES) + 1];
         for pair in words.cells.windows(2) {
@@ -128,7 +128,7 @@ impl Trainer {
         queue.extend(pairs.iter().map(|(&key, known)| (known.count, Reverse(key))));
     }
 
-    /// Take out the pair to merge next.
+    /// Remove and return the pair to merge next.
     fn most_frequent(&mut self) -> Option<(Pair, Places)> {
         loop {
             while let Some((count, Reverse(key))) = self.queue.pop() {
@@ -139,7 +139,7 @@ impl Trainer {
                         return Some((pair(key), places));
                     }
                     Some(known) => self.queue.push((known.count, Reverse(key))),
-                    None => {} // below the floor since
+                    None => {} // its count has fallen below the floor
                 }
             }
             if self.floor == 1 {
@@ -150,10 +150,10 @@ impl Trainer {
         }
     }
 
-    /// Find the pairs that reach the floor, with their counts and places, when none is known.
+    /// Find all pairs that reach the floor, with their counts and places, when no pair is left.
     fn count_all(&mut self) {
         let Self { words, pairs, floor, queue, blocks, .. } = self;
-        // Sums over pairs that share a hash are never too low, and so tell most rare pairs with little memory.
+        // A sum over all pairs with the same hash is never too low, so it rules out most rare pairs with little memory.
         const ROUGH: usize = 1 << 18;
         let hash = |key: u64| (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 46) as usize % ROUGH;
         let mut rough = vec![0u64; ROUGH];
@@ -200,16 +200,16 @@ impl Trainer {
         for index in 0..self.right.tokens.len() {
             let neighbour = self.right.tokens[index];
             let weight = self.right.of(neighbour).weight;
-            self.lower((merged.1, neighbour), weight); // the new token has no such pair
+            self.lower((merged.1, neighbour), weight); // occurrences that are now pairs with the new token
         }
         self.lower((merged.1, merged.0), between);
         self.register(token);
     }
 
-    /// Write `token` over every occurrence of the pair and note the neighbours.
+    /// Replace every occurrence of the pair by `token`, and note the neighbours.
     ///
-    /// Where one occurrence follows directly on another, they are neighbours of each other as the new token. Returns
-    /// the weight of the pairs that were between such two.
+    /// Where one occurrence directly follows another, the two become neighbours, and both are the new token. Returns
+    /// the weight of the old pairs that were between two such occurrences.
     fn replace(&mut self, (first, second): Pair, places: Places, token: u32) -> u64 {
         let Self { words: Words { cells, lengths }, blocks, left, right, .. } = self;
         let (first_length, second_length) = (lengths[first as usize] as usize, lengths[second as usize] as usize);
@@ -218,11 +218,11 @@ impl Trainer {
         for (index, &place) in places.iter().enumerate() {
             if let Some(&later) = places.get(index + AHEAD) {
                 prefetch(cells, later as usize);
-                prefetch(cells, later as usize + first_length + second_length); // often another line of memory
+                prefetch(cells, later as usize + first_length + second_length); // often in another cache line
             }
             let place = place as usize;
             let middle = place + first_length;
-            // Since the place was noted, another merge may have taken one half.
+            // Another merge may have changed this place since it was noted.
             if cells[place].symbol != first || cells[middle].symbol != second {
                 continue;
             }
@@ -230,7 +230,7 @@ impl Trainer {
             let weight = cells[place].weight;
             let before = cells[place - 1].symbol;
             if before == token | INTERIOR {
-                // The occurrence before this one ends here, and was the last to note a right neighbour: our `first`.
+                // The previous occurrence ends here, and it has just noted our `first` as its right neighbour.
                 if let Some(last) = right.found.last_mut() {
                     last.token = token;
                 }
@@ -249,8 +249,8 @@ impl Trainer {
         between
     }
 
-    /// Take `weight` occurrences from a pair. The pair being merged is no longer known: in a run it is its own
-    /// neighbour.
+    /// Subtract `weight` from the count of a pair. The pair may be unknown: it may be below the floor, or be the merged
+    /// pair itself, which in a run is its own neighbour.
     fn lower(&mut self, old: Pair, weight: u64) {
         let key = key(old);
         if let Some(known) = self.pairs.get_mut(&key) {
@@ -262,7 +262,7 @@ impl Trainer {
         }
     }
 
-    /// Enter the pairs that `token` makes with its neighbours, with their counts and places, if they reach the floor.
+    /// Enter the pairs of `token` and its neighbours that reach the floor, with their counts and places.
     fn register(&mut self, token: u32) {
         let Self { words, pairs, floor, queue, blocks, left, right } = self;
         let block = blocks.len() as u32;
@@ -272,7 +272,7 @@ impl Trainer {
                 let neighbour = neighbours.tokens[index];
                 let sum = neighbours.of(neighbour);
                 if sum.weight < *floor {
-                    sum.number = 0; // for the second round: not entered
+                    sum.number = 0; // tells `note` below that this pair was not entered
                     continue;
                 }
                 let key = key(make(neighbour));

@@ -1,25 +1,26 @@
-//! The longest token at a place of a text, in one step per byte.
+//! Finds the longest token at a place of a text, in one step per byte.
 //!
-//! A trie in one array: the child of a node by a byte stands at the node's base, XORed with the byte, and knows its
-//! parent. So all children of a node lie in one block of 256, where nodes share the places that others leave free.
+//! The trie is one array. A node's child for a byte is at the node's base XOR the byte, and the child stores its
+//! parent. So all children of a node are in one block of 256 entries, and nodes share the entries that others leave
+//! free.
 
-/// No token, no node.
+/// Stands for no token and for no node.
 pub const NONE: u32 = u32::MAX;
 const ROOT: u32 = 0;
-/// The parent of the root, which is no node's child.
+/// The root's parent: the root is not free, and it is no node's child.
 const NOT_FREE: u32 = NONE - 1;
 const BLOCK: u32 = 256;
-/// Of the base of a node without children, beyond all nodes: the rest of it is the token that ends there.
+/// In a base, marks a node without children. The remaining bits are the token that ends there, instead of a base.
 const LEAF: u32 = 1 << 30;
-/// Blocks in which room for a node's children is looked for; older ones are nearly full.
+/// How many of the newest blocks are searched for room for a node's children. Older blocks are nearly full.
 const OPEN_BLOCKS: u32 = 8;
 
-/// Of a base: a token ends at this node.
+/// In a base, marks that a token ends at this node.
 const TOKEN: u32 = 1 << 31;
 
 #[derive(Clone, Copy)]
 struct Node {
-    /// With the mark TOKEN.
+    /// The base, with the marks TOKEN and LEAF.
     base: u32,
     parent: u32,
 }
@@ -28,20 +29,20 @@ const FREE: Node = Node { base: 0, parent: NONE };
 
 pub struct Trie {
     nodes: Vec<Node>,
-    /// By node that has children: the token that ends there. Apart from the nodes, as it is read once where they are read
-    /// for each byte.
+    /// For each node that has children: the token that ends there. Separate from the nodes, because nodes are read for
+    /// each byte and this only once.
     tokens: Vec<u32>,
 }
 
-/// The nodes while they are placed.
+/// The nodes while they are being placed.
 struct Room {
     nodes: Vec<Node>,
-    /// A bit for each node that is free.
+    /// One bit per node: whether it is free.
     free: Vec<u64>,
 }
 
 impl Trie {
-    /// `tokens[i]` are the bytes of token i, none of them empty.
+    /// Build the trie. `tokens[i]` are the bytes of token i, which must not be empty.
     pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
         let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
         sorted.sort_unstable();
@@ -49,7 +50,7 @@ impl Trie {
         let mut tokens = Vec::new();
         room.add_block();
         room.take(ROOT, NOT_FREE);
-        // Nodes whose children are still to be placed: node, depth, and the range of tokens below it.
+        // Nodes whose children are not placed yet: the node, its depth, and the range of tokens below it.
         let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
         while let Some((node, depth, range)) = waiting.pop() {
             let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
@@ -86,7 +87,7 @@ impl Trie {
         Self { nodes: room.nodes, tokens }
     }
 
-    /// The longest token that begins at `start`, and where it ends; NONE if no token is a single byte there.
+    /// The longest token that begins at `start`, and where it ends. NONE if no token fits.
     #[inline]
     pub fn longest(&self, text: &[u8], start: usize) -> (u32, usize) {
         let (mut node, mut base) = (ROOT, self.nodes[ROOT as usize].base);
@@ -120,7 +121,7 @@ impl Room {
         self.free[node as usize / 64] &= !(1 << (node % 64));
     }
 
-    /// A base at which the places of all these children are free.
+    /// A base for which the entries of all these children are free.
     fn base_for(&mut self, bytes: &[u8]) -> u32 {
         let end = self.nodes.len() as u32;
         let is_free = |node: u32| self.free[node as usize / 64] >> (node % 64) & 1 != 0;

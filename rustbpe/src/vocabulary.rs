@@ -1,4 +1,4 @@
-//! Tokens: their bytes, the merges that make them, and which of them may stand side by side.
+//! Tokens: their bytes, the merges that make them, and which of them may be neighbours.
 
 use hashbrown::HashMap;
 
@@ -7,16 +7,16 @@ use crate::key::fold;
 use crate::trie::{Trie, NONE};
 use crate::{key, Error, Pair, BYTES};
 
-/// Bits of the filter that answers most questions about merges: 16 for each of 65,536 merges.
+/// Bits of the filter that rules out most pairs that are never merged: 16 bits for each of 65,536 merges.
 const FILTER_BITS: usize = 1 << 20;
-/// Of all tokens together: so many nodes and tokens the trie can number.
+/// The most bytes of all tokens together, since the trie cannot number more nodes.
 const MOST_BYTES: usize = 1 << 29;
 
-/// The 256 byte values and the tokens that merges make of them. Immutable.
+/// The 256 byte values, and the tokens that merges make of them. Immutable.
 pub struct Vocabulary {
-    /// The pair that a token was made of; a byte's is the byte itself, twice.
+    /// The pair that each token is made of. For a byte, the byte itself, twice.
     parts: Vec<Pair>,
-    /// The number of a merged token, at the place that the hash of its pair says or at the next one that was free.
+    /// A hash table of merged tokens: each is in the first place that was free at or after the hash of its pair.
     merges: Vec<u32>,
     /// The hashes of all pairs in `merges`.
     filter: Filter,
@@ -29,17 +29,17 @@ pub struct Vocabulary {
     trie: Trie,
 }
 
-/// How a token begins.
+/// The length of a token, and the next shorter token that it begins with.
 #[derive(Clone, Copy)]
 pub struct Head {
-    /// The longest token that this one begins with, other than itself; NONE for a byte.
+    /// The longest other token that this token begins with. NONE for a byte.
     pub shorter: u32,
-    /// Bytes of this one.
+    /// The number of bytes of this token.
     pub length: u32,
 }
 
 impl Vocabulary {
-    /// The merge at index i makes token 256 + i of two earlier ones.
+    /// Build a vocabulary. The merge at index i makes token 256 + i from two earlier tokens.
     pub fn new(merges: &[Pair]) -> Result<Self, Error> {
         let mut bytes: Vec<u8> = (0..=255).collect();
         let mut ends: Vec<u32> = (1..=BYTES).collect();
@@ -73,8 +73,8 @@ impl Vocabulary {
         Ok(Self { parts, merges, filter, borders, bytes, ends, heads, trie })
     }
 
-    /// From the bytes of every token by id, as tiktoken keeps a vocabulary. The merges are found again: a token is made
-    /// of the two that its bytes would give without it.
+    /// Build a vocabulary from the bytes of every token by id, which is what tiktoken stores. The merges are worked out
+    /// from the bytes: a token is made of the two tokens that its bytes would give without it.
     pub fn from_tokens<T: AsRef<[u8]>>(tokens: &[T]) -> Result<Self, Error> {
         let mut made: HashMap<u64, u32> = HashMap::with_capacity(tokens.len());
         let mut merges = Vec::with_capacity(tokens.len());
@@ -111,7 +111,7 @@ impl Vocabulary {
         self.ends.len() as u32
     }
 
-    /// The pair that each token beyond the bytes was made of.
+    /// The pair that each token after the bytes is made of.
     pub fn merges(&self) -> &[Pair] {
         &self.parts[BYTES as usize..]
     }
@@ -122,7 +122,7 @@ impl Vocabulary {
         &self.bytes[range(&self.ends, id)]
     }
 
-    /// The longest token at a place, and where it ends.
+    /// The longest token that begins at `start`, and where it ends.
     #[inline]
     pub fn longest(&self, text: &[u8], start: usize) -> (u32, usize) {
         self.trie.longest(text, start)
@@ -133,7 +133,7 @@ impl Vocabulary {
         self.heads[id as usize]
     }
 
-    /// The token that two tokens make, or NONE.
+    /// The token that these two tokens merge to, or NONE.
     #[inline]
     fn made(&self, left: u32, right: u32) -> u32 {
         let hash = hash(left, right);
@@ -150,27 +150,27 @@ impl Vocabulary {
         }
     }
 
-    /// Whether merging leaves these two tokens side by side at a place of a text.
+    /// Whether these two tokens can be neighbours at a place of a text, where the right one begins.
     #[inline]
     pub fn may_meet_at(&self, text: &[u8], place: usize, left: u32, right: u32) -> bool {
         !self.borders.may_be_crossed(text, place) || self.may_meet(left, right)
     }
 
-    /// Hand the ends of parts of a piece to `take` that have the same tokens alone as in the piece.
+    /// Cut a piece into parts that have the same tokens alone as in the piece, and call `take` with the end of each.
     #[inline]
     pub fn cut(&self, piece: &[u8], take: impl FnMut(usize)) {
         self.borders.cut(piece, take);
     }
 
-    /// The same wherever they stand.
+    /// Whether these two tokens can be neighbours, whatever the text around them.
     ///
-    /// Follows the border between them back in time. The younger of the two came into being last; before that, one of
-    /// its halves stood at the border. A merge across the border would have been made if it was learned before the
-    /// one that ended the moment in which its two halves stood there. Equal ages mean the same merge, made from left to
-    /// right: the left token was there first.
+    /// This follows the border between the tokens back in time. The newer of the two was made last; before that, one of
+    /// its halves was at the border. A merge across the border would have happened if it was learned before the merge
+    /// that changed one of the two tokens beside it. Two equal tokens come from the same merge, which works from left
+    /// to right, so the left one was made first.
     #[inline]
     pub fn may_meet(&self, mut left: u32, mut right: u32) -> bool {
-        let mut end = NONE; // merges from this number on came too late for the two that stand at the border
+        let mut end = NONE; // merges from this number on came too late for the two tokens at the border
         loop {
             if self.made(left, right) < end {
                 return false;
@@ -194,13 +194,13 @@ fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
     start as usize..ends[id as usize] as usize
 }
 
-/// Of a pair. All bits of both tokens reach the lower ones.
+/// The hash of a pair. All bits of both tokens affect its low bits.
 #[inline]
 fn hash(left: u32, right: u32) -> u64 {
     fold(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15, 0xd6e8_feb8_6659_fd93)
 }
 
-/// The numbers of merged tokens by the hashes of their pairs; at least half of the places are free.
+/// The hash table of merged tokens by their pairs. At least half of its places are free.
 fn table(parts: &[Pair]) -> Vec<u32> {
     let mut places = vec![NONE; (2 * parts.len()).next_power_of_two()];
     for (id, &(left, right)) in (0..).zip(parts).skip(BYTES as usize) {

@@ -1,33 +1,33 @@
-//! All distinct pieces in one array, while their bytes are merged to tokens.
+//! All distinct pieces in one array, in which bytes are merged to tokens.
 //!
-//! There is one cell for each byte, so that a token's place never moves: its first cell holds its id, its last cell the
-//! id again with a mark (to find it from the right), and the cells between are only marked.
+//! There is one cell per byte, so tokens never move: the first cell of a token holds its id, the last cell holds the id
+//! again with a mark, so that it can be found from the right, and the cells between only have the mark.
 
 use crate::{Error, Pair, PieceCounts};
 
-/// Marks a cell that is not the first of its token.
+/// Marks a cell that is not the first one of its token.
 pub const INTERIOR: u32 = 1 << 31;
-/// Stands before and after every piece.
+/// The symbol before and after every piece.
 pub const EDGE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 pub struct Cell {
     pub symbol: u32,
-    /// How often the piece of this cell occurs. A more frequent piece is laid out several times.
+    /// How often the piece of this cell occurs. A piece whose count needs more than 32 bits is laid out several times.
     pub weight: u32,
 }
 
-/// The pieces and the lengths of the tokens in them.
+/// The pieces, and the lengths of all tokens.
 pub struct Words {
     pub cells: Vec<Cell>,
-    /// Bytes of each token.
+    /// The number of bytes of each token.
     pub lengths: Vec<u32>,
 }
 
 impl Words {
-    /// Lay out every piece that can have a pair, edges around.
+    /// Lay out every piece of at least two bytes, with edges around it.
     pub fn new(counts: &PieceCounts) -> Result<Self, Error> {
-        // A piece with a count beyond 32 bits is laid out as several pieces whose counts add up.
+        // A piece whose count needs more than 32 bits is laid out several times, and the weights add up to its count.
         let copies = |count: u64| count.div_ceil(u64::from(u32::MAX));
         let mut bytes = 1;
         counts.for_each(|piece, count| {
@@ -51,12 +51,12 @@ impl Words {
         Ok(Self { cells, lengths: vec![1; crate::BYTES as usize] })
     }
 
-    /// How many bytes the pieces have, as often as they occur.
+    /// The number of bytes in all occurrences of the pieces: each piece's bytes times its count.
     pub fn total(&self) -> u64 {
         self.cells.iter().map(|cell| u64::from(cell.weight)).sum()
     }
 
-    /// Hand the place, the pair and the weight of all neighbouring tokens to `take`.
+    /// Call `take` with the place, the pair and the weight of every two neighbouring tokens.
     pub fn for_each_pair(&self, mut take: impl FnMut(u32, Pair, u32)) {
         let mut place = 0;
         while place < self.cells.len() {

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints: that it measures what it names, on small tensors."""
+"""The benchmark of checkpoints, on small tensors: every writer writes everything, and it prints its figures."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = GPTConfig(sequence_len=16, vocab_size=300, n_layer=2, n_head=2, n_kv_hea
 def test_every_writer_writes_all_the_bytes(tmp_path: Path) -> None:
     held = checkpoint.Run(SMALL, on_cpu())
     tensors = held.tensors()
-    for _ in range(2):  # again, as in the rounds
+    for _ in range(2):  # twice, because the rounds replace files
         for write in checkpoint.THEIRS.values():
             write(tensors, tmp_path)
         held.save(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The data benchmark: what packing loses, by hand; documents and figures; both sides on little text."""
+"""The data benchmark: what packing loses, by hand; its documents; and both sides on a little text."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import data as bench
-from bench import data_side
-from bench.data import Config, Loss, documents, packing_loss
+from bench.data import __main__ as bench
+from bench.data import upstream_side
+from bench.data.__main__ import Config, Loss, documents, packing_loss
 from nanochat.common import UserError
 from nanochat.prepare.packing import Packing
 from nanochat.prepare.plan import Plan
 from nanochat.prepare.token_files import Part, TokenSet
 
-# What bench.data uses of upstream's API: rows of whole documents in order, each row's last one cropped.
+# The part of upstream's API that bench.data uses: rows of documents in order, the last of each row cropped.
 UPSTREAM = {
     "tokenizer.py": """
 print("chatter that is no answer")
@@ -80,11 +80,12 @@ def test_documents_are_the_text_cut_again_and_again():
 
 
 def test_what_packing_loses_by_hand():
-    # Rows of 10 cells. Documents of 5, 12, 3 and 4 tokens; of the last, one token is in no row.
+    # Rows of 10 cells. Documents of 5, 12, 3 and 4 tokens; one token of the last is in no row.
     lengths = np.array([5, 12, 3, 4])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = TokenSet(Path(), {"parts": []}, (Part(np.zeros(24, np.uint16), offsets, None),))
-    # Row 0: nine of the second. Row 1: the first, its end, a begin mark. Row 2: the third and three of the fourth.
+    # Row 0: nine tokens of the second document. Row 1: the first document, the end of the second, and a begin token.
+    # Row 2: the third document, and three tokens of the fourth.
     packing = Packing(np.array([0, 1, 4, 6]), np.array([5, 0, 14, 0, 17, 20]), np.array([9, 5, 3, 0, 3, 3], np.int32))
     plan = Plan(10, packing, np.array([10, 11, 8], np.int32), np.array([9, 8, 6], np.int32), "key", 0, 0)
     found = packing_loss(tokens, plan)
@@ -92,7 +93,7 @@ def test_what_packing_loses_by_hand():
 
 
 def test_pieces_of_upstream_s_rows_begin_with_the_mark():
-    found = data_side.pieces(np.array([[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]), 9)
+    found = upstream_side.pieces(np.array([[9, 1, 2, 9, 3], [9, 9, 4, 5, 6]]), 9)
     assert [piece.tolist() for piece in found] == [[9, 1, 2], [9, 3], [9], [9, 4, 5, 6]]
 
 
@@ -122,7 +123,7 @@ def test_a_failing_upstream_is_quoted(little, tmp_path):
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "__init__.py").touch()
     (tmp_path / "nanochat" / "dataloader.py").write_text("raise OSError('no data today')", encoding="utf-8")
-    with pytest.raises(UserError, match=r"ended with code 1:\n(.|\n)*OSError: no data today"):
+    with pytest.raises(UserError, match=r"ended with code 1; its last lines:\n(.|\n)*OSError: no data today"):
         bench.main(Config(upstream=tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""bench.gpu on a host: both sides take their steps, and the figures are of the medians."""
+"""bench.gpu on a CPU: both sides train, and the figures come from the median steps."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench import gpu
-from bench.gpu import Config
+from bench.gpu import __main__ as gpu
+from bench.gpu.__main__ import Config
 from nanochat.common import UserError
 
 UPSTREAM = """
@@ -48,7 +48,7 @@ def test_figures_are_of_the_median_step_of_all_runs() -> None:
     tokens = 2 * 2 * 64
     assert (found["tokens_per_second"], found["upstream_tokens_per_second"]) == (tokens / 2, tokens / 4)
     assert (found["vs_upstream"], found["memory_gb"], found["upstream_memory_gb"]) == (2.0, 2.0, 3.0)
-    # 12 C^2 entries a layer, the head, and in a layer's attention 12 C for each key seen: 64 of them
+    # each layer has 12 C^2 entries, and its attention costs 12 C for each of the 64 keys; then there is the head
     flops = 6 * (2 * 12 * 128**2 + 128 * 128) + 2 * 12 * 128 * 64
     assert found["mfu_percent"] == pytest.approx(100 * tokens / 2 * flops / 1e9, rel=0.02)
     assert "vs_upstream" not in gpu.figures(TINY, runs[:1])
@@ -61,7 +61,7 @@ def test_both_sides_train_in_turns(
     gpu.main(Config(**{**vars(TINY), "upstream": fake_upstream(tmp_path / "up")}))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["ours", "upstream", "ours"]
-    assert "loss 4.852" in lines[1]  # ln 128: its table stays at zero
+    assert "loss 4.852" in lines[1]  # ln 128, since its table stays at zero
     result = json.loads(lines[-1])
     assert result["vs_upstream"] > 0 and result["upstream_attention"] == "FlashAttention 3"
     assert result["tokens_per_step"] == 256 and not result["compiled"]

@@ -19,7 +19,7 @@ SHAPE = {"sequence_len": 16, "vocab_size": 320, "n_layer": 1, "n_head": 1, "n_kv
 
 
 def test_a_run_s_flops_are_those_of_its_tokens(tmp_path: Path) -> None:
-    """Steps of 256 tokens; 6 FLOPs for each entry of 12 C^2 matrices, the head and the gates, 12 C for each key."""
+    """Steps have 256 tokens; a token costs 6 FLOPs per entry of matrices, head and gates, and 12 C per key."""
     write_json(tmp_path / "step_000004" / "meta.json", {"model": SHAPE})
     write_json(tmp_path / "step_000002" / "meta.json", {"model": {}})
     lines = [
@@ -52,7 +52,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     miniseries.draw(runs[:1], "cats", tmp_path / "b.png")
     first, second = ((tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
     assert first.startswith(b"\x89PNG") and second.startswith(b"\x89PNG") and first != second
-    assert len(list(tmp_path.glob("*.*"))) == 2  # nothing temporary is left
+    assert len(list(tmp_path.glob("*.*"))) == 2  # no temporary file is left
 
 
 @pytest.mark.parametrize("depths", [(0, 2), (2, 2)])
@@ -72,7 +72,7 @@ def test_a_quick_series_draws_its_picture_and_changes_none_of_the_user_s_files(b
     make_corpus(base_folder)
     before = files(base_folder)
     command = [sys.executable, "-m", "bench.miniseries", "--quick", "--depths", "1", "2"]
-    for _ in range(2):  # the second time there is nothing left to train
+    for _ in range(2):  # the second run has nothing left to train
         done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])

@@ -1,13 +1,15 @@
-"""The benchmark of launched operators: a short count on the emulated NPU, and its arithmetic."""
+"""The benchmark of launched operators: its arithmetic, and a short count on the emulated NPU."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bench import npu_ops
-from bench.npu_ops import Config, Task
+from bench.npu_ops import __main__ as npu_ops
+from bench.npu_ops.__main__ import Config, Task
 from nanochat.common import UserError
 from tests.emulated_npu import build
 
@@ -66,6 +68,11 @@ def test_the_command_prints_a_table_and_one_json_object(
     assert (tasks[0].width, tasks[0].vocab_size, tasks[0].length) == (768, 32768, 2048)
 
 
+def test_help_names_the_command_that_was_typed() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.npu_ops", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m bench.npu_ops [-h]")
+
+
 @pytest.mark.parametrize("wrong", [Config(chip="910A"), Config(depth=4)])
 def test_what_cannot_be_compared_is_refused(wrong: Config) -> None:
     with pytest.raises(UserError, match="--"):
@@ -91,5 +98,5 @@ def test_a_step_needs_less_than_six_tenths_of_plains_operators_and_waits_for_not
 def test_a_side_that_fails_ends_with_its_last_words() -> None:
     if why := build.missing():
         pytest.skip(f"the emulated NPU cannot be compiled: {why}")
-    with pytest.raises(UserError, match=r"counting with --kernels fused failed with code 1:[\s\S]*a 910A has no"):
+    with pytest.raises(UserError, match=r"counting with --kernels fused failed with code 1;[\s\S]*a 910A has no"):
         npu_ops.count(replace(SHORT, kernels="fused", chip="910A"))

@@ -1,4 +1,4 @@
-"""Split patterns compared: which text is used, that every byte of it counts, the figures by hand, and that it runs."""
+"""The comparison of split patterns: its text, that every byte counts, its figures by hand, and a quick run."""
 
 import json
 import os
@@ -23,7 +23,7 @@ EVERYTHING = "It's DON'T CamelCase iPhone 12345, 今天，天气很好！\r\n\n 
 
 
 def make_texts(folder: Path, documents: int = 300) -> Path:
-    """Both files of a corpus: sentences of a few words, or of a few Han letters."""
+    """Write both files of a corpus, with sentences of a few words or a few Han letters."""
     some = random.Random(0)
     folder.mkdir()
     english = [f"w{chr(97 + i % 26) * (i % 7 + 1)}" for i in range(60)]
@@ -40,11 +40,11 @@ def test_text_is_drawn_once_in_its_language(tmp_path: Path) -> None:
     (tmp_path / "english.txt").write_text(corpus.SEPARATOR.join([*prose, *others, *prose]), newline="")
     held_out, more = corpus.draw(tmp_path, "english", (0.0005, 0.0012))
     assert {*held_out, *more} <= {*prose} and not {*held_out} & {*more}
-    for part, wanted in ((held_out, 500), (more, 1200)):  # up to the document that makes it enough
+    for part, wanted in ((held_out, 500), (more, 1200)):  # as many documents as needed, and not one more
         assert sum(map(len, part[:-1])) < wanted <= sum(map(len, part))
     with pytest.raises(UserError, match=r"holds less than 0\.01 MB of English"):
         corpus.draw(tmp_path, "english", (0.01,))
-    with pytest.raises(UserError, match=r"chinese\.txt, made by: python -m bench\.corpus DIR"):
+    with pytest.raises(UserError, match=r"chinese\.txt, got .* made by: python -m bench\.corpus DIR"):
         corpus.draw(tmp_path, "chinese", (0.01,))
 
 
@@ -89,7 +89,7 @@ def test_the_figures_by_hand() -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--patterns are among nanochat, han.*got 'gpt9'"):
+    with pytest.raises(UserError, match=r"--patterns must be among nanochat, han.*got 'gpt9'"):
         patterns.main(Config(tmp_path, patterns=("nanochat", "gpt9")))
     with pytest.raises(UserError, match="need at least one value"):
         patterns.main(Config(tmp_path, seeds=()))
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_quick_comparison_ends_and_goes_on_where_it_was(base_folder: Path, tmp_path: Path) -> None:
+def test_a_quick_comparison_ends_and_resumes(base_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.patterns", "--quick", "--corpus", str(make_texts(tmp_path / "text")),
                "--patterns", "nanochat", "han4", "--vocab_size", "400", "--text_mb", ".06", "--held_out_mb", ".01",
                "--train_mb", ".02", "--seeds", "1"]  # fmt: skip
@@ -116,8 +116,8 @@ def test_a_quick_comparison_ends_and_goes_on_where_it_was(base_folder: Path, tmp
     assert sizes[0] == sizes[1], "all patterns are measured on the same text"
     assert nanochat["losses"]["chinese"]["tokens"] != han4["losses"]["chinese"]["tokens"]
     assert 0 < result["patterns"]["han4"]["bits_per_byte"]["both"] < 8
-    assert not (base_folder / "tokenizer").exists(), "the user's own tokenizers stay as they are"
+    assert not (base_folder / "tokenizer").exists(), "the user's own tokenizers are left alone"
 
     again, more = compare("--equal", "flops")
     assert again["runs"][0] == nanochat and again["runs"][1]["steps"] == nanochat["steps"] != han4["steps"]
-    assert models.items() <= more.items(), "a model that is there is not trained again"
+    assert models.items() <= more.items(), "a model that exists is not trained again"

@@ -1,4 +1,4 @@
-"""The benchmark of many ranks: bytes by hand-computed costs, and that it runs."""
+"""The benchmark of several ranks: bytes against costs computed by hand, and a quick run."""
 
 import json
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import ranks
-from bench.ranks import D4, Ranks, Task, Timed
-from bench.wire import Wire
+from bench.ranks import __main__ as ranks
+from bench.ranks import group
+from bench.ranks.group import D4, Ranks, Task, Timed
+from bench.ranks.wire import Wire
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from tests.support.ranks import run_ranks
@@ -19,7 +20,7 @@ SMALL = GPTConfig(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_hea
 
 
 def talk(compute: Compute) -> dict[str, Any]:
-    """One collective of each kind, of 12 fp32 numbers a rank."""
+    """One collective of each kind, with 12 fp32 numbers per rank."""
     x, whole, mine = torch.ones(12), torch.empty(12 * compute.world_size), torch.empty(12 // compute.world_size)
     alone = [dist.new_group([rank]) for rank in range(compute.world_size)][compute.rank]
     with Wire() as wire:
@@ -31,7 +32,7 @@ def talk(compute: Compute) -> dict[str, Any]:
         dist.all_to_all_single(torch.empty(4 * sizes[compute.rank]), x, [sizes[compute.rank]] * 4, sizes)
         dist.broadcast(x, src=0)
         dist.barrier()
-        dist.all_reduce(x, group=alone)  # of one rank: nothing is sent
+        dist.all_reduce(x, group=alone)  # a group of one rank sends nothing
     return {"bytes": dict(wire.bytes), "calls": dict(wire.calls)}
 
 
@@ -40,7 +41,7 @@ def test_bytes_are_those_of_the_ring_algorithms() -> None:
     for rank, found in enumerate(run_ranks(4, talk)):
         assert found["bytes"] == {
             "allreduce_": 48 * 2 * 3 / 4, "allgather_": 48 * 3, "_allgather_base_": 48 * 3,
-            "_reduce_scatter_base_": 12 * 3, "alltoall_base_": 24 if rank < 2 else 48,  # all but what it keeps
+            "_reduce_scatter_base_": 12 * 3, "alltoall_base_": 24 if rank < 2 else 48,  # all but what the rank keeps
             "broadcast_": 48 * 3 / 4, "barrier": 0,
         }  # fmt: skip
         assert set(found["calls"].values()) == {1}
@@ -48,18 +49,18 @@ def test_bytes_are_those_of_the_ring_algorithms() -> None:
 
 @pytest.mark.ranks
 def test_the_default_mode_sends_no_more_than_it_must() -> None:
-    """Four ranks, two passes: bf16 parameters gathered once, fp32 gradients reduced once, matrices there and back."""
+    """Four ranks, two passes: gather bf16 parameters once, reduce fp32 gradients once, exchange matrices both ways."""
     shape = replace(D4, sequence_len=64)
     model = GPT(shape)
     counts = model.parameter_counts()
     matrices, total = counts["matrix"], counts["total"]
     expected = 0.75 * (2 + 4) + 2 * 0.75 * 2 * matrices / 4 / total
-    group = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
+    four = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
     try:
-        group.step()
-        sent = [timed.wire_bytes for timed in group.step()]
+        four.step()
+        sent = [timed.wire_bytes for timed in four.step()]
     finally:
-        group.close()
+        four.close()
     assert sum(sent) / 4 == pytest.approx(expected, rel=0.01)
     assert max(sent) <= 5.3
 
@@ -69,7 +70,10 @@ def test_it_prints_a_table_and_one_json_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = Task
-    monkeypatch.setattr(ranks, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512}))
+    for module in (ranks, group):
+        monkeypatch.setattr(
+            module, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512})
+        )
     ranks.main(ranks.Config(quick=True))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two"]

@@ -1,4 +1,4 @@
-"""The control of RL: its verdict by hand, and one quick run that leaves the user's files alone."""
+"""The control of RL: its verdict by hand, and a quick run that leaves the user's files alone."""
 
 import json
 import math

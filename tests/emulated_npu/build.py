@@ -1,6 +1,6 @@
-"""The C++ device, compiled once for each source, torch and Python, and kept outside the repository.
+"""Compiles the C++ device once for each version of its source, torch and Python, and keeps it outside the repository.
 
-The compiler is called directly: torch.utils.cpp_extension would need ninja, which nothing else here does.
+The compiler is called directly, because torch.utils.cpp_extension would need ninja, and nothing else here does.
 """
 
 import fcntl
@@ -28,13 +28,13 @@ def missing() -> str:
 
 
 def library() -> Path:
-    """The compiled device, made now if it is not there; RuntimeError with the compiler's words if it cannot be."""
+    """The compiled device; compile it if it is missing. RuntimeError with the compiler's output if that fails."""
     if why := missing():
         raise RuntimeError(f"the emulated NPU cannot be compiled: {why}")
     folder = _cache() / _fingerprint()
     made = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w", encoding="utf-8") as lock:  # several test processes ask at the same time
+    with open(folder / "lock", "w", encoding="utf-8") as lock:  # several test processes may compile at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             _compile(folder, made)
@@ -60,7 +60,7 @@ def _fingerprint() -> str:
 
 
 def _flags() -> list[str]:
-    # -O1: half the compile time of -O2, and the time of a test run goes into torch's own kernels
+    # -O1 compiles twice as fast as -O2, and tests spend their time in torch's own kernels anyway
     return ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", f"-DTORCH_EXTENSION_NAME={NAME}"]
 
 
@@ -71,7 +71,7 @@ def _compile(folder: Path, made: Path) -> None:
     include = [home / "include", home / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     flags = [*_flags(), *(f"-I{path}" for path in include)]
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):  # an older pybind11 keeps modules of other builds apart
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):  # an older pybind11 separates modules of different builds
         if value := getattr(torch._C, f"_PYBIND11_{name}", None):
             flags.append(f'-DPYBIND11_{name}="{value}"')
 

@@ -1,4 +1,4 @@
-"""What each emulated chip is: the names, memory and limits that the stub and the pretended host show."""
+"""The names, memory and limits of each emulated chip, for the stub and the fake host."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """One profile. `name` is what get_device_name() returns; `table` what npu-smi prints in its first column."""
+    """One chip. get_device_name() returns `name`, and npu-smi prints `table` in its first column."""
 
     name: str
-    soc: int  # torch_npu's get_soc_version()
+    soc: int  # what torch_npu's get_soc_version() returns
     table: str
     memory: int  # bytes
     bf16: bool
-    fused_attention: bool  # npu_fusion_attention and npu_fused_infer_attention_score exist
-    saturates: bool  # fp16 overflow gives the largest number instead of inf
-    grouped_decode: bool  # npu_incre_flash_attention takes fewer heads of keys than of queries
+    fused_attention: bool  # has npu_fusion_attention and npu_fused_infer_attention_score
+    saturates: bool  # an fp16 overflow gives the largest number instead of inf
+    grouped_decode: bool  # npu_incre_flash_attention accepts fewer key heads than query heads
 
 
 CHIPS = {

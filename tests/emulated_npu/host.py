@@ -1,4 +1,4 @@
-"""The pretended host of an emulated NPU: a root folder with driver, CANN, device files, npu-smi; its environment."""
+"""The fake host of an emulated NPU: a root folder with driver, CANN, device files and npu-smi, and its environment."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from .chips import CHIPS, GIB
 
 STUB = Path(__file__).resolve().parent / "stub"
 DRIVER = "25.0.rc1.1"
-CANN = {(2, 13): "9.1.0", (2, 12): "9.1.0", (2, 11): "9.1.0"}  # for torch; older ones get what came before
-OLDER_CANN = "8.3.RC1"
+CANN = {(2, 13): "9.1.0", (2, 12): "9.1.0", (2, 11): "9.1.0"}  # by version of torch
+OLDER_CANN = "8.3.RC1"  # for older versions of torch
 
 SET_ENV = """export ASCEND_TOOLKIT_HOME={home}
 export ASCEND_HOME_PATH={home}
@@ -26,17 +26,17 @@ export LD_LIBRARY_PATH={home}/lib64${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line of the emulator chose."""
+    """The choices of the emulator's command line."""
 
     chip: str = "910B3"
     devices: int = 1
-    memory_gib: float | None = None  # None = the chip's own
+    memory_gib: float | None = None  # None: the chip's own memory
     strict: bool = True
     deferred: bool = True
 
 
 def environment(root: Path, settings: Settings) -> dict[str, str]:
-    """Make the host under `root` and return the environment in which a program finds it, and the stub package."""
+    """Make the host under `root`, and return the environment in which a program finds the host and the stub package."""
     chip = asdict(CHIPS[settings.chip])
     if settings.memory_gib is not None:
         chip["memory"] = int(settings.memory_gib * GIB)
@@ -68,13 +68,13 @@ def environment(root: Path, settings: Settings) -> dict[str, str]:
 
 
 def run(command: list[str], env: dict[str, str]) -> int:
-    """Run a command to its end and return its exit code; Ctrl-C and SIGTERM are its own to handle."""
+    """Run a command and return its exit code. Ctrl-C and SIGTERM are left to the command."""
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as failure:
         print(f"error: {command[0]}: {failure.strerror}", flush=True)
         return 127
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command as well
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends SIGINT to the command as well
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     code = process.wait()
     return 128 - code if code < 0 else code
@@ -90,7 +90,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _install(root: Path, torch_version: str) -> Path:
-    """Driver, CANN, and the record of an installed torch_npu; returns CANN's home."""
+    """Write the driver, CANN, and the metadata of an installed torch_npu; return CANN's home."""
     ascend = root / "usr/local/Ascend"
     _write(ascend / "driver/version.info", f"Version={DRIVER}\nascendhal_version=7.35.23\n")
     _write(ascend / "driver/lib64/common/libc_sec.so", "")

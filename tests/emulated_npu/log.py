@@ -1,4 +1,4 @@
-"""What reached the emulated device: kernels, copies, and the times the host waited for it."""
+"""Counts what reaches the emulated device: kernels, copies, and how often the host waits for it."""
 
 import sys
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Record:
-    """Counts between the beginning and the end of a `with record()`; empty until its end."""
+    """The counts of a `with record()` block; empty until the block ends."""
 
     operators: Counter[str] = field(default_factory=Counter)
     by_phase: dict[str, Counter[str]] = field(default_factory=dict)
@@ -22,20 +22,20 @@ class Record:
 
     @property
     def launches(self) -> int:
-        """Kernels that reached the device."""
+        """The number of kernels that reached the device."""
         return self.operators.total()
 
 
 def _extension() -> Any:
     package = sys.modules.get("torch_npu")
     if not hasattr(package, "_emulator"):
-        raise RuntimeError("this process has no emulated NPU: start it with python -m tests.emulated_npu -- CMD...")
+        raise RuntimeError("this process has no emulated NPU: start it with `python -m tests.emulated_npu -- CMD...`")
     return package._emulator  # type: ignore[union-attr]
 
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """Count what reaches the device inside the `with`, in all threads."""
+    """Count what reaches the device inside the `with` block, from all threads."""
     extension, result = _extension(), Record()
     before = extension.counts()
     yield result

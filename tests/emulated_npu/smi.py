@@ -1,4 +1,4 @@
-"""An npu-smi that prints the tables of a pretended host, in the published formats."""
+"""An npu-smi that prints the tables of a fake host, in the published formats."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ MIB = 1 << 20
 RULE = "+---------------------------+---------------+----------------------------------------------------+"
 DOUBLE = RULE.replace("-", "=")
 WIDE = "+" + "-" * (len(RULE) - 2) + "+"
-USED_MB = 3161  # what the firmware of an idle card holds
+USED_MB = 3161  # what the firmware of an idle card uses
 
 SCRIPT = """#!/usr/bin/env bash
-# Prints what the emulated host's npu-smi shows.
+# Prints the tables of the emulated host.
 folder=$(dirname "${BASH_SOURCE[0]}")/npu-smi.tables
 case "$*" in
     info) cat "$folder/info" ;;
@@ -20,7 +20,7 @@ case "$*" in
     "info -m") cat "$folder/mapping" ;;
     -v | --version) cat "$folder/version" ;;
     *)
-        echo "npu-smi: $*: not part of the emulation" >&2
+        echo "npu-smi: $*: not emulated" >&2
         exit 1
         ;;
 esac
@@ -28,7 +28,7 @@ esac
 
 
 def install(folder: Path, chip: dict[str, Any], devices: int, driver: str) -> None:
-    """Put npu-smi and its tables into a folder of programs."""
+    """Install npu-smi and its tables into a folder of programs."""
     tables = folder / "npu-smi.tables"
     tables.mkdir(parents=True, exist_ok=True)
     for name, text in (
@@ -46,7 +46,7 @@ def install(folder: Path, chip: dict[str, Any], devices: int, driver: str) -> No
 
 
 def info(chip: dict[str, Any], devices: int, driver: str) -> str:
-    """`npu-smi info`: two rows for every die. A3 cards hold two dies, and both rows bear the card's number."""
+    """What `npu-smi info` prints: two rows per die. A3 cards have two dies, and both have the number of the card."""
     paired, low = chip["table"] == "Ascend910", chip["table"].startswith("310P")
     total = chip["memory"] // MIB
     second = "Chip  Phy-ID" if paired else "Chip    Device" if low else "Chip"
@@ -81,7 +81,7 @@ def info(chip: dict[str, Any], devices: int, driver: str) -> str:
 
 
 def topology(chip: dict[str, Any], devices: int) -> str:
-    """`npu-smi info -t topo`: how each pair is linked; the dies of one A3 card by SIO, others by HCCS or PCIe."""
+    """What `npu-smi info -t topo` prints: the links. The dies of an A3 card use SIO, other pairs HCCS or PCIe."""
     paired, low = chip["table"] == "Ascend910", chip["table"].startswith("310P")
 
     def link(a: int, b: int) -> str:
@@ -99,7 +99,7 @@ def topology(chip: dict[str, Any], devices: int) -> str:
 
 
 def card_list(chip: dict[str, Any], devices: int) -> str:
-    """`npu-smi info -l`: the cards."""
+    """What `npu-smi info -l` prints: the cards."""
     per_card = 2 if chip["table"] == "Ascend910" else 1
     lines = [f"\tTotal Count                    : {-(-devices // per_card)}"]
     for card in range(-(-devices // per_card)):
@@ -109,7 +109,7 @@ def card_list(chip: dict[str, Any], devices: int) -> str:
 
 
 def mapping(chip: dict[str, Any], devices: int) -> str:
-    """`npu-smi info -m`: card and chip of each logical device."""
+    """What `npu-smi info -m` prints: the card and the chip of each logical device."""
     per_card = 2 if chip["table"] == "Ascend910" else 1
     lines = [f"\t{'NPU ID':<31}{'Chip ID':<31}{'Chip Logic ID':<31}Chip Name"]
     for device in range(devices):

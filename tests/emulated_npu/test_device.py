@@ -1,4 +1,4 @@
-"""The emulated NPU is a device of PyTorch: tensors, memory, streams, generators, late copies, and their errors."""
+"""The emulated NPU as a device of PyTorch: tensors, memory, streams, generators, deferred copies, and their errors."""
 
 import io
 import os
@@ -109,7 +109,7 @@ def test_numbers_on_the_host_and_indices_on_the_host_are_taken() -> None:
 
 
 @on_npu()
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_does_not_exist_is_refused() -> None:
     assert torch.npu.device_count() == 2
     with pytest.raises(RuntimeError, match="Invalid device ID 2"):
         torch.ones(1, device="npu:2")
@@ -123,7 +123,7 @@ def test_visible_devices_end_at_the_first_that_does_not_exist() -> None:
 
 
 @on_npu()
-def test_the_current_device_is_each_threads_own_and_contexts_put_it_back() -> None:
+def test_each_thread_has_its_current_device_and_contexts_restore_it() -> None:
     with torch.npu.device(1):
         assert torch.npu.current_device() == 1
         assert torch.ones(1, device="npu").device == torch.device("npu:1")
@@ -134,7 +134,7 @@ def test_the_current_device_is_each_threads_own_and_contexts_put_it_back() -> No
 def test_random_numbers_follow_each_devices_seed() -> None:
     torch.manual_seed(7)
     first = [torch.rand(3, device=f"npu:{i}").cpu() for i in range(2)]
-    assert torch.equal(first[0], first[1])  # both were seeded alike
+    assert torch.equal(first[0], first[1])  # both devices had the same seed
     again = torch.rand(3, device="npu:0").cpu()
     assert not torch.equal(again, first[0])
     state = torch.npu.get_rng_state(0)
@@ -153,7 +153,7 @@ def test_memory_is_counted_to_the_byte() -> None:
     torch.npu.reset_peak_memory_stats()
     a = torch.empty(1000, device=NPU)
     assert torch.npu.memory_allocated() - start == 4000
-    b = a + 1  # a result of a CPU kernel is counted as well
+    b = a + 1  # results of CPU kernels are counted, too
     assert torch.npu.memory_allocated() - start == 8000
     view = b[10:]
     del a, b
@@ -166,7 +166,7 @@ def test_memory_is_counted_to_the_byte() -> None:
 
 
 @on_npu()
-def test_a_resized_storage_is_counted_anew() -> None:
+def test_a_resized_storage_is_counted_at_its_new_size() -> None:
     start = torch.npu.memory_allocated()
     x = torch.ones(100, device=NPU)
     x.untyped_storage().resize_(0)
@@ -192,16 +192,16 @@ def test_too_much_memory_is_an_npu_out_of_memory_error() -> None:
 
 
 @on_npu()
-def test_a_late_copy_to_pinned_memory_holds_nan_until_someone_waits() -> None:
+def test_a_deferred_copy_to_pinned_memory_holds_nan_until_someone_waits() -> None:
     source = torch.arange(4.0, device=NPU)
     for wait in (torch.npu.synchronize, torch.npu.current_stream().synchronize, torch.ones(1, device=NPU).item):
         pinned = torch.zeros(4).pin_memory()
         pinned.copy_(source, non_blocking=True)
-        source += 1  # the copy takes what was there when it was asked for
+        source += 1  # the copy has the values from when it was requested
         assert pinned.isnan().all()
         wait()
         assert torch.equal(pinned, source.cpu() - 1)
-    numbers = torch.arange(4, device=NPU).to("cpu", non_blocking=True)  # torch pins the target itself
+    numbers = torch.arange(4, device=NPU).to("cpu", non_blocking=True)  # torch itself pins the target
     assert numbers.is_pinned()
     assert numbers.tolist() != [0, 1, 2, 3]
     torch.npu.synchronize()

@@ -1,4 +1,4 @@
-"""The emulated fused operators against plain arithmetic in fp32, forward and backward, and what they refuse."""
+"""The emulated fused operators against plain arithmetic in fp32, forward and backward, and the calls they refuse."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax attention of (B, S, N, D) tensors; hidden is (Sq, Sk), True = not seen."""
+    """Softmax attention of (B, S, N, D) tensors. `hidden` is (Sq, Sk); True hides a key."""
     groups = q.size(2) // k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     scores = (q @ k.mT) / math.sqrt(q.size(-1))
@@ -26,11 +26,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 def distance(queries: int, keys: int, end: bool) -> Tensor:
-    """How far before each query a key is; with `end` the last query stands at the last key."""
+    """How far each key is before each query. With `end`, the last query is at the last key."""
     return torch.arange(queries)[:, None] + (keys - queries if end else 0) - torch.arange(keys)[None]
 
 
-MASK = "2048 x 2048"  # stands for the mask of the modes 2, 3 and 4
+MASK = "2048 x 2048"  # stands for the mask of modes 2, 3 and 4
 CASES: dict[str, tuple[dict[str, Any], int, int, Any]] = {
     "full": ({}, 6, 6, lambda d: d > 99),
     "own mask": ({"atten_mask": distance(6, 6, False) < -1}, 6, 6, lambda d: d < -1),
@@ -116,7 +116,7 @@ def test_fusion_attention_refuses_what_the_kernel_refuses() -> None:
     for arguments, options, words in wrong:
         with pytest.raises((RuntimeError, NotImplementedError), match=words):
             torch_npu.npu_fusion_attention(*arguments, **options)
-    with pytest.raises(TypeError, match="attn_mask"):  # the real keyword is atten_mask
+    with pytest.raises(TypeError, match="attn_mask"):  # the real name is atten_mask
         torch_npu.npu_fusion_attention(q, q, q, 4, "BSND", attn_mask=None)
 
 
@@ -272,7 +272,7 @@ def test_rotary_mul_rotates_pairs_of_channels(mode: str) -> None:
     there = x.to(NPU).requires_grad_()
     got = torch_npu.npu_rotary_mul(there, r1, r2, mode)
     torch.testing.assert_close(got.cpu(), expected)
-    (got.square().sum() / 2).backward()  # a rotation keeps lengths: the gradient is x itself
+    (got.square().sum() / 2).backward()  # a rotation preserves lengths, so the gradient is x itself
     torch.testing.assert_close(there.grad.cpu(), x)  # type: ignore[union-attr]
     for arguments, words in (((x.to(NPU), r1[..., :4], r2[..., :4]), "D must be even"),
                              ((x.to(NPU).bfloat16(), r1, r2), "one float format"),

@@ -1,4 +1,4 @@
-"""Every script of the pipeline on the emulated NPU, on one card and on two: the losses of the CPU in fp32."""
+"""Every script of the pipeline on one and on two emulated NPUs gives the losses of the CPU in fp32."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from nanochat.runtime.tracking import read_metrics
 from tests.emulated_npu import worker
 from tests.scripts.test_ranks import STEPS
 from tests.scripts.test_ranks import a_rank as a_stage
-from tests.scripts.test_ranks import alone as alone  # the same few steps by one process on the CPU
+from tests.scripts.test_ranks import alone as alone  # a fixture: the same few steps in one process on the CPU
 from tests.support.small_world import STAGES, stage_folder, up_to, words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -59,7 +59,7 @@ def test_a_stage_learns_on_npus_what_it_learns_on_the_cpu(
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    """Output of a script; its failure fails the test."""
+    """Run a script and return its output. If the script fails, the test fails."""
     environment = {"NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True,
@@ -69,11 +69,11 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps those that it has asked itself
+LEFT_OUT = ("second", "memory", "time", "samples")  # samples: a rank keeps only its own
 
 
 def figures(base: Path, name: str) -> dict[str, float]:
-    """The numbers of a section of the report that a device should not change, by their place in it."""
+    """The numbers in a section of the report that do not depend on the device, by their place in the section."""
     found: dict[str, float] = {}
 
     def walk(value: Any, place: str) -> None:
@@ -99,7 +99,7 @@ EVALUATIONS = {
 
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("script", EVALUATIONS)
-def test_a_measurement_on_npus_is_that_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
+def test_a_measurement_on_npus_equals_the_one_on_the_cpu(script: str, cards: int, alone: Path, tmp_path: Path) -> None:
     section, flags = EVALUATIONS[script]
     measured = []
     for device in ("cpu", "npu"):
@@ -120,7 +120,7 @@ def test_a_measurement_on_npus_is_that_on_the_cpu(script: str, cards: int, alone
 @pytest.mark.parametrize("chip", ["910B3", "910A", "310P"])
 def test_a_chat_on_every_chip_says_what_it_says_on_the_cpu(chip: str, alone: Path, tmp_path: Path) -> None:
     command = ["scripts.chat_cli", "-i", "base", "-p", "the capital of France is", "-t", "0", "-m", "24"]
-    formats = {"910B3": "float32", "910A": "float32", "310P": "float16"}  # its attention takes nothing else
+    formats = {"910B3": "float32", "910A": "float32", "310P": "float16"}  # a 310P's attention takes only fp16
     base = {"NANOCHAT_BASE_DIR": str(alone), "NANOCHAT_DTYPE": formats[chip]}
     expected = run(command, {**os.environ, **base})
     assert run(command, {**worker.npu_environment(tmp_path, chip, 1), **base}) == expected

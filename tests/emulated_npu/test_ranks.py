@@ -1,4 +1,4 @@
-"""Two processes, an emulated NPU each: HCCL's collectives with its limits, and FSDP2 with the losses of the CPU."""
+"""Two processes with an emulated NPU each: HCCL's collectives and limits, and FSDP2 with the losses of the CPU."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.ranks]
 
 
 def collectives(compute: Compute) -> dict[str, Any]:
-    """Every collective that the project or FSDP2 uses, on numbers that name their rank."""
+    """Every collective that the project or FSDP2 uses, with numbers that depend on the rank."""
     rank, device = compute.rank, compute.device
     mine = torch.arange(4.0, device=device) + 10 * rank
     results: dict[str, Any] = {"backend": dist.get_backend(dist.group.WORLD)}
@@ -78,7 +78,7 @@ def test_collectives_on_two_ranks() -> None:
 
 
 def refusals(compute: Compute) -> list[str]:
-    """What each refused call says; no rank talks to another in one."""
+    """The errors of the refused calls. In such a call, ranks do not communicate."""
     ones = torch.ones(2, device=compute.device)
     calls = [
         lambda: dist.all_reduce(ones, op=dist.ReduceOp.BXOR),
@@ -107,7 +107,7 @@ def test_what_hccl_does_not_reduce_is_refused_on_every_rank() -> None:
 
 
 def sharded_losses(compute: Compute) -> list[float]:
-    """Losses of a small sharded model, its halves of each batch taken by rank, and its whole parameters at the end."""
+    """The losses of a small sharded model whose batches are split by rank, and its whole parameters at the end."""
     torch.manual_seed(3)
     layers = [nn.Linear(16, 33), nn.Linear(33, 16)]
     model = nn.Sequential(layers[0], nn.GELU(), layers[1]).to(compute.device)
@@ -117,7 +117,7 @@ def sharded_losses(compute: Compute) -> list[float]:
     for step in range(4):
         batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         batch = batch[compute.rank :: compute.world_size].to(compute.device)
-        for last in (False, True):  # two passes, gradients reduced in the second
+        for last in (False, True):  # two passes; gradients are reduced in the second
             parallel.sync_gradients(model, last)
             loss = (model(batch) - batch).square().mean()
             loss.backward()

@@ -1,4 +1,4 @@
-"""What the emulated chips refuse, as the hardware does, and what their host shows."""
+"""What the emulated chips refuse like the hardware, and what their host shows."""
 
 import json
 import subprocess
@@ -92,7 +92,7 @@ def test_only_the_npus_own_grad_scaler_sees_overflow_on_a_910a() -> None:
         kind.step(optimizer)
         kind.update()
         scales.append(kind.get_scale())
-    assert scales == [512, 1024]  # the plain one went on with what had overflowed
+    assert scales == [512, 1024]  # torch's own scaler used the overflowed gradients
 
 
 @on_npu()
@@ -129,7 +129,13 @@ def test_the_log_counts_kernels_and_no_views_or_allocations() -> None:
         torch.add(y, y, out=z)
         z.mul_(2)
         (x * y).sum().backward()
-    assert seen.by_phase["forward"] == {"copy": 1, "add": 2, "mul": 2, "sum": 1, "fill": 1}  # fill: ones for backward
+    assert seen.by_phase["forward"] == {
+        "copy": 1,
+        "add": 2,
+        "mul": 2,
+        "sum": 1,
+        "fill": 1,
+    }  # fill: ones for backward
     assert seen.by_phase["backward"] == {"mul": 1}
     assert seen.launches == 8
     assert not seen.synchronisations and not seen.copies
@@ -153,7 +159,7 @@ def test_the_log_counts_copies_and_what_the_host_waits_for() -> None:
         "copy to device": 1, "copy to host": 1, "item": 1, "nonzero": 1, "synchronize": 1
     }  # fmt: skip
     with log.record() as seen:
-        host.to(NPU, non_blocking=True)  # from memory that is not pinned
+        host.to(NPU, non_blocking=True)  # from pageable memory
         x[torch.tensor([1, 2])]
     assert seen.synchronisations == {"copy of pageable memory": 1, "index on the host": 1}
 
@@ -171,7 +177,7 @@ def test_the_log_counts_multi_tensor_operators_as_they_are_launched() -> None:
     assert seen.operators["_fused_adamw"] == 50
     assert seen.operators["_foreach_mul"] == 2
     gradients = [parameter.grad for parameter in parameters]
-    with log.record() as seen:  # overloads that the real package has no kernel for
+    with log.record() as seen:  # overloads without a kernel in the real package
         torch._foreach_mul_(gradients, torch.tensor(2.0, device=NPU))
         torch._foreach_lerp_(gradients, gradients, [0.5] * 50)
     assert seen.operators == {"mul": 50, "lerp": 50}
@@ -208,7 +214,7 @@ def test_another_torch_than_the_launchers_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.npu
 def test_the_launcher_runs_a_command_on_a_pretended_host(tmp_path: Path) -> None:
-    npu_environment(tmp_path / "unused")  # skips, or compiles
+    npu_environment(tmp_path / "unused")  # skips the test, or compiles the device
     script = (
         "set -e; npu-smi info; npu-smi info -t topo; ls $ASCEND_ROOT_PREFIX/dev; source $ASCEND_HOME_PATH/set_env.sh; "
         "cat $ASCEND_ROOT_PREFIX/usr/local/Ascend/driver/version.info; exit 7"

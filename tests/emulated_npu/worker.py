@@ -1,10 +1,10 @@
-"""Tests that run in processes of their own, which have the emulated NPU; one process serves many tests.
+"""Runs tests in separate processes that have the emulated NPU; one process serves many tests.
 
-In a process that has loaded the device torch is another one: tests of the CPU must not run there, so a test that
-needs it is sent over:
+Loading the device changes torch for the whole process, and tests of the CPU must not run there. So a test that needs
+the device is sent to another process:
 
     @on_npu(chip="910A", devices=1)
-    def test_something(): ...          # runs in the other process; what it raises fails the test here
+    def test_something(): ...          # runs in the other process; an exception there fails the test
 """
 
 import atexit
@@ -27,11 +27,11 @@ import pytest
 from . import build, host
 
 TESTS = Path(__file__).resolve().parent.parent
-FROM_THE_TEST = ("NANOCHAT_BASE_DIR",)  # what changes from test to test
+FROM_THE_TEST = ("NANOCHAT_BASE_DIR",)  # variables that differ between tests
 
 
 def on_npu(chip: str = "910B3", devices: int = 2, **environment: str) -> Callable[[Callable[..., None]], Any]:
-    """Run a test function of a module on an emulated NPU; without a compiler it is skipped."""
+    """Run a test function on an emulated NPU. Without a compiler, the test is skipped."""
 
     def decorate(test: Callable[..., None]) -> Any:
         @pytest.mark.npu
@@ -46,7 +46,7 @@ def on_npu(chip: str = "910B3", devices: int = 2, **environment: str) -> Callabl
 
 
 def skip_without_compiler() -> None:
-    """Leave the test out, with the reason, where the device cannot be compiled."""
+    """Skip the test, with the reason, if the device cannot be compiled."""
     if why := build.missing():
         pytest.skip(f"the emulated NPU cannot be compiled: {why}")
 
@@ -54,7 +54,7 @@ def skip_without_compiler() -> None:
 def npu_environment(
     root: Path, chip: str = "910B3", devices: int = 2, memory_gib: float | None = None
 ) -> dict[str, str]:
-    """The environment of a program on a pretended host under `root`, from which it can import the tests too."""
+    """The environment of a program on a fake host under `root`; the program can import the tests, too."""
     skip_without_compiler()
     env = host.environment(root, host.Settings(chip, devices, memory_gib))
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(TESTS.parent)])
@@ -96,9 +96,10 @@ def _worker(chip: str, devices: int, environment: tuple[tuple[str, str], ...]) -
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: str = "910B3", **env: str) -> list[Any]:
-    """Call `function(compute, *args)` on every rank, each on an NPU of its own, in fp32 unless NANOCHAT_DTYPE is given.
+    """Call `function(compute, *args)` on every rank, each with its own NPU, in fp32 unless NANOCHAT_DTYPE is given.
 
-    `function` must be at the top of a test module. What a rank raises fails the test; the results come back by rank.
+    `function` must be defined at the top level of a test module. Returns the results by rank; an exception on any rank
+    fails the test.
     """
     import torch
 
@@ -117,7 +118,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
         end = time.monotonic() + 180
         while any(p.poll() is None for p in processes) and time.monotonic() < end:
             time.sleep(0.05)
-            if any(p.poll() for p in processes):  # the others would wait for the one that failed
+            if any(p.poll() for p in processes):  # the others would wait for the failed rank
                 end = min(end, time.monotonic() + 5)
         for process in processes:
             process.kill()
@@ -145,13 +146,13 @@ def _rank(folder: Path) -> None:
         result = getattr(importlib.import_module(module), name)(device.compute_init("npu"), *args)
         torch.save(result, folder / f"{rank}.pt")
         device.compute_cleanup()
-    except BaseException:  # the edge of a process: the traceback is handed to the test
+    except BaseException:  # the edge of a process: the test gets the traceback
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{_words()}")
         os._exit(1)
 
 
 def _words() -> str:
-    """The exception being handled, with local values: pytest's own account stays in this process."""
+    """The current exception with the local variables of tests, since pytest cannot show those of another process."""
     _, error, frames = sys.exc_info()
     text = "".join(traceback.format_exception(error))
     for frame, _ in traceback.walk_tb(frames):
@@ -161,7 +162,7 @@ def _words() -> str:
 
 
 def _serve(connection: Connection) -> None:
-    import torch_npu  # noqa: F401  # the stub: from here on this process has the device
+    import torch_npu  # noqa: F401  # the stub: from now on this process has the device
 
     while True:
         try:
@@ -172,7 +173,7 @@ def _serve(connection: Connection) -> None:
         try:
             getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
             connection.send(None)
-        except BaseException:  # the edge of a process: the traceback is handed to the test
+        except BaseException:  # the edge of a process: the test gets the traceback
             connection.send(_words())
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SHELL = ("bash", "sh", "shell")
 COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
 OURS = ("nanochat", "scripts", "bench")
-NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_side")  # they read no flags
+NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_ops.side")  # they read no flags
 LINKS = ("link_open", "image")
 IN_HTML = re.compile(r'(?:href|src|srcset)="([^"]*)"')  # of <picture>, which Markdown has no form for
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND

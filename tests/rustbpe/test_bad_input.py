@@ -1,4 +1,4 @@
-"""Every bad input to rustbpe is a clear exception, and changes nothing."""
+"""Every bad input to rustbpe raises a clear exception, and leaves the tokenizer unchanged."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import rustbpe
 
 from tests.support.rustbpe_texts import GPT4, trained
 
-SPACES_MANY = " " * 2_000_000 + "x"  # more than the regular expression engine can step back over
+SPACES_MANY = " " * 2_000_000 + "x"  # more than the regular expression engine can backtrack over
 
 
 def interrupted() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The trainer against a slow reference, the published rustbpe and tiktoken; its API and the process around it."""
+"""rustbpe against a slow reference, the published rustbpe and tiktoken; its API; and processes that use it."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def replaced(ids: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[i
 
 
 def slow_ranks(texts: list[str], vocab_size: int, pattern: str) -> list[tuple[bytes, int]]:
-    """Byte pair encoding as one would explain it: all pairs are counted anew for each merge."""
+    """Byte pair encoding as a textbook explains it: count all pairs again for each merge."""
     words = Counter(tuple(piece.encode()) for text in texts for piece in regex.findall(pattern, text))
     tokens = [bytes([value]) for value in range(256)]
     while len(tokens) < vocab_size:
@@ -87,7 +87,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that has the rustbpe of the package index, which must not come into this process."""
+    """A folder with the rustbpe of the package index, which must not be imported into this process."""
     folder = tmp_path_factory.mktemp("published_rustbpe")
     wheel = ["--quiet", "--no-deps", "--target", str(folder), f"rustbpe=={PUBLISHED}"]
     reason = ""
@@ -125,7 +125,7 @@ def test_merges_and_ids_equal_the_published_rustbpe(published: Path) -> None:
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(answers) == len(jobs)
     for job, answer in zip(jobs, answers, strict=True):
-        assert answer["file"].startswith(str(published)), "the comparison must not be with ourselves"
+        assert answer["file"].startswith(str(published)), "our own module must not be compared with itself"
         ours = trained(job["texts"], job["vocab_size"], job["pattern"])
         assert [token.hex() for token, _ in ours.get_mergeable_ranks()] == answer["ranks"]
         assert ours.batch_encode(held_out) == answer["ids"]
@@ -179,7 +179,7 @@ def test_a_new_tokenizer_knows_the_bytes() -> None:
         tokenizer.encode("hi")
 
 
-def test_training_again_starts_anew() -> None:
+def test_training_again_replaces_the_merges() -> None:
     tokenizer = trained(["abab"], 300)
     assert tokenizer.get_pattern() == GPT4
     tokenizer.train_from_iterator(["cdcd"], 257, 8192, NANOCHAT)
@@ -211,7 +211,7 @@ def test_threads_may_share_a_tokenizer_even_while_it_trains() -> None:
         for worker in workers:
             worker.start()
         yield "x" * 100
-        assert tokenizer.get_mergeable_ranks() == ranks, "the new merges appear when training has ended"
+        assert tokenizer.get_mergeable_ranks() == ranks, "the new merges appear only when training ends"
         for worker in workers:
             worker.join()
 
@@ -234,7 +234,7 @@ def test_numpy_gives_the_same_tokens() -> None:
     assert [len(array) for array in many.batch_encode_numpy([])] == [0, 0]
 
 
-def test_known_tokens_make_the_same_tokenizer() -> None:
+def test_the_tokens_of_a_tokenizer_make_the_same_tokenizer() -> None:
     tokenizer = trained(texts_of(seed=5, count=400), 2000, NANOCHAT)
     ranks = [token for token, _ in tokenizer.get_mergeable_ranks()]
     again = rustbpe.Tokenizer.from_ranks(ranks, NANOCHAT)
@@ -253,7 +253,7 @@ def test_pickles_are_the_same_tokenizer() -> None:
         assert again.get_pattern() == tokenizer.get_pattern()
 
 
-def test_files_train_as_their_texts_do(tmp_path: Path) -> None:
+def test_training_from_files_equals_training_from_their_texts(tmp_path: Path) -> None:
     texts = texts_of(seed=4, count=60)
     paths = [tmp_path / f"{number}.txt" for number in range(60)]
     for path, text in zip(paths, texts, strict=True):
@@ -271,7 +271,7 @@ def test_files_train_as_their_texts_do(tmp_path: Path) -> None:
         tokenizer.train_from_files(paths, 900, pattern=r"\w+")
 
 
-def test_progress_is_told_and_may_stop_it() -> None:
+def test_progress_is_reported_and_may_stop_training() -> None:
     told: list[tuple[str, int]] = []
     texts = texts_of(seed=4, count=300)
     rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=lambda *now: told.append(now))
@@ -284,7 +284,7 @@ def test_progress_is_told_and_may_stop_it() -> None:
         rustbpe.Tokenizer().train_from_iterator(texts, 700, progress=stop)
 
 
-# --- the process around it -----------------------------------------------------------------------
+# --- processes that use it -----------------------------------------------------------------------
 
 
 def run(code: str, *arguments: str, **options: Any) -> str:
@@ -295,7 +295,7 @@ def run(code: str, *arguments: str, **options: Any) -> str:
 
 
 def test_a_signal_stops_training_while_texts_are_read() -> None:
-    # itertools.repeat runs no Python code in which the interpreter would look for signals itself.
+    # itertools.repeat runs no Python code, so the interpreter itself never checks for signals.
     code = """
 import itertools, signal, rustbpe
 class Stop(Exception): pass
@@ -327,5 +327,5 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_the_installed_module_wins_over_the_source_folder() -> None:
     assert not (ROOT / "rustbpe" / "__init__.py").exists()
     assert Path(run("import rustbpe; print(rustbpe.__file__)", "-c")).parent.parent != ROOT
-    # `python -m` puts the current folder, which has the folder rustbpe, before the installed packages.
+    # With `python -m`, the current folder, which contains rustbpe/, comes before the installed packages.
     assert "loop" in run("import rustbpe; rustbpe.Tokenizer()", "-m", "timeit", "-n1", "-r1", "-s")

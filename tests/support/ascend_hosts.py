@@ -1,9 +1,9 @@
-"""Pretended Ascend hosts: a root folder with CANN in one of its layouts, a driver, device files, a group."""
+"""Fake Ascend hosts: a root folder with CANN in one of its layouts, a driver, device files and a group."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-SET_ENV = """# as CANN writes it: of bash, and careless of unset variables
+SET_ENV = """# written like CANN's own: for bash, and without care for unset variables
 export ASCEND_TOOLKIT_HOME={home}
 export ASCEND_HOME_PATH={home}
 export ASCEND_OPP_PATH={home}/opp
@@ -32,7 +32,7 @@ SMI_HEAD = """
 
 @dataclass(frozen=True)
 class Host:
-    """A root folder; `home` is CANN's."""
+    """A fake host: its root folder, CANN's home, and CANN's set_env.sh."""
 
     root: Path
     home: Path
@@ -40,10 +40,13 @@ class Host:
 
 
 def install_cann(ascend: Path, layout: str, version: str) -> tuple[Path, Path]:
-    """CANN under an Ascend folder as `cann` (8.5 and later) or as `ascend-toolkit`, `nnae`; home and set_env.sh."""
+    """Install a fake CANN in an Ascend folder, laid out as `cann` (8.5 and later), `ascend-toolkit` or `nnae`.
+
+    Returns CANN's home and its set_env.sh.
+    """
     folder = ascend / layout
     home = folder if layout in ("cann", "latest") else folder / "latest"
-    if layout == "cann":  # a versioned folder, and a link to it
+    if layout == "cann":  # a folder with the version in its name, and a link to it
         (ascend / f"cann-{version}").mkdir(parents=True)
         folder.symlink_to(f"cann-{version}")
     for part in ("aarch64-linux", "opp", "lib64", "runtime", "compiler", "bin"):
@@ -69,7 +72,7 @@ def install_driver(root: Path, cards: int, version: str = "24.1.rc1") -> None:
 
 
 def make_host(root: Path, layout: str = "cann", cann: str = "8.5.0", cards: int = 2) -> Host:
-    """A host; layout "home" is a CANN that the user installed into ~/Ascend, where ~ is `root`/home."""
+    """Make a host. Layout "home" is a CANN that the user installed in ~/Ascend, where ~ is `root`/home."""
     (root / "home").mkdir(parents=True)
     if layout == "home":
         home, script = install_cann(root / "home/Ascend", "cann", cann)
@@ -81,7 +84,7 @@ def make_host(root: Path, layout: str = "cann", cann: str = "8.5.0", cards: int 
 
 
 def smi_table(cards: int = 2, health: str = "OK", used_mb: int = 3314) -> str:
-    """`npu-smi info` of a host with 910B3 cards."""
+    """What `npu-smi info` prints on a host with 910B3 cards."""
     lines = [SMI_HEAD.strip()]
     for number in range(cards):
         hbm = f"{used_mb} / 65536"

@@ -1,4 +1,4 @@
-"""A browser for the tests of the page, and what every visit proves: no request left the server, a clean console."""
+"""A browser for tests of the page. Every visit checks that no request goes elsewhere and the console is clean."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from nanochat.data.conversation import Part
 
-expect.set_options(timeout=30_000)  # a loaded machine is slow, not wrong
+expect.set_options(timeout=30_000)  # long enough for a busy machine
 
 REPLIES: dict[str, Sequence[Part | str]] = {
     "hello": ["你好，世界！🌍"],
@@ -24,10 +24,10 @@ REPLIES: dict[str, Sequence[Part | str]] = {
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """The system's Chromium, without a window; a test that has none is skipped."""
+    """The system's Chromium without a window. Without Chromium, the test is skipped."""
     path = shutil.which("chromium")
     if path is None:
-        pytest.skip("no chromium here: apt-get install --no-install-recommends chromium fonts-wqy-zenhei")
+        pytest.skip("chromium is not installed: apt-get install --no-install-recommends chromium fonts-wqy-zenhei")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -38,7 +38,10 @@ def chromium() -> Iterator[Browser]:
 def visit(
     browser: Browser, url: str, problems: Sequence[str] = (), locale: str = "en-US", **options: Any
 ) -> Iterator[Page]:
-    """A page in a fresh profile. On leaving: all requests went to `url`, and the console said only `problems`."""
+    """Open a page in a fresh profile. On exit, check that requests only went to `url`.
+
+    The console may only have messages that contain one of `problems`.
+    """
     context = browser.new_context(locale=locale, **options)
     page = context.new_page()
     requests: list[str] = []
@@ -73,4 +76,4 @@ def wait_until_free(url: str, slots: int) -> None:
     for _ in range(3000):
         if httpx.get(f"{url}/health").json()["free_slots"] == slots:
             return
-    raise AssertionError("the slot was not freed")
+    raise AssertionError("the slots did not become free")

@@ -1,4 +1,4 @@
-"""An engine with a script instead of a model, a tokenizer of single bytes, and a server around them."""
+"""An engine with scripted replies, a tokenizer of single bytes, and a server that uses them."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ SETTINGS = Settings(model="nanochat-sft-d4", stage="sft", tag="d4", step=300)
 
 
 class ByteTokenizer:
-    """A token is a byte, so every Chinese character is split over three tokens."""
+    """Each token is one byte, so every Chinese character is split into three tokens."""
 
     bos = 256
     vocab_size = 256 + len(ROLES)
@@ -60,7 +60,7 @@ class ByteTokenizer:
 
 @dataclass
 class Seen:
-    """A request as the engine got it, the tokens it has left to say, and how many it said."""
+    """A request that the engine received, the tokens of its reply that are left, and how many were sent."""
 
     prompt: list[int]
     sampling: Sampling
@@ -71,10 +71,10 @@ class Seen:
 
 @dataclass
 class FakeEngine:
-    """Says to each question what `replies` has for it, one byte per step; otherwise it echoes the question.
+    """Answers each question with its entry in `replies`, or repeats the question; one byte per step.
 
-    With `gated` it says a token only for each one that `allow` lets pass, so that a test can look at an answer
-    in the middle without timing. `seen` keeps every request. `fail` makes the next step raise.
+    With `gated`, a step sends a token only after `allow` has permitted it, so that a test can look at half an answer
+    without depending on time. `seen` keeps every request. `fail` makes the next step raise.
     """
 
     replies: Mapping[str, Sequence[Part | str]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class FakeEngine:
         self._waiting: list[int] = []
 
     def allow(self, tokens: int) -> None:
-        """Let pass that many more steps."""
+        """Permit this many more steps."""
         self._permits.release(tokens)
 
     @property
@@ -123,7 +123,7 @@ class FakeEngine:
         while self._waiting and self.free_slots:
             self._active.append(self._waiting.pop(0))
         if self.gated and not self._permits.acquire(timeout=0.005):
-            return []  # so that a cancel is heard while the gate is closed
+            return []  # so that a request can be cancelled while no step is permitted
         if self.fail:
             self.fail = False
             raise RuntimeError("the device is gone")
@@ -141,7 +141,7 @@ class FakeEngine:
 
 @contextlib.contextmanager
 def running(engine: Any, tokenizer: Any = None, settings: Settings = SETTINGS, wrap: Any = None) -> Iterator[str]:
-    """A real server on a free port of this machine, in a thread; gives its address. `wrap` may wrap the app."""
+    """Run a real server in a thread, on a free port, and yield its address. `wrap` may wrap the ASGI app."""
     app = create_app(engine, tokenizer or engine.tokenizer, settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(replace(app, asgi=wrap(app.asgi)) if wrap else app)
@@ -157,12 +157,12 @@ def running(engine: Any, tokenizer: Any = None, settings: Settings = SETTINGS, w
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
-    """The body of a request with one question."""
+    """The body of a request that asks one question."""
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
+    """Wait until another thread makes the condition true."""
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 30 seconds"
+        assert time.monotonic() < deadline, "the condition did not become true within 30 seconds"

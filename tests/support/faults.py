@@ -1,4 +1,4 @@
-"""What the fault tests share: a stage of twenty small steps, on any number of pooled ranks, and what it left."""
+"""What the fault tests share: a stage of twenty small steps on any number of pooled ranks, and hashes of its files."""
 
 import functools
 import hashlib
@@ -17,19 +17,19 @@ STEPS = 20
 
 
 def stage(compute: Compute, name: str = "base", **changes: Any) -> None:
-    """Train a stage on this rank, in the base folder of the environment."""
+    """Train a stage on this rank, in the base folder that the environment names."""
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         run_stage(name, compute, **{"eval_every": 10, **changes})
 
 
 def base_stage(compute: Compute, changes: dict[str, Any]) -> None:
-    """The base stage, for a pool."""
+    """Train the base stage; a pool can call this."""
     stage(compute, **changes)
 
 
 def digests(base: Path, step: int = STEPS) -> dict[str, str]:
-    """SHA-256 of the files with tensors of a step of the base stage."""
+    """SHA-256 of the tensor files in a checkpoint of the base stage."""
     folder = stage_folder(base, "base") / f"step_{step:06d}"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
@@ -42,7 +42,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 
 def corpus(base: Path) -> Path:
-    """A base folder with a corpus and its tokenizer, that of the environment from now on."""
+    """Make a base folder with a corpus and its tokenizer, and point the environment to it."""
     shutil.copytree(_made().name, base, dirs_exist_ok=True)
     os.environ["NANOCHAT_BASE_DIR"] = str(base)
     return base

@@ -1,7 +1,8 @@
-"""A training script under torchrun, with a fault of its own: `python tests/support/launched.py FOLDER MODULE FLAGS...`
+"""Runs a training script under torchrun and injects a fault: `python tests/support/launched.py FOLDER MODULE FLAGS...`
 
-It leaves `pid-R` and, when rank R ends by itself, `code-R` in FOLDER. FAULT in the environment is `KIND RANK STEP`: in
-that step the rank is killed, or hangs, once for all starts; `evaluate 0 STEP` makes validations endless instead.
+Rank R writes `pid-R` to FOLDER, and `code-R` if it ends by itself. FAULT in the environment is `KIND RANK STEP`: in
+that step the rank is killed or hangs, but only once, however often the script is started. `evaluate 0 STEP` makes
+validations endless instead.
 """
 
 import os
@@ -20,7 +21,7 @@ from nanochat.train.stage import Stage  # noqa: E402
 
 
 def inject(folder: Path, rank: int) -> None:
-    """Arrange for the fault that the environment names."""
+    """Prepare the fault that the environment names."""
     if not os.environ.get("FAULT"):
         return
     kind, whom, when = os.environ["FAULT"].split()

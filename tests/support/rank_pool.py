@@ -1,4 +1,4 @@
-"""Processes that are started once and then serve many tests as ranks that talk over gloo."""
+"""Processes that start once and serve many tests as ranks over gloo."""
 
 import io
 import os
@@ -19,12 +19,12 @@ from nanochat import device
 from tests.support.ranks import PROCESSES
 
 PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "scripts.base_train", "scripts.chat_rl"])
-GRACE_SECONDS = 60  # in which the other ranks must end after one has failed
+GRACE_SECONDS = 60  # after one rank fails, the others must end within this time
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank: its result, or its traceback, or the signal that killed it."""
+    """How a rank ended: with a result, with a traceback, or killed by a signal."""
 
     result: Any = None
     error: str = ""
@@ -36,13 +36,13 @@ class Outcome:
 
 
 class Pool:
-    """Ranks on call; those that failed or died are replaced."""
+    """A pool of ranks. Ranks that die or hang are replaced."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **environment: str) -> list[Any]:
-        """Call `function(compute, *args)` on every rank and return the results; what a rank raises fails the test."""
+        """Call `function(compute, *args)` on every rank and return the results; an exception fails the test."""
         outcomes = self.outcomes(world_size, function, *args, **environment)
         assert all(outcome.fine for outcome in outcomes), "\n".join(
             outcome.error or f"killed by {outcome.killed_by}" for outcome in outcomes if not outcome.fine
@@ -52,8 +52,8 @@ class Pool:
     def outcomes(
         self, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = 300, **environment: str
     ) -> list[Outcome]:
-        """The same, but ranks may fail or die. After `seconds`, or a while after the first failure, all are ended:
-        a rank that is then still at work fails the test."""
+        """Like `run`, but ranks may fail or die. After `seconds`, or some time after the first failure, all are ended,
+        and a rank that is still working then fails the test."""
         workers = [self._idle.pop() if self._idle else _start() for _ in range(world_size)]
         found: dict[int, Outcome] = {}
         with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def _start() -> tuple[Any, Connection]:
     ours, theirs = PROCESSES.Pipe()
     process = PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # so that reading ends with the process
+    theirs.close()  # so that reading fails when the process ends
     return process, ours
 
 
@@ -103,7 +103,7 @@ def _heard(process: Any, pipe: Connection) -> Outcome:
 
 
 def _serve(pipe: Connection) -> None:
-    """One process: a rank in one group after another."""
+    """The body of a process, which serves as a rank in one group after another."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -117,13 +117,13 @@ def _serve(pipe: Connection) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         result, error = None, ""
         try:
-            # A file in place of a port, which another test could take meanwhile.
+            # Ranks meet at a file, because another test could take a free port in the meantime.
             dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
                                     timeout=timedelta(seconds=240))  # fmt: skip
             result = function(device.compute_init("cpu"), *args)
-        except BaseException:  # the edge of a process: the traceback is handed to the test
+        except BaseException:  # the edge of a process: the test gets the traceback
             error = f"rank {rank}:\n{traceback.format_exc()}"
         device.compute_cleanup()
         kept = io.BytesIO()
-        torch.save(result, kept)  # a pipe would share the memory of tensors with a process that may be gone
+        torch.save(result, kept)  # sending tensors themselves would share memory with a process that may end
         pipe.send((kept.getvalue(), error))

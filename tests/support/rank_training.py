@@ -1,4 +1,4 @@
-"""A tiny model and its steps, shared out over any number of ranks, for tests of many ranks against one."""
+"""A tiny model and its training steps on any number of ranks, for tests that compare many ranks with one."""
 
 from dataclasses import dataclass
 
@@ -12,21 +12,21 @@ from nanochat.runtime.parallel import Sharding
 from nanochat.train.optim import Optimizers, Rates
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
-# Rows that no number of ranks divides: gates of 3, matrices of 54 and 216, scalars of 1 and 3.
+# Numbers of rows that ranks cannot divide evenly: gates have 3, matrices 54 and 216, scalars 1 and 3.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=70, n_layer=3, n_head=3, n_kv_head=3, n_embd=54)
 ROWS = 8
 
 
 @dataclass
 class Batches:
-    """A step's micro-batches."""
+    """The micro-batches of one step."""
 
     num_targets: int
     micro_batches: list[tuple[Tensor, ...]]
 
 
 def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
-    """A model none of whose gradients is zero or mere rounding at the start, which AdamW would make whole steps of."""
+    """A model whose first gradients exceed rounding errors, since AdamW makes a full step of any gradient."""
     model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
     model.init_weights(3)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> t
 
 
 def batches(step: int, passes: int, compute: Compute) -> Batches:
-    """This rank's share of a step's 8 rows, whose numbers of targets differ from row to row, with token weights."""
+    """This rank's share of the 8 rows of a step. Rows have different numbers of targets, and token weights."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randint(0, 70, (ROWS, 16), generator=generator)
     targets = (3 * inputs + 1) % 70

@@ -1,4 +1,4 @@
-"""Functions run on several processes that talk over gloo, as torchrun would start them."""
+"""Runs functions in several processes over gloo, with the environment that torchrun gives."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nanochat import device
 
-# Processes are forked from one that has imported torch but not used it: seconds less for each.
+# Processes are forked from one that has imported torch but not used it, which saves seconds for each.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     ["torch.distributed.fsdp", "nanochat.checkpoint_manager.resume", "nanochat.train.loop"]
@@ -24,9 +24,9 @@ PROCESSES.set_forkserver_preload(
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
-    """Call `function(compute, *args)` on every rank, in fp32 unless NANOCHAT_DTYPE is set; the results by rank.
+    """Call `function(compute, *args)` on every rank, in fp32 unless NANOCHAT_DTYPE is set; return the results by rank.
 
-    `function` must be at the top of a module. What a rank raises fails the test with that rank's traceback.
+    `function` must be defined at the top level of a module. An exception on any rank fails the test with its traceback.
     """
     environment = {"NANOCHAT_DTYPE": "float32", **os.environ, "WORLD_SIZE": str(world_size)}
     if sys.platform == "linux":
@@ -47,7 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def _wait(processes: list[Any], timeout: float) -> None:
-    """Until all have ended; some seconds after one has failed, or at the time limit, the others are killed."""
+    """Wait until all processes have ended. At the time limit, or 5 seconds after one fails, the others are killed."""
     end = time.monotonic() + timeout
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         next(process for process in processes if process.is_alive()).join(0.2)
@@ -65,7 +65,7 @@ def _rank(rank: int, folder: Path, environment: dict[str, str], function: Callab
     world_size = int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
-        # A file in place of a port, which another test could take meanwhile.
+        # Ranks meet at a file, because another test could take a free port in the meantime.
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=60),
@@ -73,6 +73,6 @@ def _rank(rank: int, folder: Path, environment: dict[str, str], function: Callab
         result = function(device.compute_init("cpu"), *args)
         torch.save(result, folder / f"{rank}.pt")
         device.compute_cleanup()
-    except BaseException:  # the edge of a process: the traceback is handed to the test
+    except BaseException:  # the edge of a process: the test gets the traceback
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)

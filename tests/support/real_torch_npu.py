@@ -1,4 +1,4 @@
-"""The published torch_npu, read from its wheel without importing it: names, and the arguments that they take."""
+"""Reads the published torch_npu from its wheel without importing it: its names, and the arguments that they take."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-# Names without a definition in Python: types of the C module, and tensor types made in a loop.
+# Names that Python code does not define: types of the C module, and tensor types made in a loop.
 FROM_C = {
     "torch_npu.npu": "BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor "
     "ShortTensor BFloat16Tensor",
@@ -19,7 +19,7 @@ FROM_C = {
 
 
 class NoNetwork(Exception):
-    """Why the wheel could not be had."""
+    """Raised with the reason if the wheel cannot be downloaded."""
 
 
 def cache_folder() -> Path:
@@ -27,13 +27,13 @@ def cache_folder() -> Path:
 
 
 def wheel(version: str) -> Path:
-    """The wheel of a version such as 2.7.1.*, from the cache or the package index; NoNetwork says why not."""
+    """The wheel of a version such as 2.7.1.*, from the cache or the package index; NoNetwork if that fails."""
     folder = cache_folder() / version.replace("*", "newest")
     if there := sorted(folder.glob("torch_npu-*.whl")):
         return there[-1]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # One file for every machine and Python: only its text is read.
+        # The wheel for one platform serves all machines, because only its text is read.
         done = subprocess.run(
             [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
              "--disable-pip-version-check", "--retries", "1", "--timeout", "20", "--platform", "manylinux_2_28_x86_64",
@@ -42,7 +42,7 @@ def wheel(version: str) -> Path:
         )  # fmt: skip
         files = list(Path(scratch).glob("*.whl"))
         if done.returncode != 0 or not files:
-            raise NoNetwork((done.stderr.strip().splitlines() or ["pip said nothing"])[-1])
+            raise NoNetwork((done.stderr.strip().splitlines() or ["pip printed nothing"])[-1])
         os.replace(files[0], folder / files[0].name)
     return folder / files[0].name
 
@@ -55,7 +55,7 @@ class Parameter:
     name: str
     required: bool
     keyword_only: bool
-    default: object = None  # ... where it is not a literal
+    default: object = None  # ... (Ellipsis) if it is not a literal
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Signature:
     any_keyword: bool = False  # **kwargs
 
     def problem(self, positional: int, keywords: set[str], open_ended: bool = False) -> str:
-        """Why a call with so many positional arguments and these keywords would be refused; "" if it would not."""
+        """Why a call with this many positional arguments and these keywords would be refused, or "" if it is fine."""
         by_place = [parameter for parameter in self.parameters if not parameter.keyword_only]
         if positional > len(by_place) and not self.any_positional:
-            return f"takes {len(by_place)} positional arguments, is given {positional}"
+            return f"takes {len(by_place)} positional arguments, got {positional}"
         unknown = keywords - {parameter.name for parameter in self.parameters}
         if unknown and not self.any_keyword:
             return f"has no argument {', '.join(sorted(unknown))}"
@@ -79,7 +79,7 @@ class Signature:
         return ""
 
     def narrower_than(self, real: "Signature") -> str:
-        """Why a call that this accepts might be refused by the real one, or mean something else; "" if none would."""
+        """Why a call that this accepts might fail or differ with the real one, or "" if there is no such call."""
         mine = [p for p in self.parameters if not p.keyword_only]
         theirs = [p for p in real.parameters if not p.keyword_only]
         if real.any_positional and real.any_keyword:
@@ -111,7 +111,7 @@ def literal(node: ast.expr | None) -> object:
 
 
 def signature_of(arguments: ast.arguments, method: bool = False) -> Signature:
-    """Of a function's definition; a method's self is left out."""
+    """The signature of a function's definition, without a method's self."""
     by_place = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(by_place) - len(arguments.defaults)) + list(arguments.defaults)
     found = [Parameter(a.arg, d is None, False, literal(d)) for a, d in zip(by_place, defaults, strict=True)]
@@ -122,7 +122,7 @@ def signature_of(arguments: ast.arguments, method: bool = False) -> Signature:
 
 
 def signature_of_schema(schema: str) -> Signature:
-    """Of `name(Tensor self, float epsilon=1e-06, *, int? x=None) -> Tensor`."""
+    """The signature in a schema such as `name(Tensor self, float epsilon=1e-06, *, int? x=None) -> Tensor`."""
     inside = schema[schema.index("(") + 1 : schema.rindex(") ->")]
     found, keyword_only = [], False
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", inside):
@@ -153,7 +153,7 @@ class Definition:
 
 
 class Package:
-    """A package `torch_npu` in a wheel, or in a folder (the emulator's stub)."""
+    """A package `torch_npu`, in a wheel or in a folder like the emulator's stub."""
 
     def __init__(self, source: Path):
         self.archive = zipfile.ZipFile(source) if source.is_file() else None
@@ -170,7 +170,7 @@ class Package:
         return (self.folder / name).read_text(encoding="utf-8")
 
     def tree(self, module: str) -> ast.Module | None:
-        """A module's syntax; None if there is no such module in the package."""
+        """The syntax tree of a module, or None if the package has no such module."""
         if module not in self.trees:
             path = module.replace(".", "/")
             names = [name for name in (f"{path}/__init__.py", f"{path}.py") if name in self.files]
@@ -182,7 +182,7 @@ class Package:
 
     @cached_property
     def operators(self) -> dict[str, list[Signature]]:
-        """The operators that the package adds, from the `custom:` parts of its lists; overloads under one name."""
+        """The operators that the package adds, from the `custom:` sections of its lists; overloads share a name."""
         found: dict[str, list[Signature]] = {}
         for name in sorted(self.files):
             if re.fullmatch(r"torch_npu/csrc/aten/npu_native_functions\w*\.yaml", name):
@@ -194,7 +194,7 @@ class Package:
         return found
 
     def find(self, name: str, depth: int = 0) -> Definition | None:
-        """What a dotted name such as torch_npu.npu.synchronize is; None if the package has no such thing."""
+        """What a dotted name such as torch_npu.npu.synchronize stands for, or None if the package does not have it."""
         if depth > 12:
             return None
         if self.tree(name) is not None:
@@ -219,7 +219,7 @@ class Package:
         return Definition("value") if owner.kind == "value" else None
 
     def _names(self, module: str) -> tuple[dict[str, ast.stmt], list[str]]:
-        """What the statements of a module bind, in blocks of `if` and `try` too, and where it imports * from."""
+        """The names that a module binds, also inside `if` and `try`, and the modules that it imports * from."""
         if module not in self.bound:
             names: dict[str, ast.stmt] = {}
             stars: list[str] = []
@@ -261,7 +261,7 @@ class Package:
         return self._dynamic(module, name)
 
     def _dynamic(self, module: str, name: str) -> Definition | None:
-        """Names that come into being while the package loads."""
+        """Names that are only made while the package loads."""
         if module == "torch_npu" and name in self.operators:
             return Definition("operator", self.operators[name])
         if name in FROM_C.get(module, "").split():
@@ -282,12 +282,12 @@ class Package:
         return ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
 
     def _exports(self, module: str, name: str) -> bool:
-        """Whether `from module import *` brings a name."""
+        """Whether `from module import *` brings this name."""
         listed = self.all_of(module)
         return name in listed if listed else not name.startswith("_")
 
     def all_of(self, module: str) -> list[str]:
-        """`__all__` of a module, its additions included."""
+        """`__all__` of a module, including what is added to it."""
         tree = self.tree(module)
         found: list[str] = []
         for node in tree.body if tree else []:

@@ -1,7 +1,7 @@
-"""docs/reliability.md and its twin, from the docstrings of the fault tests and the results of a run of all of them.
+"""Writes docs/reliability.md and its Chinese twin from the docstrings and the results of the fault tests.
 
-A fault test says `T5. Injects: ... Must follow: ...` in its docstring, and the same in Chinese after `注入：` and
-`必须：`. A run of pytest in which every one of them ran writes both documents; nothing is written otherwise.
+The docstring of a fault test says `T5. Injects: ... Must follow: ...`, and the same in Chinese after `注入：` and
+`必须：`. A run of pytest writes both documents only if every fault test ran.
 """
 
 import ast
@@ -17,7 +17,7 @@ CHINESE = re.compile(r"注入：(.*?)必须：(.*)", re.S)
 
 @dataclass(frozen=True)
 class Fault:
-    """What one test function injects, and what must follow, in both languages."""
+    """What a test function injects and what must follow, each in English and Chinese."""
 
     number: int
     injects: tuple[str, str]
@@ -26,14 +26,14 @@ class Fault:
 
 @dataclass
 class Tally:
-    """How often a test function ran, and how often it did not pass."""
+    """How often a test function ran, and how often it failed."""
 
     ran: int = 0
     failed: int = 0
 
 
 def read(docstring: str | None) -> Fault | None:
-    """What a docstring says; None if it is no fault test's. Without Chinese the English stands in both."""
+    """Read the docstring of a fault test, or return None for any other. Without Chinese, English is used for both."""
     english = ENGLISH.match(docstring or "")
     if english is None:
         return None
@@ -44,7 +44,7 @@ def read(docstring: str | None) -> Fault | None:
 
 
 def faults() -> dict[str, Fault]:
-    """All fault tests by `file::function`, in the order of their numbers, then of the files."""
+    """All fault tests by `file::function`, sorted by number, then by file."""
     found = {}
     for path in sorted((ROOT / "tests" / "faults").glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -54,7 +54,7 @@ def faults() -> dict[str, Fault]:
 
 
 def key_of(nodeid: str) -> str:
-    """The `file::function` of a test's name in pytest."""
+    """The `file::function` in a pytest node id."""
     return nodeid.partition("[")[0].rpartition("/")[2]
 
 
@@ -103,7 +103,7 @@ def page(results: Mapping[str, Tally], language: int) -> str:
 
 
 def write(results: Mapping[str, Tally], folder: Path = ROOT / "docs") -> bool:
-    """Write both documents if every fault test ran; returns whether."""
+    """Write both documents if every fault test ran, and return whether they were written."""
     if not faults() or not faults().keys() <= results.keys():
         return False
     for name, language in (("reliability.md", 0), ("reliability.zh.md", 1)):

@@ -11,7 +11,7 @@ NANOCHAT = (
 )
 GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")
 HAN = NANOCHAT.replace(r"|[^\r", r"|\p{Han}{1,4}|[^\r").replace(r"\p{L}+|", r"(?:(?!\p{Han})\p{L})+|")
-OTHER = GPT4.replace(r"\s*[\r\n]|", "")  # no scanner knows it
+OTHER = GPT4.replace(r"\s*[\r\n]|", "")  # no scanner handles this pattern
 PATTERNS = {"gpt4": GPT4, "nanochat": NANOCHAT, "han4": HAN, "other": OTHER}
 
 ENGLISH = "the cat sat on a mat because it was tired and the dog didn't care I've seen What's that HE'LL stop ſ".split()
@@ -22,7 +22,7 @@ SPACES = [" ", "  ", "\n", "\r\n", "\t", " \n \n", "\u3000", "\u00a0", "     ", 
 
 
 def sentence(rng: random.Random) -> str:
-    """A few words of one kind, or any assigned characters."""
+    """A few words of one kind, or random assigned characters."""
     kind = rng.randrange(8)
     if kind == 0:
         return " ".join(rng.choices(ENGLISH, k=rng.randrange(1, 12))) + rng.choice(".,!?;")

@@ -1,4 +1,4 @@
-"""A corpus, a tokenizer and settings so small that a stage of twenty steps takes a second."""
+"""A corpus, a tokenizer and settings, all so small that a stage of twenty steps takes a second."""
 
 import contextlib
 import hashlib
@@ -40,7 +40,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Even:
-    """RL's problems here: a model this small never adds rightly, but half of its replies have an even length."""
+    """Problems for RL: a model this small never adds correctly, but half of its replies have an even length."""
 
     problems: tuple[tinyworld.Problem, ...]
     name: str = "even"
@@ -65,7 +65,7 @@ def even_tasks(corpus: str) -> tuple[Even, Even]:
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """Fewer conversations, and problems of which some are solved."""
+    """Use fewer conversations, and RL problems that the model sometimes solves."""
     for name in ("mid_conversations", "sft_conversations"):
         make = getattr(tinyworld, name)
         patch.setattr(tinyworld, name, lambda seed=0, make=make: make(seed, 1500))
@@ -73,7 +73,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
 
 
 def make_corpus(base: Path, vocabulary: int = VOCABULARY) -> None:
-    """A part of TinyWorld's documents, and its tokenizer, in a base folder."""
+    """Write a part of TinyWorld's documents, and a tokenizer for them, to a base folder."""
     os.environ["NANOCHAT_BASE_DIR"] = str(base)
     corpus = Corpus("tinyworld", base / "base_data" / "tinyworld")
     some = random.Random(0).sample(list(tinyworld.documents(0, copies=1)), 1500)
@@ -93,7 +93,7 @@ def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> Non
 
 
 def words(stage: str, **changes: Any) -> list[str]:
-    """A configuration as a command line."""
+    """The configuration as words of a command line."""
     given = {**EVERY_STAGE, **FLAGS[stage], **changes}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
@@ -107,7 +107,7 @@ def stage_folder(base: Path, stage: str) -> Path:
 
 
 def up_to(stage: str, source: Path, target: Path) -> None:
-    """Copy a base folder without the checkpoints of a stage and of the later ones."""
+    """Copy a base folder without the checkpoints of this stage and of later stages."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     for later in STAGES[STAGES.index(stage) :]:
         shutil.rmtree(stage_folder(target, later), ignore_errors=True)
@@ -115,13 +115,13 @@ def up_to(stage: str, source: Path, target: Path) -> None:
 
 
 def tensors(base: Path, stage: str, step: int = 20) -> dict[str, str]:
-    """SHA-256 of the model's and the optimizer's bytes."""
+    """SHA-256 of the files of the model and the optimizer."""
     folder = stage_folder(base, stage) / f"step_{step:06d}"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
 
 def files(base: Path) -> dict[str, tuple[int, str]]:
-    """Every file's time of change and content."""
+    """Every file's modification time and a hash of its content."""
     found = (path for path in sorted(base.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(base)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())

@@ -1,4 +1,4 @@
-"""Small models and tokenizers for the tests of inference."""
+"""Small models and tokenizers for tests of inference."""
 
 import torch
 
@@ -13,19 +13,19 @@ TEXT = "the cat sat on the mat 猫坐在垫子上 strawberry 12 34 56 78 90 + - 
 
 
 def tiny_tokenizer(vocab_size: int = 290) -> Tokenizer:
-    """Bytes, a few merges and the special tokens."""
+    """A tokenizer with the bytes, a few merges and the special tokens."""
     return Tokenizer.train([TEXT] * 4, vocab_size)
 
 
 def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32) -> GPT:
-    """A GPT with windows (128), grouped heads and value embeddings, none of its parts at the zero it starts from."""
+    """A GPT with windows of 128, grouped heads and value embeddings; weights that start at zero are made random."""
     config = GPTConfig(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
         window_pattern="SL",
     )  # fmt: skip
     model = GPT(config, dtype)
     model.init_weights(seed)
-    generator = torch.Generator().manual_seed(1000 + seed)  # not that of the embedding, which the head would then equal
+    generator = torch.Generator().manual_seed(1000 + seed)  # not the embedding's seed, or the head would equal it
 
     def scatter(weight: torch.Tensor, size: float) -> None:
         weight.copy_(torch.randn(weight.shape, generator=generator) * size)
@@ -41,12 +41,12 @@ def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: tor
 
 
 def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
-    """The CPU in fp32, as any rank."""
+    """A Compute for this rank on the CPU, in fp32."""
     return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
 
 
 def tiny_checkpoint(stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160) -> None:
-    """A checkpoint of the tiny model, tag d2, in the base folder."""
+    """Save a checkpoint of the tiny model in the base folder, with the tag d2."""
     tokenizer = tiny_tokenizer()
     model = tiny_gpt(tokenizer.vocab_size, sequence_len)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)

@@ -1,4 +1,4 @@
-"""Training of a tiny model that is a pure function of the step, on any number of ranks, for tests of checkpoints."""
+"""Trains a tiny model for tests of checkpoints: each step depends only on its number, whatever the number of ranks."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ WANTED = Settings(SETTINGS, frozenset({"run"}), {"depth": 20, "seed": 42, "run":
 
 
 class Batches:
-    """A step of four rows, of which this rank has its share."""
+    """This rank's share of a step of four rows."""
 
     num_targets = 4 * 16
 
@@ -34,7 +34,7 @@ class Batches:
 
 
 def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tuple[GPT, Optimizers]:
-    """Three heads of 18 channels: rows that neither two nor four ranks divide."""
+    """A model with three heads of 18 channels: two or four ranks cannot divide its rows evenly."""
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
     model = GPT(config, compute.dtype)
     model.init_weights(seed)
@@ -43,24 +43,24 @@ def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tupl
 
 
 def train(model: GPT, optimizers: Optimizers, first: int, last: int, compute: Compute = CPU) -> None:
-    """Updates first + 1 .. last."""
+    """Take the updates first + 1 to last."""
     for step in range(first, last):
         optimizers.schedule(1 / (1 + step), 0.85 + 0.1 / (1 + step), 1.0)
         update(model, optimizers, Batches(step, compute), LossScale(), compute)
 
 
 def parameters(model: GPT) -> dict[str, Tensor]:
-    """Copies of all parameters, whole."""
+    """Copies of all parameters, each whole."""
     return {name: value.clone() for name, value in parallel.whole_parameters(model)}
 
 
 def state(optimizers: Optimizers) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
-    """Copies of the optimizer state held here, each with its whole shape and first row."""
+    """Copies of this rank's optimizer state, each with its whole shape and its first row."""
     return {name: (value.clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
 
 
 def everything(model: GPT, optimizers: Optimizers) -> dict[str, Tensor]:
-    """All parameters and all state, of one rank alone."""
+    """All parameters and all optimizer state, for a single rank."""
     return {**parameters(model), **{name: value for name, (value, _, _) in state(optimizers).items()}}
 
 
@@ -72,13 +72,13 @@ def save(
     folder: Path, step: int, model: GPT, optimizers: Optimizers, tokenizer: Tokenizer, stage: str = "base",
     steps: int = 100, compute: Compute = CPU,
 ) -> float:  # fmt: skip
-    """A checkpoint of a run of `steps` steps with SETTINGS."""
+    """Save a checkpoint of a run of `steps` steps with SETTINGS."""
     meta = make_meta(stage, model.config, SETTINGS, steps, {"row": 4 * step})
     return save_checkpoint(folder, step, model, optimizers, tokenizer, meta, compute)
 
 
 def flip_a_bit(path: Path) -> None:
-    """What a failing disk does."""
+    """Damage a file as a failing disk would."""
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)

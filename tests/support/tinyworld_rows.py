@@ -1,4 +1,4 @@
-"""Rendered rows of TinyWorld that several tests read, made once per process."""
+"""Rendered rows of TinyWorld for several tests, made once per process."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ MID, SFT = 4000, 2000
 
 @functools.cache
 def training() -> tuple[Conversation, ...]:
-    """Rows of every stage that trains on questions."""
+    """Rows of all stages that train on questions."""
     rl = [problem.conversation for problem in tinyworld.rl_problems(1, 500)]
     return (*tinyworld.mid_conversations(1, MID), *tinyworld.sft_conversations(1, SFT), *rl)
 
@@ -24,5 +24,5 @@ def corpus() -> tuple[str, ...]:
 
 
 def normalise(text: str) -> str:
-    """Folded as in grading, and without punctuation."""
+    """Normalise text as grading does, and remove punctuation."""
     return re.sub(r"[\W_]+", " ", fold(text)).strip()

@@ -1,10 +1,10 @@
-// torch.autocast("npu"): which operators run in half precision, which in fp32, and which promote: PyTorch's own lists.
+// torch.autocast("npu"): PyTorch's own lists of operators that run in half precision, in fp32, or in the widest dtype.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 namespace emulated {
 
-using namespace at; // the macros below name its types without it
+using namespace at; // the macros below use its types without the namespace
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());

@@ -1,6 +1,6 @@
-// Every operator that has no kernel of its own: run the CPU's on aliases of the arguments, and map the results back.
+// Runs every operator without a kernel here: calls the CPU's kernel on aliases of the arguments, and maps results back.
 //
-// PyTorch's own at::native::cpu_fallback copies, and lets tensors of several devices pass; this one does neither.
+// PyTorch's own at::native::cpu_fallback copies tensors, and accepts tensors of several devices; this one does neither.
 #include "npu.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -13,16 +13,16 @@
 namespace emulated {
 namespace {
 
-// What is known of an operator, found once.
+// Facts about an operator, worked out once.
 struct Operator {
   std::string name;
-  bool launches;        // a kernel, not a view, an allocation, or a change of shape
-  bool waits;           // its result's shape depends on values: the host must wait for them
-  bool takes_indices;   // CPU tensors among its index list are copied to the device, not refused
-  bool per_tensor;      // a multi-tensor operator that launches a kernel for each tensor of its list
-  bool by_chunks;       // a multi-tensor operator that launches one for every 48
+  bool launches;        // launches a kernel; it is no view, allocation or reshape
+  bool waits;           // the shape of its result depends on values, so the host must wait for them
+  bool takes_indices;   // CPU tensors in its list of indices are copied to the device, not refused
+  bool per_tensor;      // a multi-tensor operator that launches one kernel per tensor
+  bool by_chunks;       // a multi-tensor operator that launches one kernel per 48 tensors
   bool supported;
-  c10::SmallVector<int, 2> generators;  // arguments that are generators, also when None
+  c10::SmallVector<int, 2> generators;  // arguments that are generators, even if they are None
 };
 
 const std::unordered_set<std::string> kShapeOnly = {
@@ -71,7 +71,7 @@ void release_original(void* context) {
   delete static_cast<c10::Storage*>(context);
 }
 
-// A CPU storage over the memory of an npu storage, which it keeps alive.
+// A CPU storage that uses the memory of an npu storage and keeps it alive.
 c10::Storage cpu_storage(const c10::Storage& original) {
   c10::DataPtr data(
       const_cast<void*>(original.data()), new c10::Storage(original), &release_original, c10::DeviceType::CPU);
@@ -103,7 +103,7 @@ c10::Storage npu_storage(const c10::Storage& cpu, int device) {
                       /*resizable=*/true);
 }
 
-// The arguments of one call: each npu tensor beside its CPU alias; tensors of one storage have aliases of one storage.
+// The arguments of one call: npu tensors and their CPU aliases. Tensors that share storage have aliases that share it.
 struct Call {
   const Operator& op;
   struct Pair {
@@ -116,7 +116,7 @@ struct Call {
   c10::SmallVector<Pair, 8> tensors;
   c10::SmallVector<StoragePair, 8> storages;
   int device = -1;
-  bool host_matrix = false;  // a CPU tensor of one dimension or more was given
+  bool host_matrix = false;  // a CPU tensor with at least one dimension was given
   int64_t list_size = -1;
 
   at::Tensor alias(const at::Tensor& tensor, bool index = false) {
@@ -124,7 +124,7 @@ struct Call {
       return tensor;
     }
     if (tensor.device().type() != kNpu) {
-      if (index && tensor.is_cpu()) {  // indexing copies it over, as the device would
+      if (index && tensor.is_cpu()) {  // indexing copies it to the device, like the real device
         count("copies", "host to device");
         count("copied_bytes", "host to device", static_cast<int64_t>(tensor.nbytes()));
         count("synchronisations", "index on the host");
@@ -159,7 +159,7 @@ struct Call {
     return storages.back().alias;
   }
 
-  // Shapes, strides and memory that the CPU kernel changed in its arguments.
+  // Copy back the shapes, strides and memory that the CPU kernel changed in its arguments.
   void write_back() {
     for (auto& pair : storages) {
       if (pair.alias.data() != pair.data || pair.alias.nbytes() != pair.original.nbytes()) {
@@ -188,7 +188,7 @@ struct Call {
     }
     for (auto& pair : storages) {
       if (cpu.storage().is_alias_of(pair.alias)) {
-        // In inference mode a view of a tensor that was made outside of it is no inference tensor either.
+        // In inference mode, a view of a normal tensor is not an inference tensor either.
         std::optional<c10::InferenceMode> outside;
         for (auto& given : tensors) {
           if (!outside && !given.original.is_inference() && given.alias.storage().is_alias_of(pair.alias)) {
@@ -199,7 +199,7 @@ struct Call {
       }
     }
     at::Tensor made = over(npu_storage(cpu.storage(), device), cpu, c10::DispatchKey::PrivateUse1);
-    // A second result in the same memory must find it there.
+    // A second result in the same memory must find this storage.
     storages.push_back({made.storage(), cpu.storage(), cpu.storage().data()});
     return made;
   }

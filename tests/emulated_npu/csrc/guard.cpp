@@ -1,4 +1,4 @@
-// Devices, streams and events. Kernels run at once; only non-blocking copies to pinned memory are late.
+// Devices, streams and events. Kernels run immediately; only non-blocking copies to pinned memory are deferred.
 #include "npu.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -19,7 +19,7 @@ thread_local c10::StreamId streams_now[kMaxDevices] = {};
 std::atomic<c10::StreamId> next_stream{1};
 std::atomic<uint64_t> next_moment{1};
 
-// A process that was forked after its parent used a device cannot use one: the driver's context does not survive.
+// A process cannot use a device if its parent used one before the fork: the driver's context does not survive.
 std::atomic<bool> used{false}, forked_after_use{false};
 const int watching = pthread_atfork(nullptr, nullptr, [] { forked_after_use = used.load(); });
 
@@ -32,25 +32,25 @@ StreamKey key(c10::Stream stream) {
 struct LateCopy {
   uint64_t moment;
   StreamKey stream;
-  at::Tensor host;   // shows poison until the copy arrives
-  at::Tensor value;  // what the device held when the copy was asked for
+  at::Tensor host;   // holds poison until the copy arrives
+  at::Tensor value;  // the device's values when the copy was requested
 };
 
 struct Event {
   StreamKey stream;
-  uint64_t moment;  // all copies of the stream before this one are waited for
+  uint64_t moment;  // wait for all copies of the stream before this one
   std::chrono::steady_clock::time_point time;
 };
 
-// Never destroyed: tensors and threads outlive static objects at the end of a process.
+// Never destroyed, because tensors and threads outlive static objects at the end of a process.
 struct Late {
   std::recursive_mutex mutex;
   std::list<LateCopy> copies;
-  std::map<StreamKey, std::map<StreamKey, uint64_t>> waits;  // stream -> what it was told to wait for
+  std::map<StreamKey, std::map<StreamKey, uint64_t>> waits;  // stream -> what it must wait for
 };
 Late& late = *new Late;
 
-// The same memory without the history of `tensor`: to be written whatever autograd and inference mode say.
+// The same memory without the history of `tensor`, so that autograd and inference mode allow writing to it.
 at::Tensor bare(const at::Tensor& tensor) {
   auto impl = c10::make_intrusive<c10::TensorImpl>(
       c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
@@ -65,7 +65,7 @@ void poison(at::Tensor host) {
   } else if (host.scalar_type() == at::kBool) {
     host.logical_not_();
   } else {
-    host.fill_(host.scalar_type() == at::kByte ? 165 : -91);  // fits every integer type, and is no likely value
+    host.fill_(host.scalar_type() == at::kByte ? 165 : -91);  // fits every integer type, and is an unlikely value
   }
 }
 
@@ -151,7 +151,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
-    if (event) {  // whoever is told that it has happened may read what it waited for
+    if (event) {  // a caller that learns of the event may read the data that it waited for
       arrive(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->moment);
     }
     return true;

@@ -1,4 +1,4 @@
-// HCCL over gloo: no copies, the limits of the real library, every collective done when its call returns.
+// HCCL over gloo: makes no copies, has the limits of the real library, and finishes each collective within its call.
 #include "hccl.h"
 
 #include "npu.h"
@@ -12,7 +12,7 @@ using c10d::ReduceOp;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Finished work, or a send or receive that gloo still does, with the npu tensors that it gives.
+// Finished work, or a send or receive that gloo is still doing, with the npu tensors that result.
 struct HcclWork final : c10d::Work {
   WorkPtr pending;
   Tensors results, kept;  // kept: aliases that gloo still reads or writes
@@ -66,7 +66,7 @@ Tensors host_aliases(const Tensors& tensors) {
   return made;
 }
 
-// What the library reduces, and gloo's operation for it; an average is a sum, divided afterwards.
+// The reductions of the library and gloo's operation for each. An average is a sum that is divided afterwards.
 ReduceOp::RedOpType reduction(const ReduceOp& op, const at::Tensor& tensor) {
   constexpr uint64_t reduced = uint64_t{1} << int(at::kChar) | uint64_t{1} << int(at::kShort) |
       uint64_t{1} << int(at::kInt) | uint64_t{1} << int(at::kLong) | uint64_t{1} << int(at::kHalf) |
@@ -167,7 +167,7 @@ struct Hccl final : c10d::Backend {
     auto options = given;
     options.reduceOp = reduction(given.reduceOp, input);
     Tensors made{host_alias(output)};
-    // gloo may use its input as a workspace, which belongs to the caller
+    // gloo may use its input as workspace, but the input belongs to the caller
     at::Tensor copy = host_alias(input).clone();
     gloo->_reduce_scatter_base(made[0], copy, options)->wait();
     average(given.reduceOp, made, size_);
@@ -241,7 +241,7 @@ struct Hccl final : c10d::Backend {
     gloo->scatter(made, given, options)->wait();
     return done(outputs);
   }
-  // Two ranks may both send first: these must not wait here.
+  // Two ranks may both send first, so sends must not wait here.
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
     count("collectives", "send");
     Tensors made = host_aliases(tensors);
@@ -254,7 +254,7 @@ struct Hccl final : c10d::Backend {
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     count("collectives", "barrier");
-    c10d::BarrierOptions plain;  // gloo does not know the device ids that may be in the given ones
+    c10d::BarrierOptions plain;  // without the device ids, which gloo does not know
     gloo->barrier(plain)->wait();
     return done({});
   }

@@ -5,7 +5,7 @@
 
 namespace emulated {
 
-// The backend "hccl", which hands aliases of npu tensors to a gloo backend of the same ranks.
+// The backend "hccl", which passes aliases of npu tensors to a gloo backend with the same ranks.
 c10::intrusive_ptr<c10d::Backend> make_hccl(c10d::Backend& gloo);
 
 } // namespace emulated

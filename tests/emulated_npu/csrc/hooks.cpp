@@ -1,4 +1,4 @@
-// What PyTorch asks of an accelerator as a whole, and its random numbers: those of a CPU generator for each device.
+// What PyTorch asks of an accelerator as a whole, and random numbers, which come from a CPU generator per device.
 #include "npu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -85,7 +85,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return make_generator(device < 0 ? current_device() : device);
   }
-  // FSDP2 frees a gathered parameter by resizing its storage to nothing, and takes memory for it again the same way.
+  // FSDP2 frees a gathered parameter by resizing its storage to zero, and allocates it again in the same way.
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const int device = storage.device().index();
     const int before = set_current_device(device);

@@ -1,4 +1,4 @@
-// The operators that the fallback cannot serve: allocation, copies between devices, storages, and reading a number.
+// Operators that the fallback cannot run: allocation, copies between devices, storages, and reading a number.
 #include "npu.h"
 
 #include <ATen/EmptyTensor.h>
@@ -58,7 +58,7 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   if (!non_blocking) {
     synchronise_device(to.device().index(), "copy to device");
   } else if (!is_pinned(from.storage().data())) {
-    count("synchronisations", "copy of pageable memory");  // the runtime stages it while the host waits
+    count("synchronisations", "copy of pageable memory");  // the host waits while the runtime stages the copy
   }
   if (from.scalar_type() != to.scalar_type()) {
     judge("copy", to.scalar_type());
@@ -153,16 +153,16 @@ bool is_set_to(const at::Tensor& tensor, const at::Tensor& source) {
       tensor.sizes() == source.sizes() && tensor.strides() == source.strides();
 }
 
-void record_stream(at::Tensor&, at::Stream) {}  // memory is free when nobody holds it
+void record_stream(at::Tensor&, at::Stream) {}  // memory is free as soon as nobody holds it
 
-// Attention as matmuls and softmax: what a chip without a fused kernel does, and the stub replaces on one that has it.
+// Attention as matmuls and softmax, for chips without a fused kernel. For the others, the stub replaces it.
 int64_t sdp_choice(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
   return 0;
 }
 
-// Module.to() keeps its Parameter objects, and with them tied weights, only if this is true, as on the real device.
+// Like on the real device. Only then does Module.to() keep its Parameter objects, and with them tied weights.
 bool compatible_shallow_copy(const at::Tensor& tensor, const at::Tensor& from) {
   auto dense = [](const at::Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || t.device().type() == kNpu); };
   return dense(tensor) && dense(from);
@@ -212,7 +212,7 @@ void saturate(const at::Tensor& cpu) {
   if (!at::isfinite(cpu).all().item<bool>()) {
     overflowed = true;
     at::Tensor target = cpu;
-    target.nan_to_num_(0.0);  // infinities become the largest numbers of the dtype
+    target.nan_to_num_(0.0);  // infinities become the dtype's largest numbers
   }
 }
 
@@ -238,7 +238,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
-// Resolving a conjugate, a negative or a zero tensor copies it; without these that copy would resolve it again, endlessly.
+// Resolving a conjugate, negative or zero tensor copies it. Without these, that copy would resolve it again, forever.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

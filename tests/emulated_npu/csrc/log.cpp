@@ -1,4 +1,4 @@
-// What reaches the device, counted by kind and name over all threads, and what this chip refuses.
+// Counts what reaches the device by kind and name over all threads, and refuses what this chip does not support.
 #include "npu.h"
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -12,7 +12,7 @@ struct Counts {
   std::mutex mutex;
   std::map<std::pair<std::string, std::string>, int64_t> by_name;
 };
-Counts& all_counts = *new Counts;  // never destroyed: threads may still count at the end of a process
+Counts& all_counts = *new Counts;  // never destroyed, because threads may still count at the end of a process
 thread_local int quiet = 0;
 
 const char* hardware_name(c10::ScalarType type) {
@@ -68,7 +68,7 @@ std::map<std::pair<std::string, std::string>, int64_t> counts() {
   return all_counts.by_name;
 }
 
-// aten::lerp_ and aten::lerp.Scalar_out are both lerp: the schema's name has no overload, in-place names end in _.
+// aten::lerp_ and aten::lerp.Scalar_out both count as lerp: schema names omit the overload, in-place names end in _.
 std::string base_name(const std::string& schema_name) {
   std::string name = schema_name.substr(schema_name.find("::") == std::string::npos ? 0 : schema_name.find("::") + 2);
   if (name.size() > 1 && name.back() == '_' && name[name.size() - 2] != '_') {

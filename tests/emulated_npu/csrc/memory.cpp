@@ -1,4 +1,4 @@
-// Device memory and pinned host memory: both are host memory, counted to the byte.
+// Device memory and pinned host memory. Both are host memory, and are counted to the byte.
 #include "npu.h"
 
 #include <c10/core/Allocator.h>
@@ -48,7 +48,7 @@ void give(int device, int64_t bytes) {
   usages[device].frees++;
 }
 
-// What a block of device memory is: bytes of a CPU storage, or of the host's heap.
+// A block of device memory: bytes of a CPU storage, or from the host's heap.
 struct Block {
   int device;
   int64_t bytes;
@@ -121,8 +121,8 @@ struct NpuAllocator final : DeviceBase {
 NpuAllocator npu_allocator;
 REGISTER_ALLOCATOR(kNpu, &npu_allocator);
 
-// ---- pinned memory: an address map answers whether a pointer lies in it ----
-// start -> bytes; never destroyed, since tensors outlive static objects at the end of a process
+// ---- pinned memory: a map of addresses tells whether a pointer is in it ----
+// start -> bytes; never destroyed, because tensors outlive static objects at the end of a process
 auto& pinned_blocks = *new std::map<const char*, size_t>;
 
 struct PinnedBlock {

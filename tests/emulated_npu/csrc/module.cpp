@@ -1,4 +1,4 @@
-// What Python sees of the emulated device.
+// The Python module of the emulated device.
 #include "hccl.h"
 #include "npu.h"
 
@@ -21,18 +21,18 @@ bool takes_device(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// The overloads of multi-tensor operators that the real package's lists lack, whatever they have under the same name:
-// a factor in a tensor, a weight for each. They are composed, of a kernel for each tensor.
+// Overloads of multi-tensor operators that are missing from the real package's lists, even if others of that name are
+// there: a factor in a tensor, a weight per tensor. They are composed, with one kernel per tensor.
 bool lacks_a_grouped_kernel(const c10::OperatorName& name) {
   return name.name.rfind("aten::_foreach", 0) == 0 &&
       (name.overload_name == "Tensor" ||
        (name.overload_name == "ScalarList" && name.name.rfind("aten::_foreach_lerp", 0) == 0));
 }
 
-// PyTorch would compose some operators of others here that are one kernel on the device:
-// - a functional operator such as add.Tensor, of an allocation and add.out;
-// - what the real package has a kernel of its own for, such as _foreach_mul, of many kernels.
-// Sent straight to the fallback they are one kernel, and cost what they cost on a CPU.
+// PyTorch would compose these operators from others, but they are one kernel on the device:
+// - functional operators such as add.Tensor, from an allocation and add.out;
+// - operators with their own kernel in the real package, such as _foreach_mul, from many kernels.
+// Sent straight to the fallback, they are one kernel and cost as much as on a CPU.
 void send_composed_operators_to_the_fallback() {
   using Key = c10::DispatchKey;
   static const std::unordered_set<std::string> kept_composed = {
@@ -59,7 +59,7 @@ void send_composed_operators_to_the_fallback() {
   }
 }
 
-// torch 2.7 has no rule for operators without a gradient on this device, such as collectives: pass autograd by.
+// torch 2.7 has no rule for operators without a gradient on this device, such as collectives: bypass autograd.
 void let_autograd_pass_by() {
   auto& dispatcher = c10::Dispatcher::singleton();
   if (!dispatcher.hasBackendFallbackForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
@@ -121,7 +121,7 @@ void configure(
   (void)once;
 }
 
-// A device as Python's module gives it: checked, and switched to.
+// Check a device that Python's module passes, and switch to it.
 void set_device(int device) {
   check_device(device);
   set_current_device(device);

@@ -1,4 +1,4 @@
-// What the pieces of the emulated device share. Device memory is host memory; every kernel runs on the CPU, at once.
+// What the parts of the emulated device share. Device memory is host memory, and kernels run immediately on the CPU.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
-// DeviceAllocator and HostAllocator came after 2.7; without them the hooks serve pinned memory.
+// DeviceAllocator and HostAllocator are newer than 2.7; without them, the hooks provide pinned memory.
 #define EMULATED_NEW_ALLOCATORS (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9)
 
 namespace emulated {
@@ -22,19 +22,19 @@ namespace emulated {
 constexpr int kMaxDevices = 8;
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
-// Dtypes as bits, so that a rule is one number.
+// Dtypes as bits, so that a rule is a single number.
 inline uint64_t bit(c10::ScalarType type) {
   return uint64_t{1} << static_cast<int>(type);
 }
 
-// ---- settings, given once by the stub before the first use ----
+// ---- settings, which the stub gives once, before the first use ----
 struct Settings {
   int devices = 1;
   int64_t memory = int64_t{64} << 30;  // bytes of each device
   bool deferred = true;                // non-blocking copies to pinned memory arrive at the next synchronisation
   bool fallback_is_error = false;      // TORCH_NPU_FALLBACK_CPU_DISABLE
-  bool saturates = false;              // as the 910A: an fp16 result that overflows is the largest number, NaN is 0
-  bool grouped = true;                 // multi-tensor operators have kernels; elsewhere one runs for each tensor
+  bool saturates = false;              // like the 910A: fp16 overflow gives the largest number, NaN gives 0
+  bool grouped = true;                 // multi-tensor operators have kernels; otherwise one runs per tensor
   std::string chip = "Ascend910B3";
   uint64_t refused = 0;                                 // dtypes that kernels of this chip refuse
   std::unordered_map<std::string, uint64_t> refused_by; // base name -> dtypes refused instead
@@ -48,7 +48,7 @@ void count(const char* kind, const std::string& name, int64_t by = 1);
 void count_kernel(const std::string& name, int64_t launches = 1);
 std::map<std::pair<std::string, std::string>, int64_t> counts();
 
-// While one exists in a thread, what that thread launches is inside a fused kernel and not logged or judged.
+// While one exists in a thread, the thread's launches are inside a fused kernel: they are not logged or checked.
 struct Quiet {
   Quiet();
   ~Quiet();
@@ -67,13 +67,13 @@ Usage usage(int device);
 void reset_peak(int device);
 void set_fraction(int device, double fraction);
 int64_t memory_limit(int device);
-// Device memory made of a CPU storage's memory, which it keeps alive; counted against the device's limit.
+// Device memory that uses and keeps alive a CPU storage's memory. It counts against the device's limit.
 c10::DataPtr adopt(const c10::Storage& cpu, int device);
 
 // ---- devices, streams, deferred copies ----
 int current_device();
 void check_device(int device);
-int set_current_device(int device);  // returns the one before
+int set_current_device(int device);  // returns the previous device
 void refuse_after_fork();
 c10::Stream current_stream(int device);
 void set_stream(c10::Stream stream);
@@ -84,19 +84,19 @@ void finish_device(int device);
 void synchronise_device(int device, const char* why);
 
 // ---- tensors ----
-// A CPU tensor over the same memory; `tensor` must be on an npu. It shares no metadata with it.
+// A CPU tensor over the same memory as `tensor`, which must be on an npu. The two share no metadata.
 at::Tensor cpu_alias(const at::Tensor& tensor);
 // An npu tensor over the memory of a CPU tensor.
 at::Tensor wrap(const at::Tensor& cpu, int device);
-// The CPU generator that draws an npu generator's numbers.
+// The CPU generator that draws the numbers of an npu generator.
 at::Generator inner_generator(const at::Generator& generator);
 const at::Generator& default_generator(int device);
 
-// On a chip that saturates, what its kernels make of inf and NaN in an fp16 result; the flag says that it happened.
+// On a chip that saturates, replaces inf and NaN in an fp16 result like its kernels do, and sets the overflow flag.
 void saturate(const at::Tensor& cpu);
 bool overflow_flag(bool clear);
 
-// Raises as the chip would where it has no kernel for a dtype.
+// Raises the chip's error if it has no kernel for a dtype.
 void judge(const std::string& name, c10::ScalarType type);
 std::string base_name(const std::string& schema_name);
 

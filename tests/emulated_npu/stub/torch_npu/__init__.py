@@ -1,11 +1,11 @@
-"""The package that `import torch_npu` finds on an emulated NPU: the names that the project uses, no more.
+"""The package that `import torch_npu` finds on an emulated NPU. It has only the names that the project uses.
 
-What it emulates is said in the variable NANOCHAT_EMULATED_NPU, which `python -m tests.emulated_npu` sets.
+The variable NANOCHAT_EMULATED_NPU, set by `python -m tests.emulated_npu`, says what to emulate.
 """
 
 import os
 
-# As the real package does: while it loads, torch must not try to load it a second time.
+# Like the real package: while this loads, torch must not load it a second time.
 _autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 from torch_npu import _load  # noqa: E402
 
-_emulator = _load.device()  # the compiled device; log.py of the emulator finds it here
+_emulator = _load.device()  # the compiled device, for the emulator's log.py
 
 torch.utils.rename_privateuse1_backend("npu")
 from torch_npu import npu  # noqa: E402

@@ -1,4 +1,4 @@
-"""The attention operators of the real package: which layouts, masks and formats they take, and what they compute.
+"""The attention operators of the real package: the layouts, masks and formats they accept, and what they compute.
 
 Shapes: B batch, S sequence, N heads, D head dimension, T tokens of all sequences, H = N * D.
 """
@@ -26,7 +26,7 @@ class _FusionAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, *results)
         ctx.plan, ctx.band = plan, band
         ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)  # no zeros for them: the real one launches none
+        ctx.set_materialize_grads(False)  # no kernels that fill gradients with zeros: the real package launches none
         return results
 
     @staticmethod
@@ -45,7 +45,7 @@ def npu_fusion_attention(
     actual_seq_qlen: list[int] | None = None, actual_seq_kvlen: list[int] | None = None, sparse_mode: int = 0,
     gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
-    """Attention for training, of 910B and 910C: (out, softmax_max, softmax_sum, reserved, seed, offset, mask_len)."""
+    """Attention for training on 910B and 910C: (out, softmax_max, softmax_sum, reserved, seed, offset, mask_len)."""
     name = "npu_fusion_attention"
     _check_chip(name)
     if pse is not None or padding_mask is not None or prefix is not None or keep_prob != 1.0 or softmax_layout:
@@ -66,7 +66,7 @@ def npu_fused_infer_attention_score(
     scale: float = 1.0, pre_tokens: int = FOREVER, next_tokens: int = FOREVER, input_layout: str = "BSH",
     num_key_value_heads: int = 0, sparse_mode: int = 0, inner_precise: int = 0, softmax_lse_flag: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention for inference, of 910B and 910C: (out, logarithm of the softmax's sum or an empty tensor)."""
+    """Attention for inference on 910B and 910C: (out, logarithm of the softmax's sum or an empty tensor)."""
     name = "npu_fused_infer_attention_score"
     _check_chip(name)
     if pse_shift is not None or input_layout == "TND":
@@ -78,7 +78,7 @@ def npu_fused_infer_attention_score(
         refuse(name, f"there may be at most 256 heads of 1 to 512 channels, got {plan.heads} of {plan.width}")
     _check_mask(name, atten_mask, sparse_mode, plan)
     if atten_mask is not None and sparse_mode == 0 and atten_mask.size(-2) == 1 and plan.keys > 512:
-        atten_mask = None  # the hardware ignores such a mask without a word, by an open report
+        atten_mask = None  # according to an open issue, the hardware silently ignores such a mask
     return _infer(name, query, key, value, atten_mask, plan, Band(scale, sparse_mode, pre_tokens, next_tokens),
                   softmax_lse_flag)  # fmt: skip
 
@@ -88,7 +88,7 @@ def npu_incre_flash_attention(
     pse_shift: Tensor | None = None, actual_seq_lengths: list[int] | None = None, num_heads: int = 1,
     scale_value: float = 1.0, input_layout: str = "BSH", num_key_value_heads: int = 0, inner_precise: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query each over a cache, the only one of its kind on a 310P. True in the mask hides a key."""
+    """Attention of one query per sequence over a cache: a 310P's only way to decode. True in the mask hides a key."""
     name = "npu_incre_flash_attention"
     if padding_mask is not None or pse_shift is not None:
         refuse(name, "padding_mask and pse_shift are not emulated")
@@ -106,7 +106,7 @@ def npu_prompt_flash_attention(
     scale_value: float = 1.0, pre_tokens: int = FOREVER, next_tokens: int = 0, input_layout: str = "BSH",
     num_key_value_heads: int = 0, actual_seq_lengths_kv: list[int] | None = None, sparse_mode: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention of whole prompts without a backward pass. True in the mask hides a key."""
+    """Attention over whole prompts, without a backward pass. True in the mask hides a key."""
     name = "npu_prompt_flash_attention"
     if padding_mask is not None or pse_shift is not None:
         refuse(name, "padding_mask and pse_shift are not emulated")
@@ -121,17 +121,17 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch's attention as the real package serves it: fused without a mask or with a bool one, else by matmuls."""
+    """torch's attention like the real package's: fused without a mask or with a bool mask, otherwise with matmuls."""
     fits = query.dim() == 4 and query.dtype in FLOATS and dropout_p == 0
     if not fits or (attn_mask is not None and attn_mask.dtype != torch.bool):
         return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     mask, mode = attn_mask, 0
-    if is_causal:  # the real one makes the 2048 x 2048 mask anew at every call
+    if is_causal:  # the real package makes the 2048 x 2048 mask again in every call
         mask, mode = torch.ones(2048, 2048, dtype=torch.bool, device=query.device).triu(1), 2
     elif mask is not None:
-        mask = mask.logical_not()  # True is seen there and hidden here
+        mask = mask.logical_not()  # True means seen in torch's mask, and hidden in this one
         if mask.dim() == 3:
             mask = mask.unsqueeze(1)
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
@@ -158,7 +158,7 @@ def _plan_for_inference(
     _check_formats(name, q, k, v, FLOATS[:2] if chip["bf16"] else FLOATS[:1])
     plan = Sequences.of(name, q, k, v, heads, kv_heads, layout)
     if not chip["grouped_decode"] and plan.kv_heads != plan.heads:
-        refuse(name, f"{chip['name']} takes as many heads of keys as of queries, got {plan.kv_heads} and {plan.heads}")
+        refuse(name, f"{chip['name']} needs as many heads of keys as of queries, got {plan.kv_heads} and {plan.heads}")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Loads the compiled device, tells it what to be, and joins it to torch under the name `npu`."""
+"""Loads the compiled device, configures it, and registers it with torch under the name `npu`."""
 
 import atexit
 import contextlib
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 NAME = "emulated_npu_device"
 WIDE = [torch.float64, torch.complex64, torch.complex128, torch.complex32]
-# Moving, clearing and converting is done for every dtype; products only of floating-point numbers.
+# Every dtype can be moved, cleared and converted; only floating-point numbers can be multiplied as matrices.
 ANY_DTYPE = ["copy", "fill", "zero", "clone"]
 PRODUCTS = ["mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear"]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -27,7 +27,7 @@ INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torc
 
 @lru_cache(maxsize=1)
 def emulated() -> dict[str, Any]:
-    """What to emulate: library, chip (a Chip's fields), devices, strict, deferred."""
+    """What to emulate: library, chip (the fields of a Chip), devices, strict, deferred."""
     text = os.environ.get("NANOCHAT_EMULATED_NPU")
     if not text:
         raise ImportError(
@@ -37,7 +37,7 @@ def emulated() -> dict[str, Any]:
 
 
 def visible_devices() -> int:
-    """How many of the host's devices ASCEND_RT_VISIBLE_DEVICES leaves: the runtime stops at the first that is none."""
+    """How many devices ASCEND_RT_VISIBLE_DEVICES leaves: the runtime stops at the first number that is no device."""
     all_devices = int(emulated()["devices"])
     asked = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if asked is None:
@@ -52,7 +52,7 @@ def visible_devices() -> int:
 
 @lru_cache(maxsize=1)
 def device() -> Any:
-    """The compiled device, with the limits of the chip."""
+    """The compiled device, with the limits of the emulated chip."""
     said = emulated()
     if said["torch"] != torch.__version__.split("+")[0]:
         raise ImportError(
@@ -69,7 +69,7 @@ def device() -> Any:
     refused, by_name = [], {}
     if said["strict"]:
         refused = WIDE + lacking
-        # torch's GradScaler inverts its scale in float64
+        # torch's GradScaler computes the inverse of its scale in float64
         by_name = {name: lacking for name in [*ANY_DTYPE, "reciprocal"]} | {
             name: refused + INTEGERS for name in PRODUCTS
         }
@@ -90,7 +90,7 @@ def version() -> str:
 
 
 def join_torch(module: types.ModuleType) -> None:
-    """torch.npu, tensor.npu(), the backend "hccl"."""
+    """Register torch.npu, tensor.npu() and the backend "hccl"."""
     torch._register_device_module("npu", module)
     sys.modules["torch.npu"] = module
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -101,10 +101,10 @@ def join_torch(module: types.ModuleType) -> None:
 
 
 def _let_autograd_finish() -> None:
-    """Wait, at the end of the program, until autograd's threads sleep.
+    """At the end of the program, wait until autograd's threads sleep.
 
-    After a backward pass has returned they drop the last references to its Python functions; a thread that asks for
-    the interpreter while that ends is killed, and the whole process with it.
+    After a backward pass has returned, these threads drop the last references to its Python functions. A thread that
+    asks for the interpreter while the interpreter ends is killed, and the whole process with it.
     """
     end, before = time.monotonic() + 10, None
     while time.monotonic() < end:
@@ -112,11 +112,11 @@ def _let_autograd_finish() -> None:
         if now == before and all(state == "S" for state, _ in now):
             return
         before = now
-        time.sleep(0.002)  # lets them have the interpreter
+        time.sleep(0.002)  # so that the threads get the interpreter
 
 
 def _autograd_threads() -> list[tuple[str, str]]:
-    """State of each of autograd's threads, and how often it has gone to sleep; none where there is no /proc."""
+    """The state of each of autograd's threads, and how often it has gone to sleep; empty where there is no /proc."""
     threads = []
     for folder in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -132,21 +132,21 @@ def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def replace_scaled_dot_product_attention() -> None:
-    """On a chip with a fused kernel, F.scaled_dot_product_attention uses it where the real package does."""
+    """Make F.scaled_dot_product_attention use the chip's fused kernel, where the real package does."""
     if emulated()["chip"]["fused_attention"]:
         from torch_npu import _attention
 
         library = torch.library.Library("aten", "IMPL")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("scaled_dot_product_attention", _attention.scaled_dot_product_attention, key)
-        _kept.append(library)  # its end would take the registration back
+        _kept.append(library)  # deleting it would remove the registration
 
 
 _kept: list[Any] = []
 
 
 def print_from_the_host() -> None:
-    """Let repr() copy a tensor to the host first: torch would compute with it in float64 where it is."""
+    """Make repr() copy a tensor to the host first, since torch would compute on the device in float64."""
     original = torch._tensor_str._tensor_str
 
     def from_the_host(self: torch.Tensor, indent: int) -> str:

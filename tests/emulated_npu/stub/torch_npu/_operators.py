@@ -1,4 +1,4 @@
-"""Fused operators of the real package, as plain arithmetic on the CPU, with the limits that the kernels have."""
+"""Fused operators of the real package as plain arithmetic on the CPU, with the limits of the real kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def refuse(operator: str, problem: str) -> None:
-    """Raise as a kernel does that is given what it cannot take."""
+    """Raise the error of a kernel that cannot take its arguments."""
     raise RuntimeError(f"call aclnn kernel of '{operator}' failed, error code is 161002. EZ9999: {problem}")
 
 
 def check_devices(operator: str, *tensors: Tensor | None) -> int:
-    """The one npu that all tensors are on; its index."""
+    """The index of the npu that all tensors are on."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None))
     if len(devices) > 1:
         raise RuntimeError(
@@ -34,7 +34,7 @@ def check_devices(operator: str, *tensors: Tensor | None) -> int:
 
 @contextmanager
 def kernel(operator: str, *tensors: Tensor | None) -> Iterator[Any]:
-    """One launch on the device: inside, aliases are computed with on the CPU, unlogged. Yields the compiled device."""
+    """One launch on the device. Inside, CPU aliases compute without being logged. Yields the compiled device."""
     device = _load.device()
     check_devices(operator, *tensors)
     for tensor in tensors:
@@ -50,7 +50,7 @@ def kernel(operator: str, *tensors: Tensor | None) -> Iterator[Any]:
 
 
 def give(result: Tensor, like: Tensor) -> Tensor:
-    """A CPU result as a tensor of the device that `like` is on."""
+    """Turn a CPU result into a tensor on the device of `like`."""
     result = result.contiguous()
     _load.device().saturate(result)
     return _load.device().wrap(result, like.device.index)
@@ -67,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
             rstd = give(rstd, x)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.mark_non_differentiable(rstd)
-        ctx.set_materialize_grads(False)  # no zeros for it: the real one launches none
+        ctx.set_materialize_grads(False)  # no kernels that fill gradients with zeros: the real package launches none
         return y, rstd
 
     @staticmethod
@@ -87,14 +87,14 @@ class _RMSNorm(torch.autograd.Function):
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x²) + epsilon) * gamma over gamma's dimensions, and the fp32 factors 1 / sqrt(...)."""
     if self.dtype not in FLOATS or gamma.dtype not in (self.dtype, torch.float32):
-        refuse("npu_rms_norm", f"x is {self.dtype} and gamma {gamma.dtype}; they must be one float format")
+        refuse("npu_rms_norm", f"x and gamma must have one float format, got {self.dtype} and {gamma.dtype}")
     if not 0 < gamma.dim() <= self.dim() or tuple(gamma.shape) != tuple(self.shape[self.dim() - gamma.dim() :]):
-        refuse("npu_rms_norm", f"gamma's shape {tuple(gamma.shape)} is not the end of x's, {tuple(self.shape)}")
+        refuse("npu_rms_norm", f"gamma's shape must be the end of x's, {tuple(self.shape)}, got {tuple(gamma.shape)}")
     return _RMSNorm.apply(self, gamma, epsilon)  # type: ignore[return-value]
 
 
 def _turn(x: Tensor, mode: str) -> Tensor:
-    """(-x2, x1): of the halves of the channels, or of each pair of neighbours."""
+    """(-x2, x1), where x1 and x2 are the halves of the channels, or the two channels of each pair."""
     if mode == "half":
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
@@ -115,14 +115,14 @@ class _RotaryMul(torch.autograd.Function):
         r1, r2 = ctx.saved_tensors
         with kernel("npu_rotary_mul_backward", grads[0], r1, r2) as device:
             g, cos, sin = (device.cpu_alias(t).float() for t in (grads[0], r1, r2))
-            # turning twice is -1, so the transpose of turning is minus turning
+            # turning twice negates, so the transpose of turning is its negative
             return give((cos * g - _turn(sin * g, ctx.mode)).to(grads[0].dtype), grads[0]), None, None, None
 
 
 def npu_rotary_mul(
     self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """r1 * x + r2 * turned(x); r1 and r2 hold full-width cosines and sines and get no gradient here."""
+    """r1 * x + r2 * turned(x). r1 and r2 are full-width cosines and sines; they get no gradient here."""
     name = "npu_rotary_mul"
     if rotary_mode not in ("half", "interleave") or rotate is not None:
         refuse(name, f"rotary_mode {rotary_mode!r} with rotate={rotate is not None} is not emulated")
@@ -130,11 +130,11 @@ def npu_rotary_mul(
         refuse(name, f"x, r1 and r2 must have one float format, got {self.dtype}, {r1.dtype}, {r2.dtype}")
     if self.dim() != 4 or r1.dim() != 4 or r1.shape != r2.shape:
         refuse(
-            name, f"shapes {tuple(self.shape)}, {tuple(r1.shape)}, {tuple(r2.shape)} are not three of four dimensions"
+            name, f"tensors must have four dimensions, got {tuple(self.shape)}, {tuple(r1.shape)}, {tuple(r2.shape)}"
         )
     width = self.size(-1)
     if width % 2 or width >= 896 or r1.size(-1) != width:
-        refuse(name, f"D must be even, below 896 and that of r1 and r2, got {width} and {r1.size(-1)}")
+        refuse(name, f"D must be even, below 896 and the same in x, r1 and r2, got {width} and {r1.size(-1)}")
     if self.size(0) >= 1000 or self.size(2) >= 1000:
         refuse(name, f"B and N must be below 1000, got {self.size(0)} and {self.size(2)}")
     if any(r not in (1, s) for r, s in zip(r1.shape, self.shape, strict=True)):
@@ -145,7 +145,7 @@ def npu_rotary_mul(
 
 
 def npu_get_float_status(self: Tensor, mode: int = 0) -> Tensor:
-    """(8,) fp32, of which the first is not 0 if an fp16 result overflowed since the last clearing."""
+    """An fp32 tensor (8,); its first element is not 0 if an fp16 result overflowed since the flag was cleared."""
     with kernel("npu_get_float_status", self) as device:
         status = torch.zeros(8)
         status[0] = float(device.overflow_flag(False))
@@ -153,7 +153,7 @@ def npu_get_float_status(self: Tensor, mode: int = 0) -> Tensor:
 
 
 def npu_clear_float_status(self: Tensor, mode: int = 0) -> Tensor:
-    """Forget overflows."""
+    """Clear the overflow flag."""
     with kernel("npu_clear_float_status", self) as device:
         device.overflow_flag(True)
         return give(torch.zeros(8), self)

@@ -1,4 +1,4 @@
-"""Attention as matmuls and a softmax in fp32 on the CPU: the arithmetic behind the fused operators.
+"""The arithmetic of the fused operators: attention as matmuls and a softmax, in fp32 on the CPU.
 
 Shapes: B batch, S sequence, N heads, D head dimension, T tokens of all sequences, H = N * D.
 """
@@ -17,7 +17,7 @@ LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query sees, beside the mask, and what scores are multiplied with."""
+    """The factor of the scores, and which keys a query sees apart from the mask."""
 
     scale: float
     mode: int  # sparse_mode
@@ -25,9 +25,9 @@ class Band:
     after: int  # next_tokens
 
     def hidden(self, queries: int, keys: int, masked: bool) -> Tensor | None:  # (queries, keys) True = not seen
-        """The part of the mask that follows from places alone, for one sequence."""
+        """The part of the mask that depends only on positions, for one sequence."""
         if not masked:
-            return None  # without a mask every mode is full attention
+            return None  # without a mask, every mode is full attention
         place = torch.arange(queries)[:, None] + (keys - queries if self.mode in (3, 4) else 0)
         distance = place - torch.arange(keys)[None]
         if self.mode in (2, 3):
@@ -39,14 +39,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Sequences:
-    """How the tensors of a call are laid out, and how long each sequence is."""
+    """The layout of the tensors of a call, and the length of each sequence."""
 
     layout: str
     batch: int
     heads: int
     kv_heads: int
     width: int
-    queries: int  # the longest
+    queries: int  # of the longest sequence
     keys: int
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -56,7 +56,7 @@ class Sequences:
         name: str, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, layout: str,
         q_ends: Any = None, k_ends: Any = None,
     ) -> "Sequences":  # fmt: skip
-        """Read shapes; for TND the ends are cumulative lengths without the leading 0."""
+        """Read the shapes. For TND, the ends are cumulative lengths without the leading 0."""
         if layout not in LAYOUTS:
             refuse(name, f"input_layout must be one of {LAYOUTS}, got {layout!r}")
         if q.dim() != (3 if layout in ("BSH", "SBH", "TND") else 4) or k.dim() != q.dim() or k.shape != v.shape:
@@ -66,24 +66,28 @@ class Sequences:
         k_heads = k.size(n) if n >= 0 else kv_heads or k.size(-1) * heads // q.size(-1)
         width = q.size(-1) if n >= 0 else q.size(-1) // heads
         if q_heads != heads or (kv_heads and k_heads != kv_heads) or k_heads == 0 or q_heads % k_heads:
-            refuse(name, f"{heads} and {kv_heads} heads were given, the tensors have {q_heads} and {k_heads}")
+            refuse(name, f"the tensors must have {heads} and {kv_heads} heads, as given, got {q_heads} and {k_heads}")
         if (k.size(-1) if n >= 0 else k.size(-1) // k_heads) != width:
-            refuse(name, "the heads of query and key differ in width")
+            refuse(name, "the heads of query and key must have the same width")
         if layout == "TND":
             q_lengths, k_lengths = _lengths(name, q_ends, q.size(0)), _lengths(name, k_ends, k.size(0))
             if len(q_lengths) != len(k_lengths) or len(q_lengths) > 1024:
-                refuse(name, f"{len(q_lengths)} and {len(k_lengths)} sequences; they must agree, 1024 at most")
+                refuse(
+                    name,
+                    "query and key must have equally many sequences, at most 1024, got "
+                    f"{len(q_lengths)} and {len(k_lengths)}",
+                )
         else:
             batch, q_long, k_long = q.size(layout.find("B")), q.size(layout.find("S")), k.size(layout.find("S"))
             if k.size(layout.find("B")) != batch:
-                refuse(name, "query and key differ in batch")
+                refuse(name, "query and key must have the same batch size")
             q_lengths, k_lengths = (q_long,) * batch, (k_long,) * batch
         return Sequences(
             layout, len(q_lengths), heads, k_heads, width, max(q_lengths), max(k_lengths), q_lengths, k_lengths
         )
 
     def with_lengths(self, name: str, queries: list[int] | None, keys: list[int] | None) -> "Sequences":
-        """Only so many queries and keys of each sequence are looked at."""
+        """Use only this many queries and keys of each sequence."""
         changed = self
         for field, given, longest in (("q_lengths", queries, self.queries), ("k_lengths", keys, self.keys)):
             if given is None:
@@ -92,12 +96,12 @@ class Sequences:
                 refuse(name, "lengths must be a list of numbers, got a tensor")
             lengths = tuple(int(n) for n in given) * (self.batch if len(given) == 1 else 1)
             if len(lengths) != self.batch or any(not 0 <= n <= longest for n in lengths):
-                refuse(name, f"{self.batch} lengths of 0 to {longest} are needed, got {given}")
+                refuse(name, f"there must be {self.batch} lengths from 0 to {longest}, got {given}")
             changed = replace(changed, **{field: lengths})  # type: ignore[arg-type]
         return changed
 
     def split(self, x: Tensor, heads: int, lengths: tuple[int, ...]) -> list[Tensor]:
-        """The sequences of a tensor, each (N, S, D) fp32, only their looked-at part."""
+        """The sequences of a tensor, each (N, S, D) in fp32, only the part that is used."""
         x = x.float()
         if self.layout == "TND":
             return [part.transpose(0, 1) for part in x.split(list(lengths))]
@@ -107,7 +111,7 @@ class Sequences:
         return [row[:, :n] for row, n in zip(x.permute(order), lengths, strict=True)]
 
     def join(self, parts: list[Tensor], shape: torch.Size) -> Tensor:
-        """Sequences (N, S, D) back in the layout, zeros where nothing was looked at."""
+        """Put sequences (N, S, D) back into the layout, with zeros where nothing was used."""
         if self.layout == "TND":
             return torch.cat([part.transpose(0, 1) for part in parts])
         long = shape[self.layout.find("S")]
@@ -121,7 +125,7 @@ def _lengths(name: str, ends: Any, tokens: int) -> tuple[int, ...]:
         refuse(name, "layout TND needs lists of cumulative lengths")
     lengths = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
     if not ends or min(lengths) < 0 or ends[-1] != tokens:
-        refuse(name, f"cumulative lengths must rise to the {tokens} tokens, got {ends}")
+        refuse(name, f"cumulative lengths must rise to {tokens}, the number of tokens, got {ends}")
     return lengths
 
 
@@ -131,7 +135,7 @@ def _above_diagonal() -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, row: int, plan: Sequences, band: Band) -> Tensor:
-    """(N, S, K) fp32 scores of a sequence, -inf where a key is hidden; k has as many heads as q."""
+    """The scores (N, S, K) of a sequence in fp32, -inf where a key is hidden; k has as many heads as q."""
     scores = (q @ k.mT).mul_(band.scale)
     hidden = band.hidden(q.size(1), k.size(1), mask is not None)
     if hidden is not None and bool(hidden.any()):
@@ -150,9 +154,9 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, row: int, plan: Sequences
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Sequences, band: Band
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention, and maximum and sum of each query's softmax, (B, N, S, 8) or (T, N, 8)."""
+    """Attention, and the maximum and the sum of each query's softmax, (B, N, S, 8) or (T, N, 8)."""
     if band.mode >= 2 and mask is not None and not torch.equal(mask.bool(), _above_diagonal()):
-        refuse("attention", "the mask of sparse_mode 2, 3 and 4 must be True above the diagonal only")
+        refuse("attention", "the mask of sparse_mode 2, 3 and 4 must be True exactly above the diagonal")
     groups = plan.heads // plan.kv_heads
     outs, tops, totals = [], [], []
     rows = zip(plan.split(q, plan.heads, plan.q_lengths), plan.split(k, plan.kv_heads, plan.k_lengths),
@@ -180,7 +184,7 @@ def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, top: Tensor, total: Tensor,
     *, plan: Sequences, band: Band,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from what the forward pass kept."""
+    """The gradients of q, k and v, from what the forward pass saved."""
     groups = plan.heads // plan.kv_heads
     rows = zip(plan.split(gradient, plan.heads, plan.q_lengths), plan.split(out, plan.heads, plan.q_lengths),
                plan.split(q, plan.heads, plan.q_lengths), plan.split(k, plan.kv_heads, plan.k_lengths),

@@ -1,4 +1,4 @@
-"""torch.npu: devices, streams, memory, random numbers, number formats."""
+"""torch.npu: devices, streams, memory, random numbers and number formats."""
 
 import os
 from typing import Any
@@ -54,12 +54,12 @@ def _device() -> Any:
 
 
 def is_available() -> bool:
-    """Whether the host shows a device."""
+    """Whether the host has a device."""
     return device_count() > 0
 
 
 def device_count() -> int:
-    """Devices that this process sees."""
+    """The number of devices that this process sees."""
     return _device().device_count()
 
 
@@ -84,13 +84,13 @@ def _is_in_bad_fork() -> bool:
 
 
 def get_device_name(device_name: Any = None) -> str:
-    """For example Ascend910B3."""
+    """The name of a device, for example Ascend910B3."""
     _checked(device_name)
     return _load.emulated()["chip"]["name"]
 
 
 class _Properties:
-    """What the real package's property object shows."""
+    """The properties that the real package's object has."""
 
     def __init__(self, name: str, total_memory: int):
         self.name, self.total_memory = name, total_memory
@@ -101,13 +101,13 @@ class _Properties:
 
 
 def get_device_properties(device_name: Any = None) -> _Properties:
-    """Name and total_memory of a device."""
+    """The name and the total memory of a device."""
     _checked(device_name)
     return _Properties(_load.emulated()["chip"]["name"], _device().memory())
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes of a device."""
+    """The free and the total bytes of a device."""
     index = _checked(device)
     total = _device().memory()
     return total - _device().usage(index)["current"], total
@@ -125,26 +125,26 @@ def can_device_access_peer(device_id: int, peer_device_id: int) -> bool:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What torch.autocast("npu") may compute in."""
+    """The dtypes that torch.autocast("npu") may compute in."""
     return [torch.float16, torch.bfloat16] if is_bf16_supported() else [torch.float16]
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:
-    """Accepted: kernels of the emulation are never compiled."""
+    """Accepted, without effect: the emulation compiles no kernels."""
 
 
 def set_option(option: dict[str, Any]) -> None:
-    """Accepted and without effect."""
+    """Accepted, without effect."""
 
 
 def utilization(device: Any = None) -> int:
-    """Percent of the time that the device is busy; the emulated one never is when asked."""
+    """How busy the device is, in percent. The emulated device is never busy when asked."""
     _checked(device)
     return 0
 
 
 def get_task_queue_enable() -> int:
-    """The level of TASK_QUEUE_ENABLE, 1 if it is not set."""
+    """The level in TASK_QUEUE_ENABLE; 1 if the variable is not set."""
     return int(os.environ.get("TASK_QUEUE_ENABLE", "1"))
 
 

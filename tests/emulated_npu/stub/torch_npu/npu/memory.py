@@ -1,4 +1,4 @@
-"""Memory of a device, counted to the byte; nothing is cached, so what is reserved is what is allocated."""
+"""Device memory, counted to the byte. Nothing is cached, so reserved memory equals allocated memory."""
 
 from typing import Any
 
@@ -12,27 +12,27 @@ def _usage(device: Any) -> dict[str, int]:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes held now."""
+    """Bytes that are allocated now."""
     return _usage(device)["current"]
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes held at once since the last reset_peak_memory_stats()."""
+    """The most bytes that were allocated at once since reset_peak_memory_stats()."""
     return _usage(device)["peak"]
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes held or cached now."""
+    """Bytes that are allocated or cached now."""
     return _usage(device)["current"]
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The most bytes held or cached at once."""
+    """The most bytes that were allocated or cached at once."""
     return _usage(device)["peak"]
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    """The counters that the real package has, under its names."""
+    """The counters of the real package, under its names."""
     usage = _usage(device)
     stats: dict[str, Any] = {}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
@@ -46,22 +46,22 @@ def memory_stats(device: Any = None) -> dict[str, Any]:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Let the peak begin anew at what is held now."""
+    """Reset the peak to what is allocated now."""
     from torch_npu.npu.utils import _get_device_index
 
     _load.device().reset_peak(_get_device_index(device, optional=True))
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Accepted: the emulation's sums run for the life of the process."""
+    """Accepted, without effect: the emulation's sums cover the life of the process."""
 
 
 def empty_cache() -> None:
-    """Accepted: nothing is cached."""
+    """Accepted, without effect: nothing is cached."""
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Let this process hold only a part of a device's memory."""
+    """Limit this process to a part of a device's memory."""
     from torch_npu.npu.utils import _get_device_index
 
     if not 0 <= fraction <= 1:

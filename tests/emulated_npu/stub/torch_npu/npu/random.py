@@ -1,4 +1,4 @@
-"""Random numbers of each device: a CPU generator's, from the device's own seed."""
+"""Random numbers of each device: they come from a CPU generator with the device's seed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,12 +22,12 @@ def _all() -> list[torch.Generator]:
 
 
 def get_rng_state(device: Any = "npu") -> Tensor:
-    """The state of a device's generator, a CPU tensor of bytes."""
+    """The state of a device's generator, as a CPU tensor of bytes."""
     return _generator(device).get_state()
 
 
 def set_rng_state(new_state: Tensor, device: Any = "npu") -> None:
-    """Put a device's generator into a state."""
+    """Set the state of a device's generator."""
     _generator(device).set_state(new_state.cpu())
 
 
@@ -37,7 +37,7 @@ def get_rng_state_all() -> list[Tensor]:
 
 
 def set_rng_state_all(new_states: Iterable[Tensor]) -> None:
-    """Put all devices' generators into states."""
+    """Set the states of all devices' generators."""
     for i, state in enumerate(new_states):
         set_rng_state(state, i)
 
@@ -54,15 +54,15 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed the current device's generator at random."""
+    """Give the current device's generator a random seed."""
     _generator(None).seed()
 
 
 def seed_all() -> None:
-    """Seed all devices' generators with one random seed."""
+    """Give all devices' generators the same random seed."""
     manual_seed_all(torch.Generator().seed())
 
 
 def initial_seed() -> int:
-    """What the current device's generator was seeded with."""
+    """The seed of the current device's generator."""
     return _generator(None).initial_seed()

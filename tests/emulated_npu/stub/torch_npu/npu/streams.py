@@ -1,4 +1,4 @@
-"""Streams and events. The emulated device works at once; they order only copies that are late."""
+"""Streams and events. The emulated device works immediately, so they only order deferred copies."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Stream(torch.Stream):
-    """A queue of work of one device."""
+    """A queue of work for one device."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> "Stream":
         if "stream_id" in kwargs:
@@ -19,26 +19,26 @@ class Stream(torch.Stream):
 
     @property
     def npu_stream(self) -> int:
-        """The stream's handle; here its number."""
+        """The handle of the stream; here, its number."""
         return self.stream_id
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that happens when the work given so far is done."""
+        """Record an event that happens when the work so far is done."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def wait_event(self, event: Any) -> None:
-        """Let later work of this stream wait for an event."""
+        """Make later work of this stream wait for an event."""
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work of this stream wait for all work of another so far."""
+        """Make later work of this stream wait for the work of another stream so far."""
         self.wait_event(stream.record_event())
 
 
 class Event(torch.Event):
-    """A mark in a stream. torch's own elapsed_time refuses subclasses, so the clock is kept here."""
+    """A mark in a stream. torch's elapsed_time refuses subclasses, so this class keeps the time."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -51,7 +51,7 @@ class Event(torch.Event):
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Mark the place in the stream, or in the current one."""
+        """Put this mark into the stream, by default the current one."""
         if stream is None:
             from torch_npu.npu.utils import current_stream
 
@@ -60,7 +60,7 @@ class Event(torch.Event):
         self._time = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Let the stream, or the current one, wait for this mark."""
+        """Make the stream, by default the current one, wait for this mark."""
         if stream is None:
             from torch_npu.npu.utils import current_stream
 
@@ -68,7 +68,7 @@ class Event(torch.Event):
         super().wait(stream)
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds between two recorded events that have timing."""
+        """The milliseconds between two recorded events with timing."""
         if not (self._timed and end_event._timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self._time is None or end_event._time is None:

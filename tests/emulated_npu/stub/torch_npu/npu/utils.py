@@ -1,4 +1,4 @@
-"""Current device and stream, synchronisation, what the chip supports, versions."""
+"""The current device and stream, synchronisation, what the chip supports, and versions."""
 
 import os
 import warnings
@@ -36,19 +36,19 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Make this thread use a device; an index that the host does not show is an error."""
+    """Make this thread use a device. An index without a device is an error."""
     index = _get_device_index(device, optional=True)
     if index >= 0:
         _load.device().set_device(index)
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait until the device has done everything, late copies included."""
+    """Wait until the device has finished everything, including deferred copies."""
     _load.device().synchronize(_get_device_index(device, optional=True))
 
 
 class device:
-    """A `with` that uses another device inside; -1 or None changes nothing."""
+    """A context that uses another device; -1 or None changes nothing."""
 
     def __init__(self, device: Any):
         self.idx = -1 if device is None else _get_device_index(device, optional=True)
@@ -65,14 +65,14 @@ class device:
 
 
 class device_of(device):
-    """A `with` that uses the device of a tensor."""
+    """A context that uses the device of a tensor."""
 
     def __init__(self, obj: Any):
         super().__init__(obj.get_device() if obj.is_npu else -1)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that work of this thread goes to."""
+    """The stream that this thread sends its work to."""
     index = _get_device_index(device, optional=True)
     kind = torch._C._autograd.DeviceType.PrivateUse1
     return Stream(stream_id=_load.device().current_stream_id(index), device_index=index, device_type=int(kind))
@@ -85,13 +85,13 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Send the work of this thread to a stream."""
+    """Make this thread send its work to a stream."""
     if stream is not None:
         _load.device().set_stream(stream.stream_id, stream.device_index)
 
 
 class StreamContext:
-    """A `with` in which work goes to a stream; None changes nothing."""
+    """A context in which work goes to a stream; None changes nothing."""
 
     def __init__(self, stream_ctx: Stream | None):
         self.stream = stream_ctx
@@ -111,7 +111,7 @@ class StreamContext:
 
 
 def stream(stream: Stream | None) -> StreamContext:
-    """A `with` in which work goes to a stream."""
+    """A context in which work goes to a stream."""
     return StreamContext(stream)
 
 
@@ -121,19 +121,19 @@ def is_bf16_supported(including_emulation: bool = False) -> bool:
 
 
 def is_support_inf_nan() -> bool:
-    """Whether overflow gives inf, as IEEE says; a 910A gives the largest number."""
+    """Whether an overflow gives inf, as IEEE says. On a 910A, it gives the largest number."""
     return not _load.emulated()["chip"]["saturates"]
 
 
 def get_npu_overflow_flag() -> bool:
-    """On a chip that saturates: whether anything overflowed."""
+    """On a chip that saturates, whether anything has overflowed."""
     if is_support_inf_nan():
         raise RuntimeError("Unsupported api when soc_version >= Ascend910B1, please use npu_check_overflow")
     return _load.device().overflow_flag(False)
 
 
 def clear_npu_overflow_flag() -> None:
-    """On a chip that saturates: forget that anything overflowed."""
+    """On a chip that saturates, clear the overflow flag."""
     if is_support_inf_nan():
         warnings.warn(
             "When soc_version >= Ascend910B1, clear_npu_overflow_flag is useless. Please remove it.", stacklevel=2
@@ -143,7 +143,7 @@ def clear_npu_overflow_flag() -> None:
 
 
 def npu_check_overflow(grad: Any) -> bool:
-    """Whether a gradient is not finite, or on a chip that saturates, whether anything overflowed."""
+    """Whether a gradient is not finite, or, on a chip that saturates, whether anything has overflowed."""
     if is_support_inf_nan():
         total = grad if isinstance(grad, float) else float(grad.float().sum())
         return total != total or total in (float("inf"), -float("inf"))
@@ -151,7 +151,7 @@ def npu_check_overflow(grad: Any) -> bool:
 
 
 def get_cann_version(module: str = "CANN") -> str:
-    """The version of the installed CANN, "" if none is found."""
+    """The version of the installed CANN, or "" if there is none."""
     home = os.environ.get("ASCEND_HOME_PATH", "")
     for file in sorted(Path(home).rglob("ascend_*_install.info")) if home else []:
         for line in file.read_text(encoding="utf-8").splitlines():

@@ -1,6 +1,6 @@
-"""torch_npu.profiler: the names that the project uses. It leaves the real one's folder, with the columns that are read.
+"""torch_npu.profiler, with the names that the project uses. It writes the files and columns that the project reads.
 
-A kernel of the emulated device is an operator that calls no other; its time is the host's.
+A kernel of the emulated device is an operator that calls no other operator, and its time is the host's.
 """
 
 import csv
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-STEP = "ProfilerStep#"  # and its number: a step in the trace
-INNER = "aten::resolve_conj"  # what products call, and no kernel
+STEP = "ProfilerStep#"  # with a number: a step in the trace
+INNER = "aten::resolve_conj"  # matrix products call this, and it is no kernel
 
 __all__ = [
     "AiCMetrics", "ProfilerActivity", "ProfilerLevel", "_ExperimentalConfig", "profile", "schedule",
@@ -24,14 +24,14 @@ __all__ = [
 
 
 class ProfilerActivity(Enum):
-    """What is followed."""
+    """What is recorded."""
 
     CPU = 0
     NPU = 1
 
 
 class ProfilerLevel:
-    """How much CANN tells."""
+    """How much CANN reports."""
 
     Level0 = "Level0"
     Level1 = "Level1"
@@ -46,15 +46,15 @@ class AiCMetrics:
 
 
 class _ExperimentalConfig:
-    """Settings that are checked and otherwise unused."""
+    """Settings, which are checked but have no effect."""
 
     def __init__(self, profiler_level: str = ProfilerLevel.Level0, aic_metrics: str = AiCMetrics.PipeUtilization):
         if not profiler_level.startswith("Level") or not aic_metrics.startswith("ACL_"):
-            raise ValueError(f"no level or metrics of this profiler: {profiler_level}, {aic_metrics}")
+            raise ValueError(f"unknown profiler level or metrics: {profiler_level}, {aic_metrics}")
 
 
 class schedule:
-    """Which steps are followed, by torch's own schedule."""
+    """Which steps are recorded, by torch's own schedule."""
 
     def __init__(self, wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0):
         self.of_torch = torch.profiler.schedule(
@@ -68,7 +68,7 @@ class schedule:
 def tensorboard_trace_handler(
     dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True
 ) -> Callable[["profile"], None]:
-    """What writes the folder at the end."""
+    """A handler that writes the folder at the end."""
 
     def write(profiler: "profile") -> None:
         if analyse_flag:
@@ -79,7 +79,7 @@ def tensorboard_trace_handler(
 
 
 class profile:
-    """Follows steps with torch's profiler of the host, where the emulated device works too."""
+    """Records steps with torch's profiler for the host, because the emulated device works there, too."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class profile:
         experimental_config: _ExperimentalConfig | None = None,
     ):
         self._ready = on_trace_ready
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no other device
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would warn that there is no other device
         self._inner = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, on_trace_ready=self._trace_ready
         )
@@ -100,23 +100,23 @@ class profile:
             self._ready(self)
 
     def start(self) -> None:
-        """Begin with the first step."""
+        """Start recording with the first step."""
         self._inner.start()
 
     def step(self) -> None:
-        """The next step begins."""
+        """Start the next step."""
         self._inner.step()
 
     def stop(self) -> None:
-        """End."""
+        """Stop recording, and write the folder."""
         self._inner.stop()
 
 
 def _times(start: float, end: float, events: Sequence[Any]) -> list[float]:
-    """Microseconds of computing, of communication twice, since none is hidden, and of neither."""
+    """Microseconds of computing, of communication (twice, since all of it is exposed), and of neither."""
     computing = communication = 0.0
     ended = start
-    for event in sorted(events, key=lambda event: event.start_ns()):  # the longest of those that lie in each other
+    for event in sorted(events, key=lambda event: event.start_ns()):  # of nested events, only the outermost counts
         begin, took = event.start_ns() / 1000, event.duration_ns() / 1000
         if event.is_user_annotation() or event.is_async() or not ended <= begin < end:
             continue
@@ -129,7 +129,7 @@ def _times(start: float, end: float, events: Sequence[Any]) -> list[float]:
 
 
 def _leave(inner: Any, folder: Path) -> None:
-    """The files of the real profiler that the project reads, with those of their columns."""
+    """Write the files of the real profiler that the project reads, with the columns that it reads."""
     folder.mkdir(parents=True)
     inner.export_chrome_trace(str(folder / "trace_view.json"))
     assert json.loads((folder / "trace_view.json").read_text(encoding="utf-8"))["traceEvents"]

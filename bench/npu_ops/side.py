@@ -1,6 +1,6 @@
-"""Inside the emulated NPU, for bench.npu_ops: what one training step asks of the device, as one JSON object.
+"""Takes training steps on the emulated NPU for bench.npu_ops, and prints what one of them asks of the device as JSON.
 
-python -m tests.emulated_npu -- python -m bench.npu_side '{"kernels": "auto", "depth": 12, ...}'
+python -m tests.emulated_npu -- python -m bench.npu_ops.side '{"kernels": "auto", "depth": 12, ...}'
 """
 
 import json
@@ -21,7 +21,7 @@ from nanochat.train.update import LossScale, update
 
 
 class Batch:
-    """One row of random tokens, in pinned memory as the loader has it."""
+    """One row of random tokens in pinned memory, like the loader's."""
 
     def __init__(self, shape: GPTConfig, compute: device.Compute, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -32,11 +32,11 @@ class Batch:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Take two steps, so that caches are filled, and count the third."""
+    """Take two steps to fill the caches, and count the third."""
     from tests.emulated_npu import log
 
     torch.set_num_threads(1)
-    compute = replace(device.compute_init("npu"), rank=1)  # rank 0 alone speaks, and only numbers are wanted here
+    compute = replace(device.compute_init("npu"), rank=1)  # only rank 0 logs, and the output here must be numbers only
     kernels.select(task["kernels"], compute)
     heads = task["width"] // 128
     shape = GPTConfig(task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"])
@@ -47,7 +47,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     scale = LossScale.start(compute, {})
     for seed in (1, 2):
         update(model, optimizers, Batch(shape, compute, seed), scale, compute)
-    parts: list[Any] = []  # records of what belongs to the optimizer, though the main thread launches it too
+    # The optimizer launches its operators in the same thread as the forward pass, so they are recorded separately.
+    parts: list[Any] = []
 
     def watched(work: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*given: Any) -> Any:

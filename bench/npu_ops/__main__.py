@@ -1,11 +1,12 @@
-"""Operators that one training step launches on an NPU, counted on the emulated one, beside plain kernels.
+"""Counts the operators that one training step launches, on the emulated NPU, with fused and with plain kernels.
 
-python -m bench.npu_ops --quick              # twelve narrow layers: ends within 50 seconds
-python -m bench.npu_ops                      # d12 as it is trained: 768 channels, vocabulary 32,768
+python -m bench.npu_ops --quick              # twelve narrow layers; ends within 50 seconds
+python -m bench.npu_ops                      # d12 at its real size: 768 channels, a vocabulary of 32,768
 python -m bench.npu_ops --chip 910_93xx --depth 8
 
-An eager NPU is bound by the host that launches operators, so their number is its speed where a pass holds few tokens.
-One row of 2,048 tokens; views and allocations are no operators. Plain is the same code with --kernels plain.
+When a pass holds few tokens, an uncompiled step on an NPU is limited by the host, which launches operators one by one:
+their number then decides the speed. The step has one row of 2,048 tokens. Views and allocations are not counted. The
+plain side runs the same code with --kernels plain.
 """
 
 import json
@@ -21,16 +22,16 @@ from typing import Any
 
 from nanochat.common import UserError, log, run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PHASES = ("forward", "backward", "optimizer")
 LENGTH = 2048
-# A step sends its inputs and targets to the device, and reads the figures of its log from there: once.
+# Every step copies its inputs and its targets to the device, and reads the figures for its log from there once.
 BATCH_COPIES, LOG_READS = 2, 1
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process on the emulated NPU counts."""
+    """One step to count, in a process on the emulated NPU."""
 
     kernels: str
     depth: int
@@ -41,11 +42,12 @@ class Task:
 
 
 def count(task: Task) -> dict[str, Any]:
-    """The counts of one step, from a process on the emulated NPU; UserError with its last words if it fails."""
+    """Count one step in a process on the emulated NPU; a failure is a UserError with the last lines it printed."""
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_DTYPE", "NANOCHAT_DEVICE", "NANOCHAT_KERNELS")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
-    side = [sys.executable, "-m", "bench.npu_side", json.dumps({k: v for k, v in vars(task).items() if k != "chip"})]
+    asked = json.dumps({name: value for name, value in vars(task).items() if name != "chip"})
+    side = [sys.executable, "-m", "bench.npu_ops.side", asked]
     command = [sys.executable, "-m", "tests.emulated_npu", "--chip", task.chip, "--", *side]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
@@ -56,22 +58,23 @@ def count(task: Task) -> dict[str, Any]:
         errors.seek(0)
         words = [line for line in errors.read().splitlines() if line.strip()][-5:]
     raise UserError(
-        f"counting with --kernels {task.kernels} failed with code {done.returncode}:\n  " + "\n  ".join(words)
+        f"counting with --kernels {task.kernels} failed with code {done.returncode}; its last lines:\n  "
+        + "\n  ".join(words)
     )
 
 
 def operators(counts: Mapping[str, Any], *phases: str) -> int:
-    """Operators launched in some phases, by default in the whole step."""
+    """How many operators were launched in these phases; without phases, in the whole step."""
     return sum(sum(counts[phase].values()) for phase in phases or PHASES)
 
 
 def per_layer(deep: Mapping[str, Any], shallow: Mapping[str, Any], layers: int, *phases: str) -> float:
-    """Operators that each of `layers` more layers adds."""
+    """How many operators each of the `layers` additional layers adds."""
     return (operators(deep, *phases) - operators(shallow, *phases)) / layers
 
 
 def extra(counts: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Host synchronisations besides the log's, copies besides the batch's and the log's, and fallbacks."""
+    """Synchronisations and copies beyond those that every step needs, and operators that fell back to the CPU."""
     copies = Counter(counts["copies"]) - Counter({"host to device": BATCH_COPIES, "device to host": LOG_READS})
     return (
         sum(counts["synchronisations"].values()) - LOG_READS,
@@ -81,7 +84,7 @@ def extra(counts: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def figures(fused: Mapping[str, Any], plain: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """The JSON object. Ratios are of operators; `model_vs_plain` leaves the optimizer out."""
+    """The JSON object. Ratios compare numbers of operators; `model_vs_plain` leaves the optimizer out."""
     syncs, copies, unsupported = extra(fused)
     model = ("forward", "backward")
     return {
@@ -101,7 +104,7 @@ def figures(fused: Mapping[str, Any], plain: Mapping[str, Any], task: Task) -> d
 
 
 def table(fused: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    """A line for each phase, and the most frequent operators of either side."""
+    """One line per phase: both counts, their ratio, and our most frequent operators."""
     lines = [f"{'':<12}{'fused':>8}{'plain':>8}{'ratio':>8}   most frequent"]
     for phase in (*PHASES, "step"):
         phases = PHASES if phase == "step" else (phase,)
@@ -114,20 +117,20 @@ def table(fused: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Config:
-    """Operators of one training step on the emulated NPU: a table, and as the last line one JSON object."""
+    """Print the operators of one training step as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """twelve narrow layers and a small vocabulary: counts depend on neither"""
+    """use narrow layers and a small vocabulary; the counts do not depend on them"""
     depth: int = 12
-    """layers"""
+    """number of layers, at least 5"""
     chip: str = "910B3"
-    """the chip to emulate: 910B3 or 910_93xx; others have no fused kernels to train with"""
+    """chip to emulate, 910B3 or 910_93xx; the other chips have no fused kernels for training"""
     layers: bool = False
-    """count four layers fewer too, and say what a layer adds"""
+    """also count a model of four layers fewer, and print how many operators a layer adds"""
 
 
 def main(cfg: Config) -> None:
-    """Count both sides."""
+    """Count both sides and print the figures."""
     if cfg.chip not in ("910B3", "910_93xx"):
         raise UserError(f"--chip must be 910B3 or 910_93xx, got {cfg.chip!r}", exit_code=2)
     if cfg.depth < 5:
@@ -136,7 +139,7 @@ def main(cfg: Config) -> None:
     task = Task("auto", cfg.depth, width, vocab_size, cfg.chip)
     fused = count(task)
     plain = count(Task("plain", cfg.depth, width, vocab_size, cfg.chip))
-    log(f"one step of {cfg.depth} layers, {width} channels, 1 x {LENGTH} tokens on an emulated {cfg.chip}")
+    log(f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an emulated {cfg.chip}")
     log(table(fused, plain))
     for side, counts in (("fused", fused), ("plain", plain)):
         log(f"{side}: waits {counts['synchronisations']}, copies {counts['copies']}, "
@@ -147,7 +150,7 @@ def main(cfg: Config) -> None:
         model = per_layer(fused, shallow, 4, "forward", "backward")
         step = per_layer(fused, shallow, 4, "optimizer")
         rest = operators(fused, "forward", "backward") - model * cfg.depth
-        log(f"a layer adds {model} operators to a pass and {step} to the optimizer; {rest} of a pass are no layer's")
+        log(f"each layer adds {model} operators to a pass and {step} to the optimizer; a pass has {rest} others")
         result |= {"per_layer": model, "per_pass": rest, "optimizer_per_layer": step}
     print(json.dumps(result), flush=True)
 

@@ -1,6 +1,6 @@
-"""Upstream's data loader, in a process of its own: its `nanochat` is the one that PYTHONPATH names.
+"""Measures upstream's data loader in its own process, where PYTHONPATH makes `nanochat` upstream's package.
 
-It takes its task as JSON in its first argument and prints one line of JSON. Used by bench.data only.
+The first argument is the task as JSON, and the answer is one line of JSON. Only bench.data starts this file.
 """
 
 import base64
@@ -16,7 +16,7 @@ import torch
 
 
 def encoding(path: str) -> tiktoken.Encoding:
-    """The vocabulary of one of our tokenizer files, which both sides share."""
+    """The vocabulary in one of our tokenizer files; both sides use it."""
     with open(path, encoding="utf-8") as file:
         content = json.load(file)
     ranks = [base64.b64decode(token) for token in content["ranks"]]
@@ -29,7 +29,7 @@ def encoding(path: str) -> tiktoken.Encoding:
 
 
 class Watched:
-    """A tokenizer that remembers what it gave."""
+    """A tokenizer that counts what it encodes and remembers each document."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -48,19 +48,19 @@ class Watched:
 
 
 def pieces(rows: np.ndarray, bos: int) -> list[np.ndarray]:
-    """The documents, or parts of them, in rows of int64 (R, T + 1), each with its begin mark."""
+    """Split rows of int64 (R, T + 1) into documents or parts of documents, each with its begin-of-sequence token."""
     return [piece for row in rows for piece in np.split(row, np.flatnonzero(row == bos)[1:])]
 
 
 def cropping(make: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
-    """What was lost of the documents that the loader has read, until about as many rows as they have tokens."""
+    """How much of the documents that the loader reads is lost when it crops them to rows."""
     watched = Watched(tokenizer)
     loader = make(watched, task["batch"], task["length"], "train", device="cpu")
     rows = []
     for _ in range(task["batches"]):
         inputs, targets, _ = next(loader)
         rows.append(torch.cat((inputs, targets[:, -1:]), dim=1).numpy().copy())
-    held = loader.gi_frame.f_locals["doc_buffer"]  # read, and in no row yet
+    held = loader.gi_frame.f_locals["doc_buffer"]  # documents that were read and are in no row yet
     found = pieces(np.concatenate(rows), tokenizer.get_bos_token_id())
     used, documents = watched.tokens - sum(map(len, held)), watched.documents - len(held)
     whole = sum(piece.tobytes() in watched.whole for piece in found)
@@ -72,9 +72,9 @@ def cropping(make: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float
 
 
 def main(task: dict[str, Any]) -> None:
-    """Measure speed first, then count."""
+    """Measure the loader's speed first, then count what it crops."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    sys.stdout = sys.stderr  # upstream's chatter is no answer
+    sys.stdout = sys.stderr  # whatever upstream prints must not mix with the answer
     from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as make
     from nanochat.tokenizer import RustBPETokenizer
 

@@ -1,6 +1,7 @@
-"""Rows of real text for bench.train: the Python standard library, tokenised with a vocabulary trained on it.
+"""Makes the rows that bench.train trains on: Python's standard library, tokenised with a vocabulary trained on it.
 
-The text is on every machine that can run this, so no download is needed; it is the same for a given Python.
+Every machine that can run the benchmark has this text, so nothing is downloaded. A version of Python always gives the
+same rows.
 """
 
 import platform
@@ -15,23 +16,23 @@ from nanochat.common import UserError, atomic_path, read_json, sha256_of, write_
 from nanochat.dataloader import epoch_order
 from nanochat.tokenizer import Tokenizer
 
-# Folders left out: packages that are not Python's own, tests, and tables of numbers or of text in one long string.
+# Folders that are left out: packages that are not Python's own, tests, and tables of numbers or long strings.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "encodings", "pydoc_data", "idlelib"}
 ROWS, TOKEN_BYTES, ABOUT, SEED = "rows.npy", "token_bytes.npy", "rows.json", 42
 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents, and in words what they are."""
+    """Documents, and a description of them in words."""
 
     documents: list[str]
     about: str
 
 
 def standard_library(limit: int | None = None) -> Text:
-    """The sources of Python's standard library, doc strings and all, in the order of their paths.
+    """The source files of Python's standard library, docstrings included, in the order of their paths.
 
-    With a limit, the first files that together have at least so many characters.
+    With a limit, only the first files that together have at least `limit` characters.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     documents, size = [], 0
@@ -46,10 +47,10 @@ def standard_library(limit: int | None = None) -> Text:
 
 
 def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[str, Any]:
-    """Write rows of `length` + 1 tokens, uint16 (rows, length + 1), shuffled by a fixed seed, and what they are, and
-    the tokenizer with the bytes of its tokens.
+    """Write rows of `length` + 1 tokens, uint16 (rows, length + 1), in an order shuffled by a fixed seed.
 
-    Each document is put behind a begin mark, one after another without padding; the last, partial row is left out.
+    The folder also gets a description of the rows, the tokenizer, and the number of bytes of each token. The documents
+    follow one another without padding, each after a begin-of-sequence token; the last, partial row is dropped.
     UserError if the text is too small for the vocabulary or for one row.
     """
     tokenizer = Tokenizer.train(text.documents, vocab_size)
@@ -57,14 +58,16 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
     stream = np.concatenate([np.array([tokenizer.bos, *ids], np.uint16) for ids in encoded])
     count = len(stream) // (length + 1)
     if not count:
-        raise UserError(f"the text has {len(stream):,} tokens, fewer than one row of {length + 1:,}")
+        raise UserError(f"the text has {len(stream):,} tokens, fewer than one row of {length + 1:,}; give more text")
     rows = stream[: count * (length + 1)].reshape(count, length + 1)[epoch_order(count, SEED, 0)]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     with atomic_path(folder / ROWS) as temporary, open(temporary, "wb") as file:
         np.save(file, rows)
     with atomic_path(folder / TOKEN_BYTES) as temporary, open(temporary, "wb") as file:
-        np.save(file, tokenizer.token_bytes())  # what bits per byte need, for a process without our tokenizer
+        np.save(
+            file, tokenizer.token_bytes()
+        )  # upstream's process has no tokenizer of ours, and needs these for bits per byte
     about = {
         "text": text.about,
         "characters": sum(map(len, text.documents)),
@@ -79,7 +82,7 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
 
 
 def check_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Any]:
-    """What the rows of a folder are; UserError (code 2) if there are none, or of another shape, or damaged."""
+    """The description of a folder's rows; UserError (code 2) if they are missing, damaged, or of another shape."""
     make = "make them with --make-rows DIR"
     if not all((folder / name).exists() for name in (ABOUT, ROWS, TOKEN_BYTES)):
         raise UserError(f"there are no rows in {folder}; {make}", exit_code=2)

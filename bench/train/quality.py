@@ -1,8 +1,8 @@
-"""What a short run learns beside upstream's, how soon, and in how much memory: the other half of bench.train.
+"""Compares what short runs learn, how soon, and in how much memory: the half of bench.train that is not about speed.
 
-Every run is a process of its own; they take turns, some steps each, so that their CPU seconds can be compared. Ours
-follows the rules of base_train for the batch and the horizon. Upstream's rule for the batch would starve so small a
-batch, so it runs once at each of some scales of its learning rates, and its best run counts.
+Every run is a process. The runs take turns, a few steps each, so that their CPU seconds can be compared. Our run
+follows base_train's rules for the batch and the horizon. Upstream's rule for the batch would make the learning rates
+of so small a batch far too low, so upstream runs once at each of several scales of its rates, and its best run counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,36 +11,36 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.train_worker import Plan, Variant, measure, workers
+from bench.train.worker import Plan, Variant, measure, workers
 from nanochat.common import log
 
-TURNS = 20  # of each run; in the second half the held-out rows are measured after each turn of ours
+TURNS = 20  # per run; in the second half, our run measures the held-out rows after each turn
 
 
 @dataclass
 class Learned:
-    """A run: bits per byte of the held-out rows against the CPU seconds of the steps before."""
+    """The learning curve of one run: (CPU seconds of the steps so far, bits per byte of the held-out rows)."""
 
     curve: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def bits_per_byte(self) -> float:
-        """At the end."""
+        """Bits per byte at the end of the run."""
         return self.curve[-1][1]
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """CPU seconds of all steps."""
         return self.curve[-1][0]
 
 
 def runs(ours: Variant, upstream: Variant | None, scales: Sequence[float]) -> list[Variant]:
-    """The runs to compare: ours, and upstream's at each scale of its rates."""
+    """The runs to compare: ours, and upstream's at each scale of its learning rates."""
     return [ours, *(replace(upstream, scale=scale) for scale in scales if upstream is not None)]
 
 
 def learn(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> dict[Variant, Learned]:
-    """Train each variant for `plan.horizon` steps, in turns."""
+    """Train all variants for `plan.horizon` steps, taking turns."""
     assert plan.horizon is not None and plan.warmup == 0
     per_turn = -(-plan.horizon // TURNS)
     learned = {variant: Learned() for variant in variants}
@@ -54,14 +54,15 @@ def learn(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> dict[Va
                 run = worker.variant
                 seconds[run] += sum(worker.ask(steps)["seconds"])
                 done = first + steps
-                if done == plan.horizon or (run.side == "ours" and 2 * done >= plan.horizon):  # not far from the end
+                # In the first half, a measurement would cost time and decide nothing.
+                if done == plan.horizon or (run.side == "ours" and 2 * done >= plan.horizon):
                     learned[run].curve.append((seconds[run], worker.bits_per_byte()))
             log(f"learning: step {first + steps} of {plan.horizon}")
     return learned
 
 
 def seconds_to(run: Learned, goal: float) -> float | None:
-    """CPU seconds after which a run is at `goal` bits per byte or below, linear between measurements; None if never."""
+    """CPU seconds until a run reaches `goal` bits per byte, interpolated between measurements; None if never."""
     if run.curve[0][1] <= goal:
         return run.curve[0][0]
     for (before, high), (after, low) in pairwise(run.curve):
@@ -71,7 +72,7 @@ def seconds_to(run: Learned, goal: float) -> float | None:
 
 
 def figures(learned: Mapping[Variant, Learned]) -> dict[str, Any]:
-    """Bits per byte less those of upstream's best run, and our CPU seconds to them as a part of that run's."""
+    """Our final bits per byte beside upstream's best run, and the share of that run's CPU seconds ours needs for it."""
     own = next(run for variant, run in learned.items() if variant.side == "ours")
     result: dict[str, Any] = {"bpb": round(own.bits_per_byte, 4)}
     theirs = [run for variant, run in learned.items() if variant.side == "upstream"]
@@ -84,15 +85,15 @@ def figures(learned: Mapping[Variant, Learned]) -> dict[str, Any]:
 
 
 def table(learned: Mapping[Variant, Learned]) -> str:
-    """A line for each run."""
+    """One line per run."""
     lines = [f"{'run':<44}{'CPU s':>9}{'bits per byte':>15}"]
     lines += [f"{v.name:<44}{run.seconds:>9.1f}{run.bits_per_byte:>15.4f}" for v, run in learned.items()]
     return "\n".join(lines)
 
 
 def memory(ours: Variant, upstream: Variant, plan: Plan, peer: Path | None) -> dict[str, Any]:
-    """The most memory that a process of each side holds over two steps of `plan`, one after the other."""
+    """The peak memory of each side's process over two steps of `plan`; the sides run one after the other."""
     peaks = [measure([v], replace(plan, rounds=1, steps=1, warmup=1), peer)[v].peak_bytes for v in (ours, upstream)]
     rows = f"{plan.rows_per_step} rows of {plan.shape.sequence_len:,} tokens"
-    log(f"memory, {rows} a pass: ours {peaks[0] / 1e6:,.0f} MB, upstream {peaks[1] / 1e6:,.0f} MB")
+    log(f"peak memory with passes of {rows}: ours {peaks[0] / 1e6:,.0f} MB, upstream {peaks[1] / 1e6:,.0f} MB")
     return {"memory_rows": rows, "memory_vs_upstream": round(peaks[0] / peaks[1], 3)}

@@ -1,4 +1,4 @@
-"""The processes of bench.train: what is measured, on which rows, and one process for each variant of it."""
+"""The processes of bench.train: starts one process per variant, and asks it to train."""
 
 import contextlib
 import json
@@ -12,22 +12,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from bench.train_rows import ROWS, TOKEN_BYTES
+from bench.train.rows import ROWS, TOKEN_BYTES
 from nanochat.common import UserError, log
 from nanochat.gpt import GPTConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 HELD_OUT = 64  # rows
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One process to measure."""
+    """One process to measure: whose code, in which precision, compiled or not."""
 
     side: str  # ours, upstream or matmuls
     dtype: str
     compiled: bool = False
-    scale: float = 1.0  # of upstream's learning rates
+    scale: float = 1.0  # factor on upstream's learning rates
 
     @property
     def name(self) -> str:
@@ -37,21 +37,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, how often, on which rows."""
+    """What is measured, how often, and on which rows."""
 
     shape: GPTConfig
     rows: Path
     rows_per_step: int
     rounds: int
-    steps: int  # of each variant in a round
-    warmup: int = 3  # steps before the first round, untimed
-    horizon: int | None = None  # steps of a run under each side's rules; None: constant rates, only to be timed
+    steps: int  # steps of each variant per round
+    warmup: int = 3  # untimed steps before the first round
+    horizon: int | None = None  # steps of a run that follows the side's schedule; None: constant rates, for timing
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
 
 
 @dataclass
 class Measured:
-    """A variant's figures over all rounds."""
+    """What was measured of a variant over all rounds."""
 
     parameters: int
     losses: list[float]
@@ -60,12 +60,12 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """CPU seconds of a step, the median."""
+        """CPU seconds of the median step."""
         return median(self.seconds)
 
 
 class Worker:
-    """A variant's process: started on entering, ended on leaving."""
+    """The process of one variant; it starts at once and runs until `close`."""
 
     def __init__(self, variant: Variant, plan: Plan, peer: Path | None, errors: TextIO):
         self.variant, self._errors = variant, errors
@@ -85,10 +85,10 @@ class Worker:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": variant.dtype}
         alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        # Upstream decorates its optimizer with torch.compile, so only this variable makes it eager.
+        # Upstream decorates its optimizer with torch.compile; only this variable keeps it uncompiled.
         eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "train_side.py"), json.dumps(task)],
+            [sys.executable, str(ROOT / "bench" / "train" / "side.py"), json.dumps(task)],
             env={**alone, **threads, **own, **eager},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,7 +97,7 @@ class Worker:
         )
 
     def answer(self) -> dict[str, Any]:
-        """The process's next line; UserError with its last words if it has ended."""
+        """The process's next answer; UserError with its last lines if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
@@ -105,19 +105,19 @@ class Worker:
         code = self._process.wait()
         self._errors.seek(0)
         words = [words for words in self._errors.read().splitlines() if words.strip()][-5:]
-        raise UserError(f"{self.variant.name} ended with code {code}:\n  " + "\n  ".join(words))
+        raise UserError(f"{self.variant.name} ended with code {code}; its last lines:\n  " + "\n  ".join(words))
 
     def ask(self, steps: int) -> dict[str, Any]:
-        """Take so many steps; CPU seconds and loss of each, and the most memory held."""
+        """Take `steps` steps; the answer has their CPU seconds and losses, and the peak memory in bytes."""
         return self._say(str(steps))
 
     def bits_per_byte(self) -> float:
-        """Of the held-out rows, now."""
+        """The current bits per byte of the held-out rows."""
         return self._say("bpb")["bpb"]
 
     def _say(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # answer() tells why it has ended
+        with contextlib.suppress(BrokenPipeError):  # answer() reports why the process has ended
             print(line, file=self._process.stdin, flush=True)
         return self.answer()
 
@@ -133,7 +133,7 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> Iterator[list[Worker]]:
-    """The processes of some variants, all started at once."""
+    """Start the processes of these variants, all at once; they end with the context."""
     with contextlib.ExitStack() as stack:
         started = []
         for variant in variants:
@@ -144,7 +144,7 @@ def workers(variants: Sequence[Variant], plan: Plan, peer: Path | None) -> Itera
 
 
 def measure(variants: Sequence[Variant], plan: Plan, peer: Path | None = None) -> dict[Variant, Measured]:
-    """Let the variants take turns, `plan.steps` steps each, for `plan.rounds` rounds."""
+    """Let the variants take turns of `plan.steps` steps, for `plan.rounds` rounds."""
     with workers(variants, plan, peer) as started:
         measured = {}
         for worker in started:

@@ -1,10 +1,11 @@
-"""Training on one CPU thread, ours beside upstream nanochat's in one run: speed in CPU seconds, learning, memory.
+"""Measures training on one CPU thread beside upstream nanochat: speed in CPU seconds, learning, memory.
 
-python -m bench.train --quick            # within 50 seconds, uncompiled, no peer
+python -m bench.train --quick            # ends within 50 seconds: uncompiled, ours alone
 python -m bench.train --upstream DIR     # DIR: a checkout of karpathy/nanochat
-python -m bench.train --make-rows DIR    # the rows it trains on; --rows DIR uses them again
+python -m bench.train --make-rows DIR    # only write the rows to train on; --rows DIR uses them again
 
-Every variant is a process of its own; they take turns, a few steps each, so that a busy machine slows all alike.
+Every variant runs in its own process. The variants take turns, a few steps each, so that a busy machine slows them
+equally.
 """
 
 import json
@@ -16,22 +17,24 @@ from typing import Any
 
 import torch
 
-from bench import train_quality as quality
-from bench.ranks import D4, wire_bytes_per_parameter
-from bench.train_rows import check_rows, make_rows, standard_library
-from bench.train_worker import Measured, Plan, Variant, measure
+from bench.ranks.group import D4, wire_bytes_per_parameter
+from bench.train import quality
+from bench.train.rows import check_rows, make_rows, standard_library
+from bench.train.worker import Measured, Plan, Variant, measure
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import cpu as host
 
 STEP_TOKENS = 4096
-MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # of a pass on which memory is compared: upstream's defaults for both
-QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, in a second
+MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # the pass on which memory is compared; both numbers are upstream's defaults
+QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, and trained on in a second
 
 
 def flops_per_token(shape: GPTConfig) -> int:
-    """Of all large matrices and of attention over the whole row, forward and backward: 31.46 million for D4."""
+    """FLOPs per token, forward and backward, of the large matrices and of attention over the whole row.
+
+    31.46 million for D4."""
     layers, width = shape.n_layer, shape.n_embd
     matrices = 12 * layers * width**2 + shape.vocab_size * width
     return 6 * matrices + 12 * layers * width * shape.sequence_len
@@ -41,20 +44,21 @@ def flops_per_token(shape: GPTConfig) -> int:
 
 
 def fastest(measured: Mapping[Variant, Measured], side: str) -> Variant:
-    """The variant of a side with the fewest CPU seconds a step."""
+    """The variant of this side that needs the fewest CPU seconds per step."""
     return min((v for v in measured if v.side == side), key=lambda v: measured[v].step_seconds)
 
 
 def matmul_speed(measured: Mapping[Variant, Measured], plan: Plan) -> float:
-    """FLOP/s of the bf16 matmuls of these shapes, each weighted by its FLOPs."""
+    """FLOP/s of bf16 matmuls with the shapes of this model, each weighted by its FLOPs."""
     bare = next(measured[v] for v in measured if v.side == "matmuls")
     return 6 * bare.parameters * plan.rows_per_step * plan.shape.sequence_len / bare.step_seconds
 
 
 def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
-    """The JSON object: ours at its fastest, against the matmuls' speed and, where it ran, against upstream.
+    """The JSON object: our fastest variant beside the matmuls and, if it ran, beside upstream.
 
-    `vs_` are ratios of tokens per CPU second; upstream's default is eager fp32, its best the fastest variant of it.
+    The `vs_` figures are ratios of tokens per CPU second. Upstream's default is eager fp32; its best is its fastest
+    variant.
     """
     tokens = plan.rows_per_step * plan.shape.sequence_len
     best = fastest(measured, "ours")
@@ -76,7 +80,7 @@ def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
 
 
 def table(measured: Mapping[Variant, Measured], plan: Plan) -> str:
-    """A line for each variant."""
+    """One line per variant."""
     tokens = plan.rows_per_step * plan.shape.sequence_len
     peak = matmul_speed(measured, plan)
     lines = [
@@ -100,28 +104,31 @@ def table(measured: Mapping[Variant, Measured], plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Config:
-    """Training speed on one CPU thread: a table, and as the last line one JSON object."""
+    """Print training speed on one CPU thread as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """ours alone, uncompiled, few rounds: ends within 50 seconds"""
+    """measure ours alone, uncompiled, for a few rounds, so that it ends within 50 seconds"""
     upstream: Path | None = None
-    """a checkout of karpathy/nanochat to run beside ours"""
+    """folder of a checkout of karpathy/nanochat to measure beside ours; default: ours alone"""
     make_rows: Path | None = None
-    """only write the rows to this folder"""
+    """write the rows to this folder and end, without measuring"""
     rows: Path | None = None
-    """train on the rows of this folder; default: made anew in a temporary one"""
+    """folder with rows written by --make-rows; default: make them in a temporary folder"""
     rounds: int = 8
-    """turns of each variant, two steps each"""
+    """turns of each variant, two timed steps per turn; more rounds give steadier medians"""
     steps: int = 200
-    """steps of the runs that are compared by what they learn; 0 = none"""
+    """steps of the runs that are compared by what they learn; 0 skips these runs"""
     scales: tuple[float, ...] = (0.35, 1.0, 2.0, 3.0)
-    """learning rates of upstream's runs, as parts of its defaults; each is a process of about 1.3 GB"""
+    """learning rates of upstream's runs as multiples of its defaults; each is a process of about 1.3 GB"""
 
 
 def check(cfg: Config) -> None:
-    """Refuse what cannot be measured."""
+    """Raise UserError for flags that cannot be measured."""
     if cfg.quick and cfg.upstream is not None:
-        raise UserError("--quick measures ours alone; leave out --quick or --upstream", exit_code=2)
+        raise UserError(
+            "--quick measures ours alone, so it cannot be used with --upstream; leave out --quick or --upstream",
+            exit_code=2,
+        )
     if cfg.rounds < 1:
         raise UserError(f"--rounds must be at least 1, got {cfg.rounds}", exit_code=2)
     if cfg.steps < 0:
@@ -133,7 +140,7 @@ def check(cfg: Config) -> None:
     if not cfg.upstream.is_dir():
         raise UserError(
             f"--upstream must name a folder with a checkout of karpathy/nanochat, got {cfg.upstream}, which is no "
-            "folder. Clone it, and give the clone's folder.",
+            "folder. Clone the repository, and give the folder of the clone.",
             exit_code=2,
         )
     missing = [name for name in ("nanochat/gpt.py", "nanochat/optim.py") if not (cfg.upstream / name).is_file()]
@@ -146,7 +153,7 @@ def check(cfg: Config) -> None:
 
 
 def variants(cfg: Config, compiler_missing: str) -> list[Variant]:
-    """What to measure; compiled ones only where there is a compiler."""
+    """The variants to measure; without a compiler, none of them is compiled."""
     chosen = [Variant("matmuls", "bfloat16"), Variant("ours", "float32"), Variant("ours", "bfloat16")]
     compiled = not cfg.quick and not compiler_missing
     if compiled:
@@ -155,12 +162,12 @@ def variants(cfg: Config, compiler_missing: str) -> list[Variant]:
         chosen.append(Variant("upstream", "float32"))
         chosen += [Variant("upstream", "bfloat16", True)] if compiled else [Variant("upstream", "bfloat16")]
     if compiler_missing and not cfg.quick:
-        log(f"nothing is compiled: {compiler_missing}")
+        log(f"no variant is compiled: {compiler_missing}")
     return chosen
 
 
 def main(cfg: Config) -> None:
-    """Make the rows, or measure on them."""
+    """Make the rows, or measure training on them."""
     check(cfg)
     length, vocab_size = D4.sequence_len, D4.vocab_size
     if cfg.make_rows is not None:
@@ -169,7 +176,7 @@ def main(cfg: Config) -> None:
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
-    host.use_compile_cache(base_dir() / "compile_cache")  # of both sides, in the base folder
+    host.use_compile_cache(base_dir() / "compile_cache")  # both sides compile into this folder
     compute = device.compute_init("cpu")
     chosen = variants(cfg, device.compiler_missing(compute))
     with tempfile.TemporaryDirectory() as temporary:
@@ -185,22 +192,22 @@ def main(cfg: Config) -> None:
         peer = cfg.upstream.resolve() if cfg.upstream else None
         measured = measure(chosen, plan, peer)
         timed = plan.rounds * plan.steps
-        log(f"4 layers, 256 channels, one thread each, median of {timed} steps of {STEP_TOKENS:,} tokens")
+        log(f"4 layers, 256 channels, one thread each, median of {timed} steps of {STEP_TOKENS:,} tokens each")
         log(table(measured, plan))
         result = figures(measured, plan)
         if peer is not None:
             result |= beside(peer, fastest(measured, "ours"), fastest(measured, "upstream"), cfg, plan)
-    result["wire_bytes_per_parameter"] = round(wire_bytes_per_parameter(), 3)  # four ranks, counted
+    result["wire_bytes_per_parameter"] = round(wire_bytes_per_parameter(), 3)  # counted on four ranks
     print(json.dumps(result), flush=True)
 
 
 def beside(peer: Path, ours: Variant, upstream: Variant, cfg: Config, plan: Plan) -> dict[str, Any]:
-    """What the fastest variants of both sides learn in the same steps, and the memory they take on long rows."""
+    """Compare what the fastest variants of both sides learn in the same steps, and their memory on long rows."""
     result = {}
     if cfg.steps:
         chosen = quality.runs(ours, upstream, cfg.scales)
         learned = quality.learn(chosen, replace(plan, horizon=cfg.steps, warmup=0), peer)
-        log(f"{cfg.steps} steps of {STEP_TOKENS:,} tokens, bits per byte of {plan.held_out} rows held out")
+        log(f"{cfg.steps} steps of {STEP_TOKENS:,} tokens, bits per byte of {plan.held_out} held-out rows")
         log(quality.table(learned))
         result |= quality.figures(learned)
     with tempfile.TemporaryDirectory() as temporary:

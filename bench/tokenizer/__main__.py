@@ -1,96 +1,57 @@
-"""Training and encoding speed of the tokenizer beside its peers, in CPU seconds of one run.
+"""Measures training and encoding with the tokenizer beside its peers, in CPU seconds of one run.
 
-python -m bench.tokenizer --quick                                            # ours alone: seconds
+python -m bench.tokenizer --quick                                            # ours alone, in seconds
 python -m bench.tokenizer --against rustbpe tokenizers tiktoken gigatoken
-python -m bench.tokenizer --corpus DIR                                       # made by: python -m bench.corpus DIR
+python -m bench.tokenizer --corpus DIR                                       # text made by: python -m bench.corpus DIR
 
-Peers are installed to folders of their own and run in processes of their own. The last line is JSON.
+Each peer is installed into its own folder and runs in its own process. The last line is JSON.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench import corpus
-from bench.tokenizer_side import read_ranks
+from bench.tokenizer.peers import ENCODERS, GPT4, NANOCHAT, Answer, Peer, Sides, Task
+from bench.tokenizer.side import read_ranks
 from nanochat.common import UserError, base_dir, log, read_json, run
 from nanochat.data import bpe
-from nanochat.tokenizer import PATTERNS, cores
+from nanochat.tokenizer import cores
 
-ROOT = Path(__file__).resolve().parent.parent
-Peer = Literal["rustbpe", "tokenizers", "tiktoken", "gigatoken"]
-VERSIONS = {"rustbpe": "0.1.0", "tokenizers": "0.23.3", "tiktoken": "0.14.0", "gigatoken": "0.10.0"}
-ENCODERS = ("rustbpe", "tokenizers", "tiktoken", "gigatoken")
-NANOCHAT = PATTERNS["nanochat"]
-GPT4 = NANOCHAT.replace("{1,2}", "{1,3}")  # what gigatoken calls gpt4
-# With --quick: MB of text, and tokens. Of much less, what is done once for each vocabulary is most of the time.
+# What --quick uses: MB of text, and tokens. On much less text, work that is done once per vocabulary would dominate.
 QUICK_MB = {"english": 12.0, "chinese": 6.0, "code": 4.0}
 QUICK_VOCAB_SIZE = 16_384
-Task = dict[str, Any]
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Speed and memory of training and encoding: a table, and as the last line one JSON object."""
+    """Print speed and memory of training and encoding as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """22 MB of text and a smaller vocabulary: seconds for ours, about a minute with three peers"""
+    """use 22 MB of text and a smaller vocabulary: seconds for ours, about a minute with three peers"""
     against: tuple[Peer, ...] = ()
-    """peers to measure beside ours, fetched from the package index"""
+    """peers to measure beside ours; those that are missing are installed from the package index"""
     corpus: Path | None = None
-    """a folder that `python -m bench.corpus` made; default: made in the base folder"""
+    """folder made by `python -m bench.corpus`; default: make one in the base folder"""
     vocab_size: int = 65_536
-    """tokens of the mixed text; half as many of Chinese and beside gigatoken"""
+    """vocabulary size for the mixed text; Chinese text and the comparison with gigatoken use half of it"""
     threads: int = 1
-    """of every side"""
+    """threads of every side"""
     encode_mb: float = 60
-    """MB of each text to encode, at most"""
-
-
-# --- what is needed -----------------------------------------------------------------------------------
-
-
-def peer_folder(peer: str) -> Path:
-    """The folder of a peer, installed there if it is not."""
-    folder = base_dir() / "peers" / f"{peer}-{VERSIONS[peer]}"
-    if (folder / "done").exists():
-        return folder
-    wanted = ["--quiet", "--target", str(folder), f"{peer}=={VERSIONS[peer]}"]
-    said = ""
-    for tool in (["uv", "pip", "install", "--python", sys.executable], ["pip", "install"]):
-        result = subprocess.run([sys.executable, "-m", *tool, *wanted], capture_output=True, text=True)
-        if result.returncode == 0:
-            (folder / "done").touch()
-            return folder
-        said = (result.stderr.strip().splitlines() or [""])[-1]
-    raise UserError(f"{peer} {VERSIONS[peer]} could not be installed to {folder}: {said}. Leave it out of --against")
-
-
-def our_folder() -> Path:
-    """Where our rustbpe lies; UserError if it is the published one."""
-    code = "import rustbpe; rustbpe.Tokenizer.from_ranks; print(rustbpe.__file__)"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=base_dir().anchor)
-    if found.returncode:
-        raise UserError(
-            "the rustbpe of this repository is not installed, so there is nothing to measure. Build it: "
-            "pip install ./rustbpe (needs cargo)"
-        )
-    return Path(found.stdout.strip()).parent
+    """most MB of each text to encode"""
 
 
 def texts(cfg: Config) -> Path:
-    """The folder of the corpus. Quick, and without Debian's archive, Python's own sources will do."""
+    """The folder of the corpus, made if needed. With --quick, Python's sources replace a corpus that cannot be made."""
     if cfg.corpus is not None:
         if not (cfg.corpus / corpus.ABOUT).exists():
-            raise UserError(f"no corpus in {cfg.corpus}: python -m bench.corpus {cfg.corpus}", exit_code=2)
+            raise UserError(
+                f"there is no corpus in {cfg.corpus}; make one: python -m bench.corpus {cfg.corpus}", exit_code=2
+            )
         return cfg.corpus
     folder = base_dir() / "bench_corpus" / ("quick" if cfg.quick else "whole")
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,40 +60,16 @@ def texts(cfg: Config) -> Path:
     except UserError as failure:
         if not cfg.quick:
             raise
-        log(f"{failure}\nTraining on the sources of Python's standard library instead: no Chinese, no English prose")
+        log(f"{failure}\nUsing the sources of Python's standard library instead: no Chinese, no English prose")
         corpus.standard_library(folder, sum(QUICK_MB.values()))
     return folder
-
-
-def ask(peer: str, task: Task, folder: Path) -> Answer:
-    """The answer of a side, from a process of its own."""
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
-    threads = {"RAYON_NUM_THREADS": str(task["threads"])}
-    environment = {**os.environ, **single, **threads, "PYTHONPATH": f"{folder}", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, str(ROOT / "bench" / "tokenizer_side.py"), json.dumps({**task, "side": peer})]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        words = result.stderr.strip().splitlines()[-3:]
-        raise UserError(f"{peer} ended with code {result.returncode}:\n  " + "\n  ".join(words))
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-class Sides:
-    """Every side's folder; tasks go to it by name."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-        self.folders = {"ours": our_folder(), **{peer: peer_folder(peer) for peer in cfg.against}}
-
-    def ask(self, peer: str, **task: Any) -> Answer:
-        return ask(peer, {"threads": self.cfg.threads, **task}, self.folders[peer])
 
 
 # --- measurements -------------------------------------------------------------------------------------
 
 
 def typical(measure: Callable[[], Answer], seconds: Callable[[Answer], float]) -> Answer:
-    """The median of up to five answers that take a second together: what is short swings most."""
+    """The median of up to five answers, repeated until they have taken a second: short work varies most."""
     answers = [measure()]
     while len(answers) < 5 and sum(map(seconds, answers)) < 1:
         answers.append(measure())
@@ -142,10 +79,10 @@ def typical(measure: Callable[[], Answer], seconds: Callable[[Answer], float]) -
 def training(
     sides: Sides, files: Sequence[Path], vocab_size: int, name: str, keep: Path, peers: Sequence[str]
 ) -> dict[str, Answer]:
-    """Each trainer on the same text, a line of the table for each. Ours leaves its tokens in `keep`."""
+    """Train with each side on the same text and print a line for each. Ours writes its tokens to `keep`."""
     found = {}
     size = sum(file.stat().st_size for file in files) / 1e6
-    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+    for peer in ("ours", *(peer for peer in sides.against if peer in peers)):
         task = {"work": "train", "files": [str(file) for file in files], "vocab_size": vocab_size,
                 "pattern": NANOCHAT, "ranks": str(keep) if peer == "ours" else ""}  # fmt: skip
         answer = found[peer] = typical(partial(sides.ask, peer, **task), lambda answer: answer["cpu"])
@@ -157,9 +94,9 @@ def training(
 
 
 def encoding(sides: Sides, task: Task, name: str, peers: Sequence[str]) -> dict[str, Answer]:
-    """Each encoder on the same text, cold and warm, a line of the table for each."""
+    """Encode the same text with each side, cold and warm, and print a line for each."""
     found = {}
-    for peer in ("ours", *(peer for peer in sides.cfg.against if peer in peers)):
+    for peer in ("ours", *(peer for peer in sides.against if peer in peers)):
         ask_peer = partial(sides.ask, peer, work="encode", **task)
         answer = found[peer] = typical(ask_peer, lambda answer: answer["cold"]["cpu"])
         size = answer["bytes"] / 1e6
@@ -172,7 +109,7 @@ def encoding(sides: Sides, task: Task, name: str, peers: Sequence[str]) -> dict[
 
 
 def ratio(found: dict[str, Answer], peer: str, *keys: str) -> float | None:
-    """How many times as much the peer takes as ours; None if it was not asked."""
+    """The peer's figure divided by ours; None if the peer was not measured."""
     values = []
     for side in (peer, "ours"):
         value: Any = found.get(side)
@@ -183,8 +120,8 @@ def ratio(found: dict[str, Answer], peer: str, *keys: str) -> float | None:
 
 
 def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
-    """Everything, and the figures for the JSON object."""
-    sides = Sides(cfg)
+    """Measure everything, and return the figures for the JSON object."""
+    sides = Sides(cfg.against, cfg.threads)
     vocab_size = QUICK_VOCAB_SIZE if cfg.quick else cfg.vocab_size
     files = {kind: folder / f"{kind}.txt" for kind in corpus.KINDS}
     mixed = [file for file in files.values() if file.stat().st_size]
@@ -194,11 +131,11 @@ def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
     counted = sides.ask("ours", work="train", files=[str(file) for file in mixed], vocab_size=256, pattern=NANOCHAT,
                         ranks="")  # fmt: skip
     size = sum(file.stat().st_size for file in mixed) / 1e6
-    log(f"count {size / counted['cpu']:.1f} MB/CPU s, reading included")
+    log(f"count {size / counted['cpu']:.1f} MB/CPU s, including reading the files")
     trained = training(sides, mixed, vocab_size, "mixed", ranks, ["rustbpe", "tokenizers"])
     result: dict[str, Any] = {"mb": round(size, 1), "counting_mb_per_cpu_second": size / counted["cpu"]}
     if "gigatoken" in cfg.against:
-        log("gigatoken trains with a pattern of its own")
+        log("gigatoken trains only with its own split pattern")
         smaller = training(sides, mixed, vocab_size // 2, "mixed", half, ["gigatoken"])
         result["train_vs_gigatoken"] = ratio(smaller, "gigatoken", "cpu")
     result |= {f"train_vs_{peer}": ratio(trained, peer, "cpu") for peer in ("rustbpe", "tokenizers")}
@@ -229,14 +166,18 @@ def measure(cfg: Config, folder: Path, work: Path) -> dict[str, Any]:
         same += [answer["digest"] == encoded["ours"]["digest"] for answer in encoded.values()]
         run_of_han = sides.ask("ours", work="run_of_han", **task, files=[str(files["chinese"])])
         result["han_run_vs_text"] = run_of_han["ratio"]
-        log(f"a run of {run_of_han['letters']:,} Han letters: {run_of_han['ratio']:.2f} times text's time per byte")
+        log(f"{run_of_han['letters']:,} Han letters in a row: {run_of_han['ratio']:.2f} times text's time per byte")
     return {**{name: value for name, value in result.items() if value is not None}, "identical": all(same)}
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
     if cfg.threads < 1 or cfg.vocab_size < 1024:
-        raise UserError("--threads must be at least 1 and --vocab_size at least 1,024", exit_code=2)
+        raise UserError(
+            "--threads must be at least 1 and --vocab_size at least 1,024, "
+            f"got --threads {cfg.threads} and --vocab_size {cfg.vocab_size:,}",
+            exit_code=2,
+        )
     folder = texts(cfg)
     about = read_json(folder / corpus.ABOUT)["kinds"]
     log(", ".join(f"{about[kind]['bytes'] / 1e6:.1f} MB {kind}" for kind in corpus.KINDS) + f"; {cores()} cores")

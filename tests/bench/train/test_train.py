@@ -1,4 +1,4 @@
-"""The training benchmark: its rows, its arithmetic, its processes on tiny sizes beside a made-up upstream."""
+"""The training benchmark: its rows, its arithmetic, and its processes at tiny sizes beside a made-up upstream."""
 
 import json
 import os
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import train as bench
-from bench.train import Config, Measured, Plan, Variant
-from bench.train_rows import Text, check_rows, make_rows, standard_library
+from bench.train import __main__ as bench
+from bench.train.__main__ import Config, Measured, Plan, Variant
+from bench.train.rows import Text, check_rows, make_rows, standard_library
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 TINY = GPTConfig(sequence_len=16, vocab_size=300, n_layer=2, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")
 TEXT = Text(
     [f"the cat number {i} sat on the mat of cat number {i + 1} and saw {i * i} dogs" for i in range(60)], "cats"
 )
 
-# What bench.train uses of upstream's API, on a model of one table.
+# The part of upstream's API that bench.train uses, with a model of one table.
 UPSTREAM = """
 from dataclasses import dataclass
 import os

@@ -1,8 +1,8 @@
-"""One side of bench.train, in a process of its own: its `nanochat` is the one that PYTHONPATH names.
+"""Runs one side of bench.train in its own process; PYTHONPATH decides whose `nanochat` it imports.
 
-It takes its task as JSON in its first argument, says `ready`, and then answers each line of its input with a line of
-JSON: a number of steps with the CPU seconds and loss of each and the most memory held, `bpb` with the bits per byte of
-the held-out rows. Used by bench.train only.
+The first argument is the task as JSON. The process prints a line when it is ready, and then answers each line of its
+input with a line of JSON. A number N asks for N steps: the answer has the CPU seconds and loss of each step, and the
+peak memory. `bpb` asks for the bits per byte of the held-out rows. Only bench.train starts this file.
 """
 
 import json
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets, int64 (B, T) each
-SHORT_DECAY = 0.05  # of Muon where only speed is measured: about what a short run decays by, the same for both
+SHORT_DECAY = 0.05  # Muon's weight decay where only speed is measured: about a short run's, the same for both
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured: `step` trains on a batch as number 0, 1, ... of its run and returns the loss in nats; `losses`
-    are those of each target, without gradient, (B, T)."""
+    """What is measured. `step(number, batch)` trains on a batch as step `number` and returns the loss in nats.
+    `losses(batch)` gives the loss of each target, (B, T), without gradients."""
 
     step: Callable[[int, Batch], float]
     losses: Callable[[Batch], Tensor]
@@ -34,13 +34,13 @@ class Side:
 
 
 def batch_of(rows: np.ndarray) -> Batch:
-    """Rows (B, T + 1) as inputs and targets."""
+    """Split rows (B, T + 1) into inputs and targets."""
     cells = torch.from_numpy(rows.astype(np.int64))
     return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
 
 
 def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
-    """Endless batches of `size` rows, in their order."""
+    """Batches of `size` rows in their order, repeated without end."""
     first = 0
     while True:
         yield batch_of(rows[np.arange(first, first + size) % len(rows)])
@@ -49,7 +49,7 @@ def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
 
 @torch.no_grad()
 def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: int) -> float:
-    """Of the targets that stand for text, `size` rows a pass; the same arithmetic for both sides."""
+    """Bits per byte of the targets that stand for text, `size` rows per pass; both sides use this arithmetic."""
     lengths = torch.from_numpy(token_bytes.astype(np.int64))
     nats, text = 0.0, 0
     for first in range(0, len(rows), size):
@@ -61,7 +61,9 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
 
 
 def ours(task: dict[str, Any]) -> Side:
-    """This repository's training step, as its scripts take it; with a horizon by the rules of base_train."""
+    """This repository's training step, with the calls that the scripts make.
+
+    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length."""
     from nanochat import dataloader, device
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.train import compile as compiling
@@ -97,20 +99,25 @@ def ours(task: dict[str, Any]) -> Side:
 
 
 def upstream(task: dict[str, Any]) -> Side:
-    """karpathy/nanochat's training step, as its base_train takes it.
+    """karpathy/nanochat's training step, with the calls that its base_train makes.
 
-    With a horizon by its schedules and decay, but at `scale` times its learning rates in place of its own factor for
-    the batch, which is 0.088 at 4,096 tokens and far too low there.
+    If the task has a number of steps, the run follows upstream's schedules and weight decay. Its learning rates are
+    multiplied by `scale` instead of upstream's own factor for the batch, which is 0.088 at 4,096 tokens: far too low.
     """
     from nanochat.gpt import GPT, GPTConfig
 
     if not hasattr(GPT, "setup_optimizer"):
-        raise SystemExit("this nanochat's GPT has no setup_optimizer; give a checkout of 2026, such as the newest")
+        raise SystemExit("the GPT of this nanochat has no setup_optimizer; give a checkout of 2026, such as the newest")
     shape, steps, scale = task["shape"], task["steps"], task["scale"]
-    model: Any = GPT(GPTConfig(**shape))  # upstream's, which a type checker does not see
+    model: Any = GPT(GPTConfig(**shape))  # upstream's class, which the type checker cannot see
     model.init_weights()
     decay = SHORT_DECAY if steps is None else upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
-    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}  # its base_train's
+    rates = {
+        "unembedding_lr": 0.008,
+        "embedding_lr": 0.3,
+        "matrix_lr": 0.02,
+        "scalar_lr": 0.5,
+    }  # its defaults
     optimizer = model.setup_optimizer(**{k: scale * rate for k, rate in rates.items()}, weight_decay=decay)
     base = [group["lr"] for group in optimizer.param_groups]
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model
@@ -135,14 +142,15 @@ def upstream(task: dict[str, Any]) -> Side:
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
-    """Its decay: 0.28 sqrt(B / 2^19) D_ref / D, a horizon D being 12 tokens a parameter of matrices and head."""
+    """Upstream's weight decay: 0.28 sqrt(B / 2^19) D_ref / D, where the horizon D is 12 tokens per parameter of the
+    matrices and the head."""
     scaling = 12 * shape["n_layer"] * shape["n_embd"] ** 2 + shape["vocab_size"] * shape["n_embd"]
     reference = 12 * 12 * 768**2 + shape["vocab_size"] * 768
     return 0.28 * math.sqrt(tokens_per_step / 2**19) * reference / scaling
 
 
 def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
-    """Its schedules: the factor on the rates, Muon's momentum, the factor on the decay."""
+    """Upstream's schedules: the factor on the learning rates, Muon's momentum, the factor on the weight decay."""
     down = round(0.65 * steps)
     left = steps - step
     lr = (step + 1) / 40 if step < 40 else 1.0 if left >= down else 0.05 + 0.95 * left / down
@@ -152,7 +160,7 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
 
 
 def matmuls(task: dict[str, Any]) -> Side:
-    """Every matrix of a training step multiplied forward and backward, in bf16, and nothing else."""
+    """The bare matrix products of a training step, forward and backward, in bf16."""
     shape, tokens = task["shape"], task["rows_per_step"] * task["shape"]["sequence_len"]
     width, layers = shape["n_embd"], shape["n_layer"]
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +174,7 @@ def matmuls(task: dict[str, Any]) -> Side:
 
     def step(number: int, batch: Batch) -> float:
         for x, weight, gradient, count in work:
-            for _ in range(count):  # the product, and the gradients of its two factors
+            for _ in range(count):  # the product, and the gradients of both factors
                 torch.mm(x, weight.mT)
                 torch.mm(gradient, weight)
                 torch.mm(gradient.mT, x)
@@ -208,7 +216,7 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
 
 
 def main() -> None:
-    """Answers go to the standard output; what either nanochat prints there goes to the standard error instead."""
+    """Print answers to standard output; whatever either nanochat prints is sent to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(json.loads(sys.argv[1]), sys.stdin, lambda answer: print(json.dumps(answer), file=answers, flush=True))

@@ -1,6 +1,6 @@
-"""One side of bench.gpu, in a process of its own: its `nanochat` is the one that PYTHONPATH names.
+"""Runs one side of bench.gpu in its own process; PYTHONPATH decides whose `nanochat` it imports.
 
-It takes its task as JSON in its first argument, and prints as its last line the seconds of each timed step.
+The first argument is the task as JSON. The last line of output is JSON with the seconds of each timed step.
 """
 
 import json
@@ -20,7 +20,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured: `step` trains on a step's passes and returns the loss in nats."""
+    """What is measured. `step` trains on the batches of one step and returns the loss in nats."""
 
     step: Callable[[Batches], float]
     attention: str
@@ -29,14 +29,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of update."""
+    """One step in the form that train.update takes."""
 
     num_targets: int
     micro_batches: Sequence[tuple[Tensor, ...]]
 
 
 def ours(task: dict[str, Any]) -> Side:
-    """This repository's training step, as base_train takes it."""
+    """This repository's training step, with the calls that base_train makes."""
     from nanochat import device
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.nn import kernels
@@ -53,7 +53,7 @@ def ours(task: dict[str, Any]) -> Side:
     model.to_empty(device=compute.device)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
-    wanted = None if task["compile"] else False  # where it works
+    wanted = None if task["compile"] else False  # None: compile where it works
     fast = compiling.compiled(
         model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head]
     )
@@ -69,14 +69,14 @@ def ours(task: dict[str, Any]) -> Side:
 
 
 def upstream(task: dict[str, Any]) -> Side:
-    """karpathy/nanochat's training step, as its base_train takes it."""
+    """karpathy/nanochat's training step, with the calls that its base_train makes."""
     from nanochat import flash_attention
     from nanochat.gpt import GPT, GPTConfig
 
     torch.set_float32_matmul_precision("high")
     where = torch.device(task["device"])
     with torch.device("meta"):
-        model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's, which a type checker does not see
+        model: Any = GPT(GPTConfig(**task["shape"]))  # upstream's class, which the type checker cannot see
     model.to_empty(device=where)
     model.init_weights()
     optimizer = model.setup_optimizer(
@@ -97,7 +97,7 @@ def upstream(task: dict[str, Any]) -> Side:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Warm up, and time each step by the clock; the last thing of a step is to read its loss, which waits for it."""
+    """Warm up, then measure the wall time of each step. A step ends by reading its loss, which waits for the device."""
     torch.manual_seed(42)
     start = time.perf_counter()
     side = {"ours": ours, "upstream": upstream}[task["side"]](task)
@@ -127,7 +127,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The answer goes to the standard output; what either nanochat prints there goes to the standard error instead."""
+    """Print the answer to standard output; whatever either nanochat prints is sent to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     print(json.dumps(measure(json.loads(sys.argv[1]))), file=answers, flush=True)

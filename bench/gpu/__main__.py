@@ -1,11 +1,11 @@
-"""Training on one accelerator, ours beside upstream nanochat's: tokens a second by the clock, MFU, memory.
+"""Measures training on one accelerator beside upstream nanochat: tokens per second of wall time, MFU, memory.
 
 python -m bench.gpu --depth 12 --upstream DIR     # DIR: a checkout of karpathy/nanochat
 python -m bench.gpu --depth 20 --rows 8 --no-compile
 
-Each side is a process that has the device alone; they take turns, ours first and last, so that a device that heats up
-slows both. Both train compiled on random tokens: speed does not depend on them. Upstream's attention is FlashAttention
-3 where its package can load it; NANOCHAT_FLASH_KERNEL gives ours the same.
+Each run is a process that has the device to itself. The sides take turns, ours first and last, so that a device that
+heats up slows both. Both sides train compiled models on random tokens, because speed does not depend on the tokens.
+Upstream uses FlashAttention 3 where its package can load it; NANOCHAT_FLASH_KERNEL makes ours use the same kernel.
 """
 
 import json
@@ -24,43 +24,43 @@ import torch
 from nanochat.common import UserError, log, run
 from nanochat.gpt import GPT, GPTConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
 class Config:
-    """Training speed on one accelerator: a line for each run, and as the last line one JSON object."""
+    """Print training speed on one accelerator: one line per run, and one JSON object on the last line."""
 
     depth: int = 12
-    """layers; channels are 64 x depth, heads have 128"""
+    """number of layers; the model has 64 x depth channels in heads of 128"""
     upstream: Path | None = None
-    """a checkout of karpathy/nanochat to run beside ours"""
+    """folder of a checkout of karpathy/nanochat to measure beside ours; default: ours alone"""
     rows: int = 16
-    """rows of a pass"""
+    """rows per pass; lower it when memory runs out"""
     passes: int = 4
-    """passes of a step"""
+    """passes per step"""
     max_seq_len: int = 2048
-    """tokens of a row"""
+    """tokens per row"""
     vocab_size: int = 32768
-    """tokens of the vocabulary"""
+    """tokens in the vocabulary"""
     steps: int = 10
-    """timed steps of a run, after three"""
+    """timed steps per run, after three steps of warm-up"""
     rounds: int = 2
-    """runs of each side"""
+    """runs per side; ours runs once more when there is an upstream"""
     compile: bool = True
-    """torch.compile, on both sides"""
+    """compile the models of both sides with torch.compile"""
     device_type: str = "cuda"
-    """cuda or npu; cpu for a trial, where bench.train is the benchmark"""
+    """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 
 
 def shape_of(cfg: Config) -> GPTConfig:
-    """The model of a depth, as both sides have it."""
+    """The model that both sides train at this depth."""
     heads = max(cfg.depth * 64 // 128, 1)
     return GPTConfig(cfg.max_seq_len, cfg.vocab_size, cfg.depth, heads, heads, heads * 128)
 
 
 def measure(side: str, cfg: Config) -> dict[str, Any]:
-    """One run of a side, in a process of its own; UserError with its last words if it fails."""
+    """Run one side in its own process; a failure is a UserError with the last lines it printed."""
     task = {"side": side, "shape": asdict(shape_of(cfg)), "rows": cfg.rows, "passes": cfg.passes, "steps": cfg.steps,
             "compile": cfg.compile, "device": cfg.device_type}  # fmt: skip
     home = cfg.upstream.resolve() if side == "upstream" and cfg.upstream else ROOT
@@ -69,18 +69,18 @@ def measure(side: str, cfg: Config) -> dict[str, Any]:
     eager = {} if cfg.compile else {"TORCHDYNAMO_DISABLE": "1"}  # upstream decorates its optimizer with torch.compile
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
-            [sys.executable, str(ROOT / "bench" / "gpu_side.py"), json.dumps(task)],
+            [sys.executable, str(ROOT / "bench" / "gpu" / "side.py"), json.dumps(task)],
             cwd=home, env={**alone, **own, **eager}, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         errors.seek(0)
         words = [line for line in errors.read().splitlines() if line.strip()][-5:]
-    raise UserError(f"{side} ended with code {done.returncode}:\n  " + "\n  ".join(words))
+    raise UserError(f"{side} ended with code {done.returncode}; its last lines:\n  " + "\n  ".join(words))
 
 
 def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The JSON object, from the median step of all runs of a side."""
+    """The JSON object; speeds come from the median step over all runs of a side."""
     tokens = cfg.rows * cfg.passes * cfg.max_seq_len
     with torch.device("meta"):
         flops = GPT(shape_of(cfg)).flops_per_token()
@@ -103,10 +103,12 @@ def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str
 
 
 def main(cfg: Config) -> None:
-    """Measure in turns."""
+    """Run the sides in turns, and print their figures."""
     if cfg.upstream is not None and not (cfg.upstream / "nanochat" / "gpt.py").is_file():
         raise UserError(
-            f"--upstream must name a checkout of karpathy/nanochat, got {cfg.upstream}, which has no nanochat/gpt.py", 2
+            f"--upstream must name a checkout of karpathy/nanochat, got {cfg.upstream}, which has no nanochat/gpt.py. "
+            "Clone the repository, and give the folder that holds its README.",
+            exit_code=2,
         )
     for name in ("depth", "rows", "passes", "steps", "rounds"):
         if getattr(cfg, name) < 1:
@@ -117,8 +119,9 @@ def main(cfg: Config) -> None:
     for side in sides:
         told = measure(side, cfg)
         runs.append((side, told))
-        log(f"{side:<10}{1000 * median(told['seconds']):>9.1f} ms a step, first step after {told['start']:.0f} s, "
-            f"{told['memory'] / 1e9:.1f} GB, attention: {told['attention']}, loss {told['loss']:.3f}")  # fmt: skip
+        log(f"{side:<10}{1000 * median(told['seconds']):>9.1f} ms per step, first step done after "
+            f"{told['start']:.0f} s, {told['memory'] / 1e9:.1f} GB, attention: {told['attention']}, "
+            f"loss {told['loss']:.3f}")  # fmt: skip
     print(json.dumps(figures(cfg, runs)), flush=True)
 
 

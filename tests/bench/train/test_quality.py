@@ -1,4 +1,4 @@
-"""What runs learn in bench.train: curves by hand, upstream's schedules by a table, real processes on tiny sizes."""
+"""What runs learn in bench.train: curves and upstream's schedules by hand, and real processes at tiny sizes."""
 
 import math
 from dataclasses import replace
@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench import train_quality as quality
-from bench.train_quality import Learned
-from bench.train_side import Side, bits_per_byte, upstream_decay, upstream_factors
-from bench.train_worker import Variant
-from tests.bench.test_train import fake_upstream, tiny_plan
+from bench.train import quality
+from bench.train.quality import Learned
+from bench.train.side import Side, bits_per_byte, upstream_decay, upstream_factors
+from bench.train.worker import Variant
+from tests.bench.train.test_train import fake_upstream, tiny_plan
 
 OURS, THEIRS = Variant("ours", "bfloat16", True), Variant("upstream", "bfloat16", True)
 
 
 def test_bits_per_byte_counts_text_and_no_special_token() -> None:
-    """Tokens 1 and 2 stand for 1 and 3 bytes, token 0 for none; each target costs ln 2 nats times its own number."""
+    """Tokens 1 and 2 have 1 and 3 bytes, token 0 has none; each target costs one bit more than its id."""
     side = Side(lambda number, batch: 0.0, lambda batch: (batch[1] + 1.0).flatten() * math.log(2), 0)
     rows = np.array([[1, 2, 0, 1], [0, 0, 2, 2], [2, 1, 1, 1]], np.uint16)
     nats, size = [3 + 2, 3 + 3, 2 + 2 + 2], [3 + 1, 3 + 3, 3]
@@ -56,7 +56,7 @@ def test_upstream_runs_once_at_each_scale() -> None:
 
 
 def test_upstreams_schedules_by_hand() -> None:
-    """40 steps up, flat until 65 % are left, down to 0.05; momentum 0.85 to 0.97 in 400 steps, then to 0.90."""
+    """Rates rise for 40 steps and fall to 0.05 over the last 65 %; momentum rises to 0.97 and falls to 0.90."""
     assert upstream_factors(0, 200) == (1 / 40, 0.85, 1.0)
     assert upstream_factors(39, 200)[0] == 1.0 == upstream_factors(70, 200)[0]
     assert upstream_factors(135, 200) == pytest.approx((0.525, 0.8905, 0.5 * (1 + math.cos(math.pi * 0.675))))
@@ -65,7 +65,7 @@ def test_upstreams_schedules_by_hand() -> None:
 
 
 def test_upstreams_decay_by_hand() -> None:
-    """At the reference's shape the horizons are equal; a batch of 2^17 halves what is left."""
+    """At the reference shape the horizons are equal, and a batch of 2^17 halves the decay."""
     shape = {"n_layer": 12, "n_embd": 768, "vocab_size": 4096}
     assert upstream_decay(shape, 2**19) == pytest.approx(0.28)
     assert upstream_decay(shape, 2**17) == pytest.approx(0.14)
@@ -83,7 +83,7 @@ def test_runs_learn_in_turns_by_their_rules(tmp_path: Path, monkeypatch: pytest.
     rows = np.load(tmp_path / "rows" / "rows.npy")[-4:, 1:].astype(np.int64)
     lengths = torch.from_numpy(np.load(tmp_path / "rows" / "token_bytes.npy").astype(np.int64))[torch.from_numpy(rows)]
     untrained = math.log2(300) * int((lengths > 0).sum()) / int(lengths.sum())
-    assert fast.bits_per_byte < slow.bits_per_byte < untrained  # its rates were scaled
+    assert fast.bits_per_byte < slow.bits_per_byte < untrained  # the rates of `fast` were scaled
     assert own.bits_per_byte < untrained
     assert own.curve[0][0] < own.curve[1][0] == own.seconds
     assert {"bpb", "bpb_minus_upstream_best", "time_to_bpb_vs_upstream_best"} == quality.figures(learned).keys()

@@ -1,4 +1,4 @@
-"""How often ranks speak to each other, and how many bytes they send: a dispatch mode that counts collectives."""
+"""Counts collectives and the bytes that they send, as a dispatch mode of torch."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def sent(name: str, group: ProcessGroup, args: tuple[Any, ...]) -> float:
-    """Bytes that each rank of a group sends on the average in one collective, by the ring algorithms' cost."""
+    """Bytes that a rank of the group sends in one collective, on average, by the cost of the ring algorithms."""
     ranks = group.size()
 
     def size(tensor: Tensor) -> int:
@@ -21,9 +21,9 @@ def sent(name: str, group: ProcessGroup, args: tuple[Any, ...]) -> float:
         return sum(map(size, args[1])) * (ranks - 1)
     if name == "_reduce_scatter_base_":  # output, input
         return size(args[0]) * (ranks - 1)
-    if name == "allreduce_":  # a list of tensors: reduce-scatter, then all-gather
+    if name == "allreduce_":  # a list of tensors; a reduce-scatter, then an all-gather
         return sum(map(size, args[0])) * 2 * (ranks - 1) / ranks
-    if name == "alltoall_base_":  # output, input, group, sizes out, sizes in: all but its own part
+    if name == "alltoall_base_":  # output, input, group, output sizes, input sizes; a rank sends all but its own part
         splits = args[4]
         own = splits[group.rank()] * args[1].element_size() if splits else size(args[1]) / ranks
         return size(args[1]) - own
@@ -31,11 +31,11 @@ def sent(name: str, group: ProcessGroup, args: tuple[Any, ...]) -> float:
         return sum(map(size, args[0])) * (ranks - 1) / ranks
     if name == "barrier":
         return 0
-    raise NotImplementedError(f"no cost is known for c10d::{name}")
+    raise NotImplementedError(f"the cost of c10d::{name} is not known; add it to sent()")
 
 
 class Wire(TorchDispatchMode):
-    """While it is on: `calls` and `bytes` of this rank by the collective's name; of groups of one rank nothing."""
+    """While active, counts this rank's `calls` and `bytes` by the collective's name, except in groups of one rank."""
 
     def __init__(self) -> None:
         super().__init__()

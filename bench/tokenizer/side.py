@@ -1,6 +1,6 @@
-"""One side of bench.tokenizer, in a process of its own, with the peer that PYTHONPATH names or with ours.
+"""Runs one side of bench.tokenizer in its own process; PYTHONPATH decides whose package it imports.
 
-It takes its task as JSON in its first argument and answers with one line of JSON. Used by bench.tokenizer only.
+The first argument is the task as JSON, and the answer is one line of JSON. Only bench.tokenizer starts this file.
 """
 
 import base64
@@ -21,7 +21,7 @@ SEPARATOR = "\0"
 
 
 def documents(paths: Sequence[str]) -> Iterator[str]:
-    """The documents of some files of the corpus, read a block at a time."""
+    """The documents of these files of the corpus, read one block at a time."""
     for path in paths:
         rest = b""
         with open(path, "rb") as file:
@@ -34,25 +34,25 @@ def documents(paths: Sequence[str]) -> Iterator[str]:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What work returns, with its CPU seconds over all threads, and wall seconds."""
+    """The result of `work`, with its CPU seconds over all threads and its wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return result, {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """One hash of many byte strings, their borders included."""
+    """One hash over many byte strings and the borders between them."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
     return whole.hexdigest()
 
 
-# --- training: the tokens in the order learned -----------------------------------------------------------
+# --- training: returns the tokens in the order they were learned ------------------------------------------
 
 
 def train_rustbpe(task: dict[str, Any]) -> list[bytes]:
-    """Ours and karpathy's have the same names; PYTHONPATH decides."""
+    """Train with our rustbpe or karpathy's: both have the same names, and PYTHONPATH decides which is imported."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer()
@@ -61,7 +61,7 @@ def train_rustbpe(task: dict[str, Any]) -> list[bytes]:
 
 
 def train_tokenizers(task: dict[str, Any]) -> list[bytes]:
-    """Hugging Face's trainer, with the same pattern."""
+    """Train with Hugging Face tokenizers and the same split pattern."""
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
@@ -74,11 +74,13 @@ def train_tokenizers(task: dict[str, Any]) -> list[bytes]:
     )  # fmt: skip
     tokenizer.train_from_iterator(documents(task["files"]), trainer)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [token.encode() for token, _ in ranks]  # spelled in letters for bytes: compared by number only
+    return [
+        token.encode() for token, _ in ranks
+    ]  # bytes are spelled as letters here, so only the number of tokens is compared
 
 
 def train_gigatoken(task: dict[str, Any]) -> list[bytes]:
-    """gigatoken's trainer knows one pattern, its own."""
+    """Train with gigatoken, which supports only its own split pattern."""
     gigatoken = importlib.import_module("gigatoken")
     source = gigatoken.TextFileSource(task["files"], separator=SEPARATOR)
     trained = gigatoken.train_bpe(source, task["vocab_size"], [])
@@ -91,7 +93,7 @@ TRAINERS = {
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train once. The peak is the whole process's; `own` is what training added to it."""
+    """Train once. `peak` is the peak memory of the whole process, `own` what training added to it, both in bytes."""
     before = peak()
     tokens, seconds = timed(lambda: TRAINERS[task["side"]](task))
     answer = {**seconds, "peak": peak(), "own": peak() - before, "tokens": len(tokens), "digest": digest(tokens)}
@@ -102,20 +104,21 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
 # --- encoding: ids of every document ----------------------------------------------------------------------
 
-Encode = Callable[[list[str]], Any]  # gives an iterable with the ids of each text
+Encode = Callable[[list[str]], Any]  # returns an iterable with the ids of each text
 
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
-    """A vocabulary as tiktoken keeps it: a line of base64 and rank for each token."""
+    """Write a vocabulary in tiktoken's format: a line with base64 and rank for each token."""
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
 
 
 def read_ranks(path: str) -> list[bytes]:
+    """Read the tokens that write_ranks wrote, by rank."""
     return [base64.b64decode(line.split()[0]) for line in Path(path).read_text().splitlines()]
 
 
 class Rows:
-    """Ids one after another, as a sequence of rows."""
+    """A flat array of ids and the ends of its rows, as an iterable of rows."""
 
     def __init__(self, ids: Any, ends: Any):
         self.ids, self.ends = ids, ends
@@ -131,7 +134,7 @@ class Rows:
 
 
 def encoder_ours(task: dict[str, Any]) -> Encode:
-    """This repository's, with numpy arrays."""
+    """Encode with this repository's rustbpe, into numpy arrays."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer.from_ranks(read_ranks(task["ranks"]), task["pattern"])
@@ -144,7 +147,7 @@ def encoder_ours(task: dict[str, Any]) -> Encode:
 
 
 def encoder_rustbpe(task: dict[str, Any]) -> Encode:
-    """karpathy's has no way to load a vocabulary: it trains on the same text first."""
+    """Encode with karpathy's rustbpe. It cannot load a vocabulary, so it trains on the same text first."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer()
@@ -153,6 +156,7 @@ def encoder_rustbpe(task: dict[str, Any]) -> Encode:
 
 
 def encoder_tiktoken(task: dict[str, Any]) -> Encode:
+    """Encode with tiktoken, from the same ranks and split pattern."""
     tiktoken = importlib.import_module("tiktoken")
     ranks = {token: rank for rank, token in enumerate(read_ranks(task["ranks"]))}
     encoding = tiktoken.Encoding("bench", pat_str=task["pattern"], mergeable_ranks=ranks, special_tokens={})
@@ -162,13 +166,14 @@ def encoder_tiktoken(task: dict[str, Any]) -> Encode:
 
 
 def encoder_tokenizers(task: dict[str, Any]) -> Encode:
+    """Encode with Hugging Face tokenizers, from our vocabulary exported as tokenizer.json."""
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(task["json"])
     return lambda texts: [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def encoder_gigatoken(task: dict[str, Any]) -> Encode:
-    """From the same ranks, with the pattern of GPT-4, which it calls gpt4."""
+    """Encode with gigatoken, from the same ranks and with GPT-4's pattern, which it calls gpt4."""
     gigatoken = importlib.import_module("gigatoken")
     tokenizer = gigatoken.Tokenizer.from_tiktoken(task["ranks"], pretokenizer="gpt4")
     return lambda texts: tokenizer.encode_batch(texts, parallel=task["threads"] > 1)
@@ -181,8 +186,8 @@ ENCODERS = {
 
 
 def encode(task: dict[str, Any]) -> dict[str, Any]:
-    """Encode all documents twice: cold with a new encoder, then warm."""
-    import numpy as np  # not in the time of whoever needs it first
+    """Encode all documents twice: cold, with a new encoder, and then warm."""
+    import numpy as np  # so that its import is not measured
 
     texts = sample(task)
     encoder = ENCODERS[task["side"]](task)
@@ -199,14 +204,14 @@ def encode(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def sample(task: dict[str, Any]) -> list[str]:
-    """Documents from all over the files, with about `most_bytes` together."""
+    """Documents spread over the files, about `most_bytes` in all."""
     size = sum(Path(file).stat().st_size for file in task["files"])
     every = max(1, round(size / task["most_bytes"]))
     return [text for number, text in enumerate(documents(task["files"])) if number % every == 0]
 
 
 def run_of_han(task: dict[str, Any]) -> dict[str, Any]:
-    """A million Han letters in a row beside the text that they are taken from: CPU seconds per byte of each."""
+    """Compare a run of a million Han letters with the text that the letters come from, in CPU seconds per byte."""
     texts = sample(task)
     letters = (letter for text in texts for letter in text if "\u4e00" <= letter <= "\u9fff")
     run = "".join(itertools.islice(itertools.cycle(letters), 1_000_000))
@@ -219,12 +224,12 @@ def run_of_han(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak() -> int:
-    """The most memory this process has held, in bytes."""
+    """The peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:
-    """Answers go to the standard output; what a peer prints there goes to the standard error instead."""
+    """Print the answer to standard output; whatever a peer prints is sent to standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     task = json.loads(sys.argv[1])

@@ -1,10 +1,11 @@
-"""What data costs: preparing it, packing it, loading it and waiting for it, in CPU seconds of one run.
+"""Measures the cost of data: tokenising, packing and loading it, and how long training waits for it.
 
-python -m bench.data --quick            # within 50 seconds, no peer
-python -m bench.data --upstream DIR     # DIR: a checkout of karpathy/nanochat, whose loader reads the same shards
+python -m bench.data --quick            # ends within 50 seconds, measures ours alone
+python -m bench.data --upstream DIR     # DIR: a checkout of karpathy/nanochat; its loader reads the same shards
 
-The text is Python's standard library, which is on every host, cut into documents as long as web pages are: lengths
-are drawn from a log-normal distribution (median 2,700 characters, sigma 0.95: about 900 tokens in the mean).
+The text is Python's standard library, because every host has it. It is cut into documents as long as web pages: lengths
+come from a log-normal distribution with a median of 2,700 characters and sigma 0.95, about 900 tokens on average.
+Times are CPU seconds of one run.
 """
 
 import json
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.ranks import D4
-from bench.train_rows import standard_library
+from bench.ranks.group import D4
+from bench.train.rows import standard_library
 from nanochat import dataloader, device
 from nanochat.common import UserError, log, run
 from nanochat.data.corpora import Corpus
@@ -39,26 +40,26 @@ from nanochat.tokenizer import FILE_NAME, Tokenizer, cores
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
 
-ROOT = Path(__file__).resolve().parent.parent
-LENGTH, BATCH = 2048, 16  # of the loaders: the default context, rows of a pass
+SIDE = Path(__file__).resolve().parent / "upstream_side.py"
+LENGTH, BATCH = 2048, 16  # what the loaders are measured at: the default context, and rows per pass
 VOCABULARY = 32_768
 MEDIAN, SIGMA, SEED = 2_700, 0.95, 0  # characters
-PASSES = 12  # over the text; --quick takes a third of them, over a quarter of the text
+PASSES = 12  # how often the text is used; --quick uses a quarter of the text, a third as often
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What packing does to documents."""
+    """How much packing loses of the documents, each as a share from 0 to 1."""
 
-    lost: float  # share of tokens that stand in no row
-    cut_documents: float  # share of documents that do not stand whole in one row
-    longer_than_a_row: float  # share of documents that no plan could leave whole
-    headless: float  # share of tokens in pieces that are not the beginning of their document
-    padding: float  # share of cells that hold nothing
+    lost: float  # tokens that are in no row
+    cut_documents: float  # documents that are not whole in one row
+    longer_than_a_row: float  # documents that no plan could keep whole
+    headless: float  # tokens in pieces that do not begin their document
+    padding: float  # cells that hold no token
 
 
 def documents(text: str, passes: int) -> Iterator[str]:
-    """A text cut into documents, so often, each time at other places."""
+    """Cut the text into documents `passes` times, at different places each time."""
     draw = np.random.default_rng(SEED)
     for _ in range(passes):
         at = 0
@@ -69,7 +70,7 @@ def documents(text: str, passes: int) -> Iterator[str]:
 
 
 def make_corpus(folder: Path, quick: bool) -> tuple[Corpus, Tokenizer]:
-    """The corpus in four shards, and a tokenizer trained on its text."""
+    """Write the corpus as four shards, and train a tokenizer on its text."""
     some = standard_library().documents
     text = "\n".join(some[:: 4 if quick else 1])
     tokenizer = Tokenizer.train(some, VOCABULARY)
@@ -79,12 +80,12 @@ def make_corpus(folder: Path, quick: bool) -> tuple[Corpus, Tokenizer]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (0, resource.RUSAGE_CHILDREN)))
 
 
 def measure_preparation(corpus: Corpus, tokenizer: Tokenizer, processes: int) -> tuple[TokenSet, dict[str, float]]:
-    """Tokenise the corpus anew: tokens per CPU second, everything counted, and per second."""
+    """Tokenise the corpus from scratch; return its tokens, and the tokens per CPU second and per second."""
     for folder in corpus.folder.glob("tokens-*"):
         shutil.rmtree(folder)
     wall, cpu = time.perf_counter(), cpu_seconds()
@@ -94,7 +95,7 @@ def measure_preparation(corpus: Corpus, tokenizer: Tokenizer, processes: int) ->
 
 
 def packing_loss(token_set: TokenSet, plan: Plan) -> Loss:
-    """Count what a plan makes of its documents."""
+    """Count what a packing plan loses of its documents."""
     lengths = token_set.lengths()
     begins = np.cumsum(lengths) - lengths
     real = plan.packing.lengths > 0
@@ -115,7 +116,7 @@ def packing_loss(token_set: TokenSet, plan: Plan) -> Loss:
 
 
 def loader_speed(rows: dataloader.Source, compute: Compute, batches: int) -> dict[str, float]:
-    """Tokens per CPU second of one rank's loader, and what its first step takes."""
+    """One rank's loader: tokens per CPU second, and the time to its first step."""
     rows_per_step = BATCH * compute.world_size
     wall, cpu = time.perf_counter(), time.process_time()
     stream = dataloader.steps(rows, 0, rows_per_step, BATCH, compute)
@@ -129,7 +130,7 @@ def loader_speed(rows: dataloader.Source, compute: Compute, batches: int) -> dic
 
 
 def copy_speed(token_set: TokenSet) -> float:
-    """Tokens per CPU second of nothing but reading the mapped files into int64: the most that a loader can reach."""
+    """Tokens per CPU second of copying the mapped files to int64 and doing nothing else: the limit of any loader."""
     cpu = time.process_time()
     for _ in range(5):
         for part in token_set.parts:
@@ -138,7 +139,7 @@ def copy_speed(token_set: TokenSet) -> float:
 
 
 def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> float:
-    """The part of a training step that is spent in waiting for its rows; a small model, one thread."""
+    """The share of a training step spent waiting for its rows, with a small model on one thread; the median step."""
     model = GPT(D4, compute.dtype)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
@@ -150,11 +151,11 @@ def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> floa
         came = time.perf_counter()
         update(model, optimizers, step, scale, compute)
         shares.append((came - begin) / (time.perf_counter() - begin))
-    return median(shares[1:])  # before the first there was nothing to compute meanwhile
+    return median(shares[1:])  # nothing was computed while the first rows were loaded
 
 
 def small_rows(token_set: TokenSet, tokenizer: Tokenizer) -> dataloader.Rows:
-    """Rows as waiting_share's model takes them: its vocabulary is smaller, so tokens are folded into it."""
+    """Rows for waiting_share's model, whose vocabulary is smaller: token ids are taken modulo its size."""
     packed = plan(token_set, D4.sequence_len + 1, cut=True)
 
     class Folded(dataloader.Rows):
@@ -166,7 +167,7 @@ def small_rows(token_set: TokenSet, tokenizer: Tokenizer) -> dataloader.Rows:
 
 
 def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path, batches: int) -> dict[str, Any]:
-    """Upstream's loader on the same shards and vocabulary. UserError with its last words if it fails."""
+    """Measure upstream's loader on the same shards and vocabulary; a failure is a UserError with its last lines."""
     home = folder / "upstream"
     home.mkdir()
     (home / "base_data_climbmix").symlink_to(corpus.folder)
@@ -175,12 +176,12 @@ def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**alone, "PYTHONPATH": str(peer), "NANOCHAT_BASE_DIR": str(home), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "data_side.py"), json.dumps(task)],
+        [sys.executable, str(SIDE), json.dumps(task)],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         words = "\n  ".join(done.stderr.strip().splitlines()[-5:])
-        raise UserError(f"upstream's loader ended with code {done.returncode}:\n  {words}")
+        raise UserError(f"upstream's loader ended with code {done.returncode}; its last lines:\n  {words}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -189,28 +190,31 @@ def upstream_side(folder: Path, corpus: Corpus, tokenizer: Tokenizer, peer: Path
 
 @dataclass(frozen=True)
 class Config:
-    """What data costs: a table, and as the last line one JSON object."""
+    """Print what data costs as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """less text, fewer steps, no peer: ends within 50 seconds"""
+    """use less text and fewer steps and measure ours alone, so that it ends within 50 seconds"""
     upstream: Path | None = None
-    """a checkout of karpathy/nanochat, whose loader reads the same shards"""
+    """folder of a checkout of karpathy/nanochat, whose loader is measured on the same shards; default: ours alone"""
 
 
 def check(cfg: Config) -> None:
-    """Refuse what cannot be measured."""
+    """Raise UserError for flags that do not fit together."""
     if cfg.quick and cfg.upstream is not None:
-        raise UserError("--quick measures ours alone; leave out --quick or --upstream", exit_code=2)
+        raise UserError(
+            "--quick measures ours alone, so it cannot be used with --upstream; leave out --quick or --upstream",
+            exit_code=2,
+        )
     if cfg.upstream is not None and not (cfg.upstream / "nanochat" / "dataloader.py").is_file():
         raise UserError(
             f"--upstream must name a checkout of karpathy/nanochat, got {cfg.upstream}, which has no "
-            "nanochat/dataloader.py. Clone it, and give the folder that holds its README.",
+            "nanochat/dataloader.py. Clone the repository, and give the folder that holds its README.",
             exit_code=2,
         )
 
 
 def measure(cfg: Config, folder: Path) -> dict[str, Any]:
-    """All figures, in a folder for the files."""
+    """Measure everything; files are written to `folder`."""
     corpus, tokenizer = make_corpus(folder / "web", cfg.quick)
     compute = device.compute_init("cpu")
     batches = 40 if cfg.quick else 200
@@ -236,13 +240,13 @@ def measure(cfg: Config, folder: Path) -> dict[str, Any]:
         "waiting_share": waiting_share(small_rows(tokens, tokenizer), compute, 8 if cfg.quick else 30),
     }
     if cfg.upstream is not None:
-        once = packed.rows // BATCH // 2  # it loses part of what it reads, and must read nothing twice
+        once = packed.rows // BATCH // 2  # it drops part of what it reads, and must not read anything twice
         found["upstream"] = upstream_side(folder, corpus, tokenizer, cfg.upstream.resolve(), once)
     return found
 
 
 def table(found: dict[str, Any]) -> Iterator[str]:
-    """The lines to read."""
+    """The lines of the table."""
     peer = found.get("upstream")
 
     def line(name: str, ours: str, goal: str = "", theirs: str = "") -> str:
@@ -254,23 +258,23 @@ def table(found: dict[str, Any]) -> Iterator[str]:
     yield line("", "ours", "goal", "upstream")
     yield line("prepare, tokens per CPU second", speed(found["prepare"]["tokens_per_cpu_second"]), ">= 1 M")
     many = found["prepare_processes"]
-    yield line("  in processes", speed(many["tokens_per_cpu_second"]), ">= 1 M")
-    yield line("  in processes, tokens per second", speed(many["tokens_per_second"]))
+    yield line("  in several processes", speed(many["tokens_per_cpu_second"]), ">= 1 M")
+    yield line("  in several processes, tokens per second", speed(many["tokens_per_second"]))
     yield line("packing plan, tokens per CPU second", speed(found["plan_tokens_per_cpu_second"]))
     lost = found["packing"]
-    yield line("tokens that stand in no row", f"{lost['lost']:.2%}", "less", f"{peer['lost']:.2%}" if peer else "")
+    yield line("tokens that are in no row", f"{lost['lost']:.2%}", "less", f"{peer['lost']:.2%}" if peer else "")
     cut = f"{peer['cut_documents']:.2%}" if peer else ""
-    yield line("documents not whole in one row", f"{lost['cut_documents']:.2%}", "less", cut)
+    yield line("documents that are not whole in one row", f"{lost['cut_documents']:.2%}", "less", cut)
     yield line("  longer than a row", f"{lost['longer_than_a_row']:.2%}")
-    yield line("tokens in pieces without a beginning", f"{lost['headless']:.2%}", "", "0.00%")
+    yield line("tokens in pieces that begin no document", f"{lost['headless']:.2%}", "", "0.00%")
     yield line("padding", f"{lost['padding']:.2%}", "", "0.00%")
     theirs = speed(peer["tokens_per_cpu_second"]) if peer else ""
     yield line(
-        "loader, tokens per CPU second and rank", speed(found["loader"]["tokens_per_cpu_second"]), ">= 5 M", theirs
+        "loader of a rank, tokens per CPU second", speed(found["loader"]["tokens_per_cpu_second"]), ">= 5 M", theirs
     )
     yield line("  rank 3 of 4", speed(found["loader_rank_of_4"]["tokens_per_cpu_second"]), ">= 5 M")
-    yield line("  a mixture", speed(found["loader_mixture"]["tokens_per_cpu_second"]), ">= 5 M")
-    yield line("  a bare copy of the mapped tokens", speed(found["copy_tokens_per_cpu_second"]))
+    yield line("  of a mixture", speed(found["loader_mixture"]["tokens_per_cpu_second"]), ">= 5 M")
+    yield line("  limit: a bare copy of the mapped tokens", speed(found["copy_tokens_per_cpu_second"]))
     first = f"{peer['first_cpu_seconds']:.3f}" if peer else ""
     yield line("first step, CPU seconds", f"{found['loader']['first_cpu_seconds']:.3f}", "", first)
     yield line("waiting for data, share of a step", f"{found['waiting_share']:.3%}", "< 0.5 %")
@@ -282,7 +286,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(cfg, Path(folder))
-    log(f"{found['documents']:,} documents, {found['tokens']:,} tokens; rows of {LENGTH:,}, {BATCH} to a step")
+    log(f"{found['documents']:,} documents, {found['tokens']:,} tokens; rows of {LENGTH:,} tokens, {BATCH} rows a step")
     for line in table(found):
         log(line)
     print(json.dumps({"benchmark": "data", **_rounded(found)}), flush=True)

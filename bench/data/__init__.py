@@ -1,0 +1,1 @@
+"""What preparing, packing and loading data costs."""

@@ -1,0 +1,1 @@
+"""Training speed on one accelerator beside upstream."""

@@ -1,0 +1,1 @@
+"""Operators that one training step launches on an NPU."""

@@ -1,0 +1,1 @@
+"""Training and encoding speed of the tokenizer beside its peers."""

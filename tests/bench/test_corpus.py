@@ -1,0 +1,69 @@
+"""The corpus of real text: documents from packages, and their kinds."""
+
+import gzip
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import corpus
+from nanochat.common import UserError, read_json
+
+
+def test_documents_lose_their_markup_and_nothing_else() -> None:
+    page = "<html><script>if (a < b) {}</script><p>One &amp; two</p>\n\n\n<b>three</b></html>" + "x" * 200
+    assert corpus.document("a.html", page.encode()) == "One & two\n\nthree" + "x" * 200 + "\n"
+    assert corpus.document("a.txt", ("<b>" + "x" * 300 + "\0").encode()) == "<b>" + "x" * 300
+    assert corpus.document("a.txt", b"\xff" * 300) is None
+    assert corpus.document("a.txt", b"short") is None
+
+
+def test_the_kind_of_a_document_follows_from_its_name_or_its_letters() -> None:
+    assert corpus.kind_of("a/b.hpp", "中文" * 100) == "code"
+    assert corpus.kind_of("a.txt", "中" * 2 + "x" * 10) == "chinese"
+    assert corpus.kind_of("a.txt", "中" + "x" * 10) == "english"
+
+
+def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
+    """Build a Debian package with these files."""
+    root = folder / "root"
+    (root / "DEBIAN").mkdir(parents=True)
+    control = (
+        f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: A <a@b>\nDescription: x\nInstalled-Size: 900\n"
+    )
+    (root / "DEBIAN" / "control").write_text(control)
+    for path, data in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    built = ["dpkg-deb", "--build", str(root), str(folder / f"{name}_1_all.deb")]
+    subprocess.run(built, check=True, capture_output=True)
+    shutil.rmtree(root)
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb makes the packages")
+def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chinese, english = "中文文档。" * 100, "English text. " * 100
+    files = {
+        "usr/share/doc/a.html": f"<p>{chinese}</p>".encode(),
+        "usr/share/doc/b.txt.gz": gzip.compress(english.encode()),
+        "usr/share/doc/again.txt": english.encode(),
+        "usr/include/c.h": b"int x;\n" * 100,
+        "usr/share/doc/picture.png": b"x" * 1000,
+    }
+    (tmp_path / "packages").mkdir()
+    package(tmp_path / "packages", "docs", files)
+    monkeypatch.setattr(corpus, "PACKAGES", {"chinese": ("docs", "gone"), "english": ("docs",), "code": ("docs",)})
+    monkeypatch.setattr(corpus.shutil, "which", lambda name: name)
+    config = corpus.Config(tmp_path, english=1, chinese=1, code=1)
+    corpus.main(config)
+    assert corpus.read(tmp_path / "chinese.txt") == [chinese + "\n"]
+    assert corpus.read(tmp_path / "english.txt") == [english]
+    assert corpus.read(tmp_path / "code.txt") == ["int x;\n" * 100]
+    about = read_json(tmp_path / "about.json")["kinds"]
+    assert about["english"] == {"bytes": len(english), "documents": 1, "packages": ["docs_1_all"]}
+    (tmp_path / "code.txt").write_text("kept")
+    corpus.main(config)
+    assert (tmp_path / "code.txt").read_text() == "kept", "a corpus of this size is not made again"
+    with pytest.raises(UserError, match="--code must not be negative"):
+        corpus.main(corpus.Config(tmp_path, code=-1))
