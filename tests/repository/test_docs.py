@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import pytest
 from markdown_it import MarkdownIt
 
-from dev.house import FLOOR
 from nanochat import common
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,11 +22,13 @@ SHELL = ("bash", "sh", "shell")
 COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
 OURS = ("nanochat", "scripts", "bench")
 NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_ops.side")  # they read no flags
+LINKS = ("link_open", "image")
+IN_HTML = re.compile(r'(?:href|src|srcset)="([^"]*)"')  # of <picture>, which Markdown has no form for
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
 # Scripts that hand their flags on: to the module that is their first word, or to one of their own.
 HANDS_ON = {"runs/multinode_npu.sh": "", "runs/train_with_fineweb.sh": "scripts.base_train"}
 
-# Documents whose twin is not called X.zh.md or X.en.md.
+# Documents whose twin is not called X.zh.md, X.en.md or zh/X.md.
 TWINS = {
     "华为昇腾运行指南.md": "docs/en/ascend-guide.md",
     "故障排除手册.md": "docs/en/troubleshooting.md",
@@ -72,21 +73,22 @@ def read(text: str) -> Document:
     return Document(
         tuple(int(token.tag[1]) for token in tokens if token.type == "heading_open"),
         tuple((token.info.strip(), token.content) for token in tokens if token.type == "fence"),
-        tuple(
-            unquote(str(t.attrs.get("href") or t.attrs.get("src"))) for t in inline if t.type in ("link_open", "image")
+        (
+            *(unquote(str(t.attrs.get("href") or t.attrs.get("src"))) for t in inline if t.type in LINKS),
+            *(link for t in [*tokens, *inline] if t.type.startswith("html") for link in IN_HTML.findall(t.content)),
         ),
         tuple(t.content for t in inline if t.type == "code_inline"),
     )
 
 
 def documents() -> list[str]:
-    folders = [ROOT, ROOT / "docs", ROOT / "docs/en", ROOT / "dev", ROOT / "rustbpe"]
+    folders = [ROOT, ROOT / "docs", ROOT / "docs/en", ROOT / "docs/zh", ROOT / "dev", ROOT / "rustbpe"]
     return sorted(file.relative_to(ROOT).as_posix() for folder in folders for file in folder.glob("*.md"))
 
 
 def twins() -> list[tuple[str, str]]:
-    """Pairs of one document in two languages: X.md with X.zh.md or X.en.md, and those of TWINS."""
-    pairs = [(re.sub(r"\.(zh|en)\.md$", ".md", name), name) for name in documents()]
+    """Pairs of one document in two languages: X.md with X.zh.md, X.en.md or zh/X.md, and those of TWINS."""
+    pairs = [(re.sub(r"\.(zh|en)\.md$", ".md", name.replace("docs/zh/", "docs/")), name) for name in documents()]
     return [*((plain, other) for plain, other in pairs if plain != other), *TWINS.items()]
 
 
@@ -230,25 +232,6 @@ def test_launch_lines_of_modules_are_understood() -> None:
     assert launchable == {f"scripts/{file.name}" for file in (ROOT / "scripts").glob("[!_]*.py")}
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/architecture.zh.md"])
-def test_the_tree_has_every_file_on_its_floor(name: str) -> None:
-    tree = read((ROOT / name).read_text(encoding="utf-8")).blocks[0][1].partition("\nscripts/")[0]
-    told: dict[str, int] = {}
-    floor, room = -1, ""
-    for line in tree.splitlines()[1:]:
-        depth, word = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        if word == "floor":
-            floor = int(line.split()[1])
-            continue
-        room = word if depth == 2 else room
-        told[word if depth == 2 else room + word] = floor
-    files = {path.relative_to(ROOT / "nanochat").as_posix() for path in (ROOT / "nanochat").glob("**/*.py")}
-    seen = {path for path in files if path.count("/") < 2 and not path.endswith("__init__.py")}
-    assert {path: FLOOR[path.split("/")[0].removesuffix(".py")] for path in seen} == {
-        path: number for path, number in told.items() if path.endswith(".py")
-    }
-
-
 def anchors(text: str) -> set[str]:
     """What `#` of a link may name: headings in lower case, blanks as hyphens, without punctuation."""
     tokens = MarkdownIt("commonmark").parse(text)
@@ -264,6 +247,8 @@ def test_links_lead_to_files_that_exist(name: str) -> None:
     local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
     missing = [link for link in local if link and not ((ROOT / name).parent / link).exists()]
     assert not missing, f"{name}: {missing}"
+    for page, mark in (link.split("#") for link in links if re.match(r"[^:#]+\.md#", link)):
+        assert mark in anchors(((ROOT / name).parent / page).read_text(encoding="utf-8")), f"{name}: {page}#{mark}"
 
 
 def test_a_translation_has_its_original() -> None:
@@ -320,6 +305,11 @@ def test_variables_are_found_where_they_are_named() -> None:
     text = "`NO_SUCH_NAME` `A_B=1` `x = Y_Z` C_D\n\n```bash\nexport E_F=1\necho $G_H ${I_J}\n```\n"
     assert variables(read(text)) == {"NO_SUCH_NAME", "A_B", "E_F", "G_H", "I_J"}
     assert "NANOCHAT_BASE_DIR" in read_by_us() and "NO_SUCH_NAME" not in read_by_us()
+
+
+def test_pictures_in_html_count_as_links() -> None:
+    text = '<picture>\n  <source srcset="a.svg">\n  <img src="b.svg">\n</picture>\n\nSee <a href="c.md">c</a>.\n'
+    assert read(text).links == ("a.svg", "b.svg", "c.md")
 
 
 def test_a_refused_flag_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the Ascend documents say in tables and chapters is what the code says."""
+"""The tables and chapters of the Ascend documents match the code."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,13 @@ TROUBLESHOOTING = ("故障排除手册.md", "docs/en/troubleshooting.md")
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of all tables, as cells."""
+    """The rows of all tables in a text, each as its cells."""
     lines = (line.strip() for line in text.splitlines())
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_the_table_of_chips_is_that_of_the_code(name: str) -> None:
+def test_the_table_of_chips_matches_the_code(name: str) -> None:
     told = {row[0]: row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 7}
     for chip in ascend.CHIPS:
         (row,) = (row for first, row in told.items() if re.match(rf"{re.escape(chip.name)}(?![\w-])", first))
@@ -35,7 +35,7 @@ def test_the_table_of_chips_is_that_of_the_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_the_table_of_versions_is_that_of_the_set_up(name: str) -> None:
+def test_the_table_of_versions_matches_the_set_up(name: str) -> None:
     found = {row[0]: row[1:] for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 3}
     for cann in {row.cann for row in versions.TABLE}:
         first, others = found[cann]
@@ -47,7 +47,7 @@ def test_the_table_of_versions_is_that_of_the_set_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_the_paper_model_is_that_of_the_planner(name: str) -> None:
+def test_the_estimates_match_the_planner(name: str) -> None:
     told = {row[0]: row[1:] for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 8}
     expected = [row for row in rows(planner.table(32_768)) if row[0] in {chip.name for chip in ascend.CHIPS}]
     assert len(expected) > 5
@@ -71,7 +71,7 @@ def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
     assert [word for word in sorted(words) if not re.search(word, text)] == []
 
 
-# What the project says to a bad input, as the code has it and as a reader will look for it.
+# Words of refusals that a reader will look up: the code must say them, and the handbook must explain them.
 REFUSALS = """
     but the launcher started local rank|NPROC_PER_NODE must be from 1 to|--kernels fused was asked for, but
     NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16|, update skipped

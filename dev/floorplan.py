@@ -1,0 +1,253 @@
+"""Draws the floor plan of nanochat/ from its real imports: docs/architecture-light.svg and docs/architecture-dark.svg.
+
+python -m dev.floorplan            # writes both pictures
+python -m dev.floorplan --check    # exits 1 if a picture is not what the code would draw today
+
+A room is a folder or a file of nanochat/, and a room imports rooms of lower floors only (FLOORS in dev/house.py). Room
+sizes are rounded to hundreds of lines, so that a small edit does not make the pictures stale.
+"""
+
+import argparse
+import colorsys
+import sys
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+
+from dev.house import FLOOR, FLOORS, PACKAGE, ROOT, arrows, room_of, sources
+from nanochat.common import write_atomic
+
+FOLDER = ROOT / "docs"
+
+# What each room is for, in a few words.
+PURPOSES = {
+    "common": "base folder, atomic files, errors, the command line",
+    "data": "conversations, corpora and downloads as plain data, without torch",
+    "nn": "building blocks of models",
+    "platforms": "one class per vendor: what its devices do their own way",
+    "device": "chooses the device, the ranks and the number format",
+    "tokenizer": "text and chats to tokens, and back",
+    "runtime": "around the computation: ranks, signals, progress, profiles",
+    "gpt": "the model",
+    "generate": "sampling and replies",
+    "prepare": "token files, packed rows",
+    "engine": "generates many chats in one batch",
+    "dataset": "makes and fetches corpora",
+    "report": "the final report",
+    "checkpoint_manager": "saves, loads, resumes",
+    "dataloader": "rows in a known order",
+    "serve": "the chat server, its page, and chats in a terminal",
+    "export": "writes models for transformers",
+    "evals": "bits per byte, CORE, tasks, and a sandbox for programs that a model wrote",
+    "train": "what the training scripts share: sizes, schedules, optimizers, updates, rollouts",
+    "planner": "estimates the speed and the best flags of a run before it starts",
+}
+
+WIDTH, GUTTER, GAP, PADDING = 960, 44, 7, 11  # pixels
+NAME, SMALL = 15.0, 11.5  # sizes of letters, in pixels
+LETTER = 0.602  # width of a letter of a monospace font, as a share of its size
+LINE, CHIP = 16, 16  # height of a line of small text, width and height of a chip
+ROOF, LEGEND = 78, 56
+FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a picture that do not depend on the floor, and how light and how strong a floor's colours are."""
+
+    name: str
+    text: str
+    soft: str
+    page: str
+    line: str
+    fill: tuple[float, float]  # lightness, saturation
+    edge: tuple[float, float]
+    chip: tuple[float, float]
+
+
+LIGHT = Theme("light", "#1d1f21", "#5d6164", "#ffffff", "#c9c5bc", (0.94, 0.42), (0.72, 0.32), (0.40, 0.45))
+DARK = Theme("dark", "#e8e8e6", "#a4aaae", "#16181a", "#454b50", (0.16, 0.24), (0.34, 0.26), (0.66, 0.40))
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder or a file of nanochat/ as the picture shows it."""
+
+    label: str  # data/ or gpt.py
+    purpose: str
+    files: tuple[str, ...]  # what lies in a folder; empty for a file
+    lines: int  # rounded to hundreds
+    uses: tuple[int, ...]  # the floors of the rooms that it imports
+
+
+def colour(floor: int, tone: tuple[float, float]) -> str:
+    """The colour of a floor as #rrggbb: sand on the ground, green above it, blue under the roof."""
+    hue = (38 + 190 * floor / (len(FLOORS) - 1)) / 360
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, *tone))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def rooms() -> dict[str, Room]:
+    """The rooms of the house by name, as the code is today."""
+    files = sources(PACKAGE)
+    pointing = arrows(files)
+    found = {}
+    for name, floor in FLOOR.items():
+        own = [path for path in files if path != f"{PACKAGE}/__init__.py" and room_of(path) == name]
+        lines = sum(files[path].count("\n") for path in own)
+        inside = {path.split("/")[2] for path in own if path.count("/") > 1}
+        inner = sorted(f"{entry}/" if not entry.endswith(".py") else entry.removesuffix(".py") for entry in inside)
+        used = {FLOOR[target] for room, target in pointing if room == name}
+        found[name] = Room(
+            f"{name}/" if inside else f"{name}.py",
+            PURPOSES.get(name, ""),
+            tuple(entry for entry in inner if not entry.startswith("__")),
+            max(100, round(lines, -2)),
+            tuple(sorted(number for number in used if number < floor)),
+        )
+    return found
+
+
+def widths(floor: list[Room], space: int) -> list[int]:
+    """How wide each room of a floor is: what its label and its chips need, and a share of the rest by its lines."""
+    least = [
+        round(max(len(room.label) * NAME, len(room.uses) * (CHIP + 3) / LETTER + 11 * SMALL) * LETTER) + 2 * PADDING
+        for room in floor
+    ]
+    rest = space - sum(least) - GAP * (len(floor) - 1)
+    total = sum(room.lines for room in floor)
+    shares = [rest * room.lines // total for room in floor]
+    shares[-1] += rest - sum(shares)
+    return [width + share for width, share in zip(least, shares, strict=True)]
+
+
+def text(x: float, y: float, words: str, size: float, fill: str, more: str = "") -> str:
+    """One line of text."""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{more}>{escape(words)}</text>'
+
+
+def chip(x: float, y: float, floor: int, theme: Theme) -> str:
+    """A floor's number on its colour."""
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{CHIP}" height="{CHIP}" rx="4" fill="{colour(floor, theme.chip)}"/>'
+        + text(x + CHIP / 2, y + 12, str(floor), SMALL, theme.page, ' text-anchor="middle" font-weight="700"')
+    )  # fmt: skip
+
+
+def said(room: Room, width: int, theme: Theme) -> list[tuple[str, str]]:
+    """The small text of a room that is `width` wide, as lines with their colours: its purpose, then its files."""
+    letters = int((width - 2 * PADDING) / (SMALL * LETTER))
+    purpose = [(line, theme.text) for line in wrap(room.purpose, letters)]
+    return [*purpose, *((line, theme.soft) for line in wrap(", ".join(room.files), letters))]
+
+
+def on_one_line(room: Room, width: int) -> bool:
+    """Whether a room's name, its chips and its size fit beside each other."""
+    letters = len(room.label) * NAME + len("9,999 lines") * SMALL
+    return letters * LETTER + len(room.uses) * (CHIP + 3) + 2 * PADDING + 3 * GAP <= width
+
+
+def draw_room(room: Room, floor: int, box: tuple[int, int, int, int], compact: bool, theme: Theme) -> list[str]:
+    """A room at (x, y, width, height): its name, what it is for, the floors that it uses, and its size.
+
+    The chips and the size stand beside the name where the floor is `compact`, else at the bottom of the room.
+    """
+    x, y, width, height = box
+    fill = colour(floor, theme.fill) if room.files else "none"
+    row = y + 9 if compact else y + height - CHIP - 8
+    first = x + PADDING + (round(len(room.label) * NAME * LETTER) + 2 * GAP if compact else 0)
+    return [
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" '
+        f'stroke="{colour(floor, theme.edge)}"/>',
+        text(x + PADDING, y + 22, room.label, NAME, theme.text, ' font-weight="700"'),
+        *(
+            text(x + PADDING, y + 41 + LINE * number, line, SMALL, shade)
+            for number, (line, shade) in enumerate(said(room, width, theme))
+        ),
+        *(chip(first + number * (CHIP + 3), row, used, theme) for number, used in enumerate(room.uses)),
+        text(x + width - PADDING, row + 12, f"{room.lines:,} lines", SMALL, theme.soft, ' text-anchor="end"'),
+    ]
+
+
+def draw_floor(number: int, floor: list[Room], top: int, theme: Theme) -> tuple[list[str], int]:
+    """The rooms of a floor from `top` down, and the height of the floor."""
+    placed = list(zip(floor, widths(floor, WIDTH - GUTTER - 1), strict=True))
+    compact = all(on_one_line(room, width) for room, width in placed)
+    height = (36 if compact else 60) + LINE * max(len(said(room, width, theme)) for room, width in placed)
+    found = [chip(12, top + height // 2 - CHIP // 2, number, theme)]
+    x = GUTTER
+    for room, width in placed:
+        found += draw_room(room, number, (x, top, width, height), compact, theme)
+        x += width + GAP
+    return found, height
+
+
+def draw_roof(theme: Theme) -> list[str]:
+    """The scripts, which may use every room."""
+    names = sorted(path.stem for path in (ROOT / "scripts").glob("[!_]*.py"))
+    middle = (GUTTER + WIDTH) / 2
+    corners = f"{GUTTER},{ROOF} {GUTTER + 70},1 {WIDTH - 70},1 {WIDTH - 1},{ROOF}"
+    half = (len(names) + 1) // 2
+    centred = ' text-anchor="middle"'
+    return [
+        f'<polygon points="{corners}" fill="none" stroke="{theme.line}" stroke-linejoin="round"/>',
+        text(middle, 24, "scripts/", NAME, theme.text, f'{centred} font-weight="700"'),
+        text(middle, 44, ", ".join(names[:half]) + ",", SMALL, theme.soft, centred),
+        text(middle, 60, ", ".join(names[half:]), SMALL, theme.soft, centred),
+    ]
+
+
+def draw(house: dict[str, Room], theme: Theme) -> str:
+    """The whole picture as SVG text, the same bytes for the same house."""
+    body = draw_roof(theme)
+    top = ROOF + GAP
+    for number, names in reversed(list(enumerate(FLOORS))):
+        found, height = draw_floor(number, [house[name] for name in names], top, theme)
+        body += found
+        top += height + GAP
+    ground = f'<path d="M{GUTTER - 14} {top + 2}H{WIDTH}" stroke="{theme.line}" stroke-width="3"/>'
+    legend = [
+        "The coloured numbers of a room are the floors that it imports from: always lower ones.",
+        "A filled room is a folder, an outlined one a file. Sizes are rounded to hundreds of lines.",
+    ]
+    body += [ground, *(text(GUTTER, top + 23 + 17 * n, line, SMALL, theme.soft) for n, line in enumerate(legend))]
+    about = "The rooms of nanochat/ by floor, from the ground up, with the floors that each room imports from."
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND}" font-family="{FONT}" '
+        'role="img">',
+        f"<title>The floor plan of nanochat</title><desc>{about}</desc>",
+        *body,
+        "</svg>\n",
+    ])  # fmt: skip
+
+
+def pictures() -> dict[Path, str]:
+    """Each picture's path and what belongs there."""
+    house = rooms()
+    return {FOLDER / f"architecture-{theme.name}.svg": draw(house, theme) for theme in (LIGHT, DARK)}
+
+
+def stale() -> list[str]:
+    """The names of the pictures that are missing or show another house."""
+    return [
+        path.name
+        for path, drawn in pictures().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != drawn
+    ]
+
+
+def main() -> None:
+    """Write the pictures, or check them."""
+    parser = argparse.ArgumentParser(description="Draw the floor plan of nanochat/ into docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a picture is out of date")
+    if parser.parse_args().check:
+        if found := stale():
+            sys.exit(f"{', '.join(found)} no longer shows the code; run: python -m dev.floorplan")
+        return
+    for path, drawn in pictures().items():
+        write_atomic(path, drawn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The house is measured rightly, and its floor plan shows the code as it is."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from dev import floorplan, house
+
+# --- what dev/house.py measures ------------------------------------------------------------------
+
+
+def test_an_arrow_is_an_import_between_two_rooms() -> None:
+    files = {
+        "nanochat/__init__.py": "from nanochat import gpt",  # the package itself is no room
+        "nanochat/gpt.py": "from nanochat.nn import loss\nfrom nanochat.nn.cache import Cache\nimport torch",
+        "nanochat/nn/loss.py": "from .cache import Cache\nfrom ..common import log",
+        "nanochat/engine.py": "def load() -> None:\n    import nanochat.gpt",
+    }
+    assert house.arrows(files) == {("gpt", "nn"): 2, ("nn", "common"): 1, ("engine", "gpt"): 1}
+
+
+def test_a_circle_is_found_with_the_files_that_make_it() -> None:
+    files = {
+        "nanochat/a.py": "from nanochat import b",
+        "nanochat/b.py": "def later() -> None:\n    from nanochat.c import thing",
+        "nanochat/c.py": "import nanochat.a",
+        "nanochat/d.py": "from nanochat import a",
+    }
+    assert [set(circle) for circle in house.circles(files)] == [{"nanochat/a.py", "nanochat/b.py", "nanochat/c.py"}]
+    assert house.circles({**files, "nanochat/c.py": "import os"}) == []
+
+
+def test_code_lines_leave_out_docstrings_comments_and_blank_lines() -> None:
+    body = 'def f() -> str:\n    """Doc."""\n    # why\n    return "# no comment"\n'
+    source = f'"""Doc.\n\nMore.\n"""\n\nimport os  # why\n\n\n{body}'
+    assert house.code_lines(source) == ["import os", "def f() -> str:", 'return "# no comment"']
+
+
+def test_shared_lines_count_in_order_and_against_the_shorter_file() -> None:
+    longer = "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\n"
+    assert house.shared(longer, "a = 1\nc = 3\n") == 1.0
+    assert house.shared("a = 1\nx = 0\n", longer) == 0.5
+    assert house.shared("c = 3\nb = 2\n", longer) == 0.5  # the order differs, so only one of them counts
+    assert house.shared('"""Only prose."""\n', longer) == 0.0
+
+
+def test_typed_is_the_share_of_parameters_with_a_type() -> None:
+    methods = "class C:\n    def f(self, a: int, /, b, *, c: str): ...\n    @classmethod\n    def g(cls): ...\n"
+    assert house.typed({"nanochat/a.py": methods, "nanochat/b.py": "async def h(d): ..."}) == pytest.approx(2 / 4)
+    assert house.typed({}) == 0.0
+
+
+# --- the floor plan ------------------------------------------------------------------------------
+
+
+def test_the_floor_plan_shows_the_code() -> None:
+    assert floorplan.stale() == [], "run: python -m dev.floorplan"
+
+
+def test_every_room_has_its_purpose_and_no_other_has() -> None:
+    assert set(floorplan.PURPOSES) == set(house.FLOOR)
+
+
+@pytest.mark.parametrize("theme", [floorplan.LIGHT, floorplan.DARK])
+def test_the_floor_plan_names_every_room_and_the_floors_below_it(theme: floorplan.Theme) -> None:
+    rooms = floorplan.rooms()
+    root = ET.fromstring(floorplan.draw(rooms, theme))
+    said = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {room.label for room in rooms.values()} <= set(said)
+    chips = sum(len(room.uses) for room in rooms.values()) + len(house.FLOORS)
+    assert sum(text.isdigit() for text in said) == chips
+    assert rooms["nn"].label == "nn/" and "cache" in rooms["nn"].files and rooms["gpt"].files == ()
+    assert rooms["gpt"].uses == (house.FLOOR["common"], house.FLOOR["nn"])
+
+
+def test_no_text_of_the_floor_plan_leaves_its_room() -> None:
+    rooms = floorplan.rooms()
+    for names in house.FLOORS:
+        floor = [rooms[name] for name in names]
+        for room, width in zip(floor, floorplan.widths(floor, floorplan.WIDTH), strict=True):
+            space = width - 2 * floorplan.PADDING
+            assert len(room.label) * floorplan.NAME * floorplan.LETTER <= space
+            lines = floorplan.said(room, width, floorplan.LIGHT)
+            assert all(len(line) * floorplan.SMALL * floorplan.LETTER <= space for line, _ in lines)
+
+
+def test_a_stale_floor_plan_is_refused_by_name_and_repaired(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(floorplan, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["floorplan", "--check"])
+    with pytest.raises(SystemExit, match=r"architecture-light\.svg, architecture-dark\.svg .*python -m dev\.floorplan"):
+        floorplan.main()
+    monkeypatch.setattr(sys, "argv", ["floorplan"])
+    floorplan.main()
+    assert floorplan.stale() == []
+    (tmp_path / "architecture-dark.svg").write_text("<svg/>", encoding="utf-8")
+    assert floorplan.stale() == ["architecture-dark.svg"]
+
+
+def test_the_figures_of_the_house_are_printed() -> None:
+    said = subprocess.run([sys.executable, "-m", "dev.house"], cwd=house.ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert re.search(r"arrows: \d+, arrows that point up: \d+, circles: 0\n", said.stdout)
+    assert re.search(r"base_train and mid_train share \d+% of their lines", said.stdout)
