@@ -18,7 +18,7 @@ from nanochat.data.tinyworld.problems import (
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
 # Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever
-# a document, conversation or question changes; tests/data/test_tinyworld.py notices when that was forgotten.
+# a document, conversation or question changes; tests/data/test_tinyworld_version.py notices when that was forgotten.
 VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
 
 __all__ = [
