@@ -39,8 +39,8 @@ class Config:
     max_per_task: int = -1
     """Most problems to evaluate of each CORE task; -1 means all. Set 100 for a quick look."""
     device_batch_size: int | Literal["auto"] = "auto"
-    """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per byte. Lower it if the
-    device runs out of memory."""
+    """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per byte.
+    Lower it if the device runs out of memory."""
     split_tokens: int | Literal["auto"] = "auto"
     """Tokens to measure bits per byte on, at most the whole split. auto: 10 M, on a CPU 262,144."""
 

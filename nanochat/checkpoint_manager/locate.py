@@ -1,4 +1,4 @@
-"""Where the checkpoints of a stage lie, and which one is meant by a stage and a tag."""
+"""Where the checkpoints of a stage lie, and which one a stage and a tag mean."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ def _age(folder: Path) -> float:
 
 
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """The stage and folder that were asked for: None means the latest of rl > sft > mid > base, the newest tag."""
+    """The stage and folder to use; without a stage the latest of rl > sft > mid > base, without a tag the newest."""
     if stage is not None and stage not in STAGES:
         raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
     for name, folder in _candidates(stage, tag):
@@ -49,7 +49,7 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a stage starts from; `identity` differs where its parameters do."""
+    """The checkpoint that a stage starts from; `identity` names its parameters: other parameters, another identity."""
 
     stage: str
     tag: str
@@ -59,7 +59,7 @@ class Parent:
 
 
 def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
-    """The newest checkpoint of an earlier stage, or the one named; UserError (code 2) if missing or unfinished."""
+    """The newest checkpoint of an earlier stage, or its step `step`; UserError (code 2) if missing or unfinished."""
     _, folder = find(stage, tag)
     newest = latest_step(folder)
     if step is None and newest is not None:
@@ -68,11 +68,13 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
         if step < meta["steps"]:
             raise UserError(
                 f"{folder} is at step {step:,} of {meta['steps']:,}: finish it with `python -m {MADE_BY[stage]}`, or "
-                f"name a step of it",
+                "name one of its steps to start from there",
                 exit_code=2,
             )
     if step is None or step not in steps(folder):
-        raise UserError(f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}", exit_code=2)
+        raise UserError(
+            f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}; name one of them", exit_code=2
+        )
     meta = read_meta(folder, step)
     digest = meta["files"]["model.safetensors"]["sha256"]
     return Parent(

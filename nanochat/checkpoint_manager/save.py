@@ -1,4 +1,4 @@
-"""Writing a step: every rank its part, under a temporary name until all is on the disk, and all fail if one does."""
+"""Writes a checkpoint: every rank its part, under a temporary name until all is on disk; all ranks fail if one does."""
 
 import contextlib
 import json
@@ -47,10 +47,10 @@ def save_checkpoint(
     compute: Compute,
     keep: int = KEEP,
 ) -> float:
-    """Write step `step` (the count of updates done) and return the seconds it took; every rank must call it.
+    """Write step `step` (the count of updates done) and return how many seconds that took; every rank must call it.
 
-    Everything goes to a temporary folder, is synced, and only then takes its name. Steps older than the `keep` newest
-    go; 0 keeps all. OSError on every rank where the disk refuses one of them.
+    All files go to a temporary folder, which gets its name only after they are synced. Then steps older than the `keep`
+    newest are removed; 0 keeps all. OSError on every rank if the disk refuses a file of one rank.
     """
     start = time.monotonic()
     temporary = folder / f".tmp-step_{step:06d}"
@@ -76,8 +76,10 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _together(temporary: Path, compute: Compute) -> Iterator[None]:
-    """Work that fails on every rank if the disk fails one of them: the others would wait for it. What was written is
-    removed then: a full disk must not be left fuller."""
+    """Work inside this block fails on every rank if the disk fails one rank; otherwise the others would wait for it.
+
+    What was written is removed then: a full disk must not be left fuller.
+    """
     failure: OSError | None = None
     try:
         yield
@@ -111,9 +113,9 @@ def _of_all_ranks(hashes: dict[str, Any], compute: Compute) -> dict[str, Any]:
 def _write_files(
     folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, compute: Compute
 ) -> dict[str, dict[str, Any]]:
-    """Write and sync this rank's files, its optimizer state beside the model; return their hashes and sizes."""
+    """Write and sync this rank's files, the optimizer state at the same time as the model; return hashes and sizes."""
     name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
-    with ThreadPoolExecutor(1) as beside:  # each file is hashed by one thread, which is slower than a fast disk
+    with ThreadPoolExecutor(1) as beside:  # one thread hashes each file, and hashing is slower than a fast disk
         state = beside.submit(_write_state, folder / name, optimizers)
         hashes = _write_model(folder / "model.safetensors", model, compute)
     hashes[name] = state.result()
@@ -131,7 +133,7 @@ def _write_state(path: Path, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, dict[str, Any]]:
-    """Write the parameters on rank 0, as they come from all; the other ranks only help to gather."""
+    """Write the parameters on rank 0 as they arrive from all ranks; the other ranks only help to gather them."""
     file, failure = None, None
     for key, rows in parallel.parameter_rows(model):
         compute.pulse.beat()
@@ -139,7 +141,7 @@ def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, di
             try:
                 file = file or TensorFile(path, shapes_of(model.named_parameters()))
                 file.add(key, rows)
-            except OSError as refused:  # the others gather on
+            except OSError as refused:  # the other ranks must still gather
                 failure = refused
     if file is None:
         if failure is not None:

@@ -1,4 +1,4 @@
-"""Ranks that were not started alike are refused before the first step: they would hang, or train different models."""
+"""Refuses ranks that were started differently, before the first step: they would hang, or train different models."""
 
 import functools
 import hashlib
@@ -17,18 +17,18 @@ from nanochat.device import Compute
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("nanochat", "scripts", "tasks")
-NAMED = 4  # differences that the refusal names
+NAMED = 4  # number of differences that the refusal names
 
 
 def code() -> dict[str, str]:
-    """A hash of every file of this project's packages, by its name."""
+    """A hash of every Python file of this project's packages, by the file's name."""
     files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
     return {path.relative_to(ROOT).as_posix(): _digest(path) for path in files}
 
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> dict[str, str]:
-    """A hash of every file of those packages that this process runs, by its name, as it was at the first call."""
+    """A hash of every file of those packages that this process has loaded, by its name, as of the first call."""
     names = {
         Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
     }
@@ -39,7 +39,7 @@ def loaded() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def not_loaded() -> dict[str, str]:
-    """A hash of every other file of those packages, by its name, as it was at the first call."""
+    """A hash of every other file of those packages, by its name, as of the first call."""
     return {name: digest for name, digest in code().items() if name not in loaded()}
 
 
@@ -48,8 +48,10 @@ def _digest(path: Path) -> str:
 
 
 def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
-    """Refuse ranks with other flags (the seed is one), tokenizer, code, torch or number format, or another base
-    folder; every rank must call it. What it runs is looked at now, for checkpoints: it may be edited meanwhile."""
+    """Refuse ranks whose flags (with the seed), tokenizer, code, torch, number format or base folder differ.
+
+    Every rank must call it. The code is hashed now, for checkpoints, since files may be edited while the run trains.
+    """
     loaded()
     not_loaded()
     if compute.world_size == 1:
@@ -62,7 +64,7 @@ def check_start(settings: Mapping[str, Any], compute: Compute) -> None:
 
 
 def check(facts: Mapping[str, Any], compute: Compute) -> None:
-    """UserError, on every rank, that names the ranks whose facts are not those of rank 0."""
+    """Raise a UserError on every rank that names the ranks whose facts differ from those of rank 0."""
     if compute.world_size == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
@@ -83,7 +85,7 @@ def check(facts: Mapping[str, Any], compute: Compute) -> None:
 
 
 def _check_folder(compute: Compute) -> None:
-    """UserError where a rank does not see the base folder of rank 0: checkpoints are written there by all."""
+    """UserError if a rank does not see the base folder of rank 0, in which all ranks write checkpoints."""
     names = [f".start-{uuid.uuid4().hex}"]
     token = base_dir() / names[0]
     if compute.main:

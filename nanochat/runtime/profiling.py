@@ -1,7 +1,7 @@
-"""`--profile`: where a step's time goes, on every device. Some early steps are timed part by part, then some traced.
+"""`--profile`: where the time of a step goes, on every device. Four early steps are timed part by part, three traced.
 
-Timing costs nothing, so its table is true to the run; tracing slows a step down, and names the operators. The loop
-marks where a part of a step begins; marks are nothing where nothing is profiled.
+Timing costs nothing, so its table is true to the run. Tracing slows a step down, and names the operators. The stage
+marks where each part of a step begins; without --profile, mark() does nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from nanochat.platforms import ascend_profiler as npu_profiler
 from nanochat.runtime import timeline
 from nanochat.runtime.timeline import Span, StepPart, Traced
 
-# Steps after the first: some to settle, some timed, one for the profiler to settle, some traced.
+# Steps after the first: two to warm up, four timed, one for the profiler to warm up, three traced.
 SETTLING, TIMED, TRACED = 2, 4, 3
 NEEDED = SETTLING + TIMED + 1 + TRACED
-TRACING_RANKS = 8  # the others are timed only: a trace of one rank has some ten megabytes
+TRACING_RANKS = 8  # further ranks are only timed: the trace of one rank takes about ten megabytes
 FOLDER, FILE = "profile", "profile.json"
-FUSED = "kernels fused by torch.compile"  # on a host, where they have no names of their own
+FUSED = "kernels fused by torch.compile"  # on a CPU, where such kernels have no names of their own
 STEP = "nanochat step"  # the name of a step in the trace
 
 
 class Tracer(Protocol):
-    """Traces steps: start() before the one to settle, step() after each."""
+    """Traces steps: start() before the step that warms up, step() after each step."""
 
     def start(self) -> None: ...
 
@@ -43,18 +43,18 @@ class Tracer(Protocol):
 
 
 class TorchTracer:
-    """torch's profiler, which follows the host and the devices that torch was built for."""
+    """torch's profiler, which traces the host and the devices that torch was built for."""
 
     def __init__(self, folder: Path, compute: Compute, steps: int):
         self.compute, self.steps = compute, steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
-        if compute.device_type == "cpu":  # it would complain that there is no other device
+        if compute.device_type == "cpu":  # otherwise it complains that there is no other device
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule)
 
     def start(self) -> None:
-        """The step to settle begins."""
+        """The step that warms up begins."""
         self._profiler.start()
 
     def step(self) -> None:
@@ -62,7 +62,7 @@ class TorchTracer:
         self._profiler.step()
 
     def finish(self) -> tuple[Traced, Path]:
-        """What was traced, and the file of the trace, for chrome://tracing or ui.perfetto.dev."""
+        """The figures of the trace, and its file, for chrome://tracing or ui.perfetto.dev."""
         self._profiler.stop()
         self._profiler.export_chrome_trace(str(self.path))
         events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ class TorchTracer:
         return replace(traced, operators=timeline.top(self._times(spans), self.steps)), self.path
 
     def _span(self, event: Any) -> Span | None:
-        """What the device did in an event; None where the event is of the host beside it, or a mark around others."""
+        """The device time of an event; None for an event of the host beside the device, or a mark."""
         here = (event.start_ns() / 1000, event.end_ns() / 1000)
         name = event.name()
         moves = self.compute.backend in name.lower()
@@ -85,7 +85,7 @@ class TorchTracer:
         return None if event.is_user_annotation() else Span(name, *here)
 
     def _times(self, spans: Sequence[Span]) -> dict[str, tuple[int, float]]:
-        """Calls and microseconds of operators; on a host without those of the operators that they call."""
+        """Calls and microseconds of operators; on a CPU, without the time of the operators that they call."""
         if self.compute.device_type != "cpu":
             return timeline.total_times(spans)
         times = {name: took for name, took in timeline.total_times(spans).items() if self.compute.backend in name}
@@ -103,7 +103,7 @@ def _on_host(event: Any) -> bool:
 
 @dataclass
 class _Step:
-    """The marks of a timed step: each part's name, the host's clock and the device's event when it begins."""
+    """The marks of a timed step: for the beginning of each part its name, the host's clock and a device event."""
 
     parts: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -111,13 +111,13 @@ class _Step:
 
 
 class Profile:
-    """Follows a stage's steps from its start, and says at the end of the last one what they took."""
+    """Follows the first steps of a run, and after the last of them prints where their time went."""
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
-        """Into `folder`; UserError where fewer steps are left than it takes."""
+        """Write to `folder`; UserError if the run has fewer steps left than a profile takes."""
         if steps_left < NEEDED:
             raise UserError(
-                f"--profile needs {NEEDED} steps ({SETTLING} to settle, {TIMED} timed, 1 for the profiler to settle, "
+                f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the profiler to warm up, "
                 f"{TRACED} traced), and this run has {steps_left} left. Leave --profile out, or give it more steps.",
                 exit_code=2,
             )
@@ -131,7 +131,7 @@ class Profile:
         self._start = 0.0
 
     def begin_step(self) -> None:
-        """A step begins, with the part in which its data comes."""
+        """A step begins, and with it the part that fetches its data."""
         if self.number >= NEEDED:
             return
         if self.number == NEEDED - TRACED - 1 and self.compute.rank < TRACING_RANKS:
@@ -158,7 +158,7 @@ class Profile:
             self._spans.pop().__exit__(None, None, None)
 
     def mark(self, part: str) -> None:
-        """A part of a step begins, and ends the one before."""
+        """A part of a step begins, and the part before it ends."""
         if self._is_timed() and self.timed:
             step = self.timed[-1]
             step.parts.append(part)
@@ -171,7 +171,7 @@ class Profile:
             self._open(part)
 
     def end_step(self) -> None:
-        """A step has ended; after the last one the tables are printed and written."""
+        """A step has ended; after the last profiled step the tables are printed and written."""
         if self.number >= NEEDED:
             return
         self.mark("")
@@ -185,7 +185,7 @@ class Profile:
             self._tell()
 
     def _parts(self) -> list[StepPart]:
-        """The mean of each part over the timed steps, with the slowest of all ranks."""
+        """The mean time of each part over the timed steps, with that of the slowest rank."""
         device.synchronize(self.compute)
         host: dict[str, float] = {}
         own: dict[str, float] = {}
@@ -203,7 +203,7 @@ class Profile:
         return [StepPart(part, ms, host[part], max(rank.get(part, 0.0) for rank in ranks)) for part, ms in own.items()]
 
     def _trace(self) -> tuple[Traced | None, list[str]]:
-        """What this rank's trace says, and its file; a profiler that fails costs a warning, not the run."""
+        """The figures of this rank's trace, and its file. If the profiler fails, the run only warns and continues."""
         if self.tracer is None:
             return None, []
         try:
@@ -230,7 +230,7 @@ class Profile:
         write_atomic(self.folder / "profile.txt", text + "\n")
         log("profile: " + text)
         log(f"profile: {self.folder / 'profile.txt'}" + "".join(f"; trace: {file}" for file in files)
-            + "; the run goes on")  # fmt: skip
+            + "; the run continues")  # fmt: skip
 
 
 class Idle:
@@ -252,6 +252,6 @@ def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Comp
 
 
 def report_rows(folder: Path) -> list[dict[str, Any]]:
-    """What a stage's profile says of the parts of a step, for its section of the report; none where there is none."""
+    """The rows of a stage's profile for its section of the report; none if the stage was not profiled."""
     path = folder / FOLDER / FILE
     return timeline.as_rows([StepPart(**part) for part in read_json(path)["parts"]]) if path.exists() else []

@@ -1,4 +1,4 @@
-"""Ranks that watch each other: one that died or hangs ends the others in time, with its number and step."""
+"""Ranks watch each other: if one dies or hangs, all end soon, and the error names its number and its step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from types import FrameType
 
 BEAT_SECONDS = 1.0  # between signs of life
-GONE_SECONDS = 30.0  # without one a rank is taken for dead; a launcher waits as long for the others to end
-CONFIRM_SECONDS = 5.0  # the same, once a collective has failed
+GONE_SECONDS = 30.0  # silence after which a rank counts as dead; a launcher waits as long for the others to end
+CONFIRM_SECONDS = 5.0  # the same, after a collective has failed
 HERE = Path(__file__).resolve().parent.parent.parent
 
 
 class Watch:
-    """A thread of each rank that says where the rank is, in the launcher's store, and looks where the others are.
+    """A thread of each rank that writes where the rank is to the launcher's store, and reads where the others are.
 
-    A rank moves when it calls pulse.beat(): at each step, pass of a measurement and tensor of a save. If it has not
-    for `seconds` the ranks compare how many collectives each has begun: those that wait in one have begun it, so the
-    rank that hangs has begun the fewest.
+    A rank moves when it calls pulse.beat(): at each step, pass of a measurement and tensor of a save. If a rank has not
+    moved for `seconds`, the ranks compare how many collectives each has begun. Ranks that wait in a collective have
+    begun it, so the rank that hangs has begun the fewest.
     """
 
     def __init__(self, compute: Compute, seconds: float):
@@ -61,7 +61,7 @@ class Watch:
         self.store.set(str(self.compute.rank), json.dumps(said))
 
     def _place(self) -> str:
-        """The innermost line of this project's code that the main thread is in."""
+        """The innermost line of this project's code that the main thread is running."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         innermost = frame
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(HERE):
@@ -74,7 +74,7 @@ class Watch:
     # --- what it sees of the others --------------------------------------------------------------------
 
     def said(self) -> dict[int, dict[str, Any]]:
-        """The last that each rank said."""
+        """The last message of each rank."""
         ranks = [str(rank) for rank in range(self.compute.world_size) if self.store.check([str(rank)])]
         return {int(rank): json.loads(self.store.get(rank)) for rank in ranks}
 
@@ -112,30 +112,32 @@ class Watch:
                 self._judge(hanging(self.said(), now - moved))
 
     def _judge(self, words: str) -> None:
-        """End every rank, with the words of whoever was first."""
+        """End every rank, with the words of the rank that judged first."""
         self._end(self.store.compare_set("verdict", "", words).decode())
 
     def _end(self, words: str) -> None:
         if not self._over.is_set():
-            print(f"error: {words}. All ranks end; the same command goes on from the newest checkpoint. "
+            print(f"error: {words}. All ranks end; type the same command to resume from the newest checkpoint. "
                   f"(rank {self.compute.rank})", file=sys.stderr, flush=True)  # fmt: skip
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
-        """After a collective failed: which ranks are dead, in words; "" if all are there."""
+        """After a collective has failed: which ranks are dead, in words; "" if all ranks are alive."""
         before, deadline = self.said(), time.monotonic() + CONFIRM_SECONDS
         silent = {rank for rank in before if rank != self.compute.rank and not before[rank].get("over")}
         while silent and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 4)
             now = self.said()
             silent = {rank for rank in silent if now[rank] == before[rank]}
-        step = self.compute.pulse.step + 1  # what a rank says of itself may be a second old; all are in one step
+        step = (
+            self.compute.pulse.step + 1
+        )  # a rank's own message may be a second old, but all ranks are in the same step
         return "; ".join(f"rank {rank} is gone in step {step}, last heard of at {before[rank]['place']}"
                          for rank in sorted(silent))  # fmt: skip
 
 
 def calls() -> int:
-    """How many collectives this rank has begun, over all groups that count them."""
+    """How many collectives this rank has begun, summed over all groups that count them."""
     begun = 0
     for group in list(c10d._world.pg_map):
         with suppress(RuntimeError):  # not all backends count
@@ -144,7 +146,7 @@ def calls() -> int:
 
 
 def hanging(said: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
-    """Which ranks hang, by what each last said; all of them where they wait in the same place."""
+    """Which ranks hang, according to the last message of each; all ranks if they wait in the same place."""
     said = {rank: one for rank, one in said.items() if not one.get("over")}
     fewest = min(one["calls"] for one in said.values())
     behind = [rank for rank, one in said.items() if one["calls"] == fewest]
@@ -160,9 +162,9 @@ def _where(said: Mapping[str, Any]) -> str:
 
 @contextmanager
 def over(compute: Compute, seconds: float) -> Iterator[None]:
-    """Watch the ranks while this lasts; 0 seconds, or one rank, is not to.
+    """Watch the ranks inside this block; with 0 seconds, or one rank, do nothing.
 
-    UserError in place of the error of a collective that failed since a rank is gone.
+    If a collective fails because a rank is gone, a UserError that names the rank replaces the collective's error.
     """
     if compute.world_size == 1 or seconds <= 0:
         yield
@@ -177,7 +179,7 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
             raise
         first = str(failure).splitlines()[0].partition(". ")[0]
         raise UserError(
-            f"{words}. The same command goes on from the newest checkpoint. (A collective said: {first})"
+            f"{words}. Type the same command to resume from the newest checkpoint. (A collective failed with: {first})"
         ) from failure
     finally:
         watch.close()
@@ -186,13 +188,13 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
 
 
 def guarded(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
-    """A main for a training script: signals save and stop, and ranks watch each other; see device.with_compute."""
+    """A main function for a training script: signals save and stop the run, and ranks watch each other."""
 
     def guard(cfg: Any, compute: Compute) -> None:
         with signals.caught(compute.pulse), over(compute, cfg.hang_seconds):
             try:
                 work(cfg, compute)
             except signals.Stopped:
-                log("stopped by a signal before the first step")
+                log("stopped by a signal before the first step; type the same command to start")
 
     return with_compute(guard)

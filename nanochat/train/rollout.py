@@ -1,4 +1,4 @@
-"""Samples from the current model, graded, as rows to train on."""
+"""Samples replies from the current model, grades them, and turns them into weighted rows to train on."""
 
 import hashlib
 import random
@@ -19,7 +19,7 @@ from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
-ROUND = 32  # rows are padded to a multiple of this, so that few shapes occur
+ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt: their rewards, and each reward less the group's mean."""
+    """The samples of one prompt: their rewards, and each reward minus the mean of the group."""
 
     rewards: tuple[float, ...]
     advantages: tuple[float, ...]
 
     @property
     def flat(self) -> bool:
-        """Whether all samples did equally well, so that nothing can be learned from them."""
+        """Whether all samples got the same reward, so that nothing can be learned from them."""
         return not any(self.advantages)
 
 
@@ -76,7 +76,7 @@ def group(rewards: Sequence[float]) -> Group:
 
 
 def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
-    """The same rewards dealt at random: a control from which nothing can be learned."""
+    """The same rewards in random order: a control from which nothing can be learned."""
     dealt = list(rewards)
     random.Random(seed).shuffle(dealt)
     return dealt
@@ -85,13 +85,16 @@ def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
 def token_weights(
     advantage: float, forced: Sequence[bool], truncated: bool
 ) -> list[float]:  # one for each token of the sample
-    """The weight of each token's loss: its sample's advantage; 0 for tokens that the model did not choose, and for
-    samples that were cut off, whose reward says nothing about their beginning."""
+    """The weight of each token's loss: the advantage of its sample.
+
+    Tokens that the model did not choose weigh 0. So do all tokens of a sample that was cut off, since its reward says
+    nothing about its beginning.
+    """
     return [0.0 if chosen_for_it or truncated else advantage for chosen_for_it in forced]
 
 
 def task_key(task: Task) -> str:
-    """A name for the problems of a task that differs where they do."""
+    """A name for the problems of a task: other problems, another name."""
     digest = hashlib.sha256()
     for number in range(len(task)):
         digest.update(repr(task[number]).encode())
@@ -102,11 +105,11 @@ def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: GPT,
     tokenizer: Tokenizer, compute: Compute, shuffle: bool = False,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
-    """Sample replies to problems `numbers` of a task, this rank's share of them, and weigh their tokens.
+    """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.
 
-    `shuffle` deals the rewards of all these replies at random, as a control. Dealt within each group they would not
-    be a fair one: a group of 15 right replies then mostly lowers the right one a little and seldom raises it much, and
-    optimizers that normalise the size of a step let the frequent win.
+    `shuffle` reorders the rewards of all these replies at random, as a control. Shuffling within each group would not
+    be a fair control: in a group with 15 right replies, most orders lower a right reply a little and few raise it a
+    lot, and optimizers that normalise the size of a step let the frequent changes win.
     """
     mine = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
@@ -144,8 +147,10 @@ def roll_out(
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with equal ones as one, their weights added: short replies are often the same, and the gradient is
-    linear in the weights."""
+    """The samples, with equal samples merged into one and their weights added.
+
+    Short replies are often the same, and the gradient is linear in the weights.
+    """
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], Sample] = {}
     for sample in samples:
         key = (tuple(sample.prompt), tuple(sample.completion.tokens))
@@ -158,7 +163,7 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Samples as padded rows, cut into passes of at most `rows`; every rank gets equally many passes."""
+    """Samples as padded rows, split into passes of at most `rows` rows; every rank gets the same number of passes."""
     longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=2) - 1
     passes = -(-len(samples) // rows)
     counts = [0] * compute.world_size
@@ -168,7 +173,7 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
     batches = []
     for number in range(passes):
         part = samples[number * rows : (number + 1) * rows]
-        # Few heights as well as few lengths: libraries keep something for every shape they have met.
+        # Few heights as well as few lengths: libraries cache something for every shape they meet.
         height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
         inputs = torch.full((height, T), pad, dtype=torch.long)
         targets = torch.full_like(inputs, -1)
@@ -187,9 +192,9 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
 
 @torch.no_grad()
 def sampler_gap(samples: Sequence[Sample], model: torch.nn.Module, compute: Compute) -> float:
-    """The largest difference between the sampler's and the trainer's log-probability of a token of one sample.
+    """The largest difference between the sampler's and the trainer's log-probability of any token of one sample.
 
-    Every rank must call it where the model is sharded; each looks at its first sample.
+    If the model is sharded, every rank must call it; each rank compares its first sample.
     """
     sample = samples[0] if samples else None
     tokens = sample.prompt + sample.completion.tokens if sample else [0, 0]

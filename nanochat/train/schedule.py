@@ -1,6 +1,6 @@
 """How long, how large and how fast to train: pure functions of sizes and steps.
 
-The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step; dev/LOG.md has what was fitted here.
+The constants are upstream's, tuned for a 12-layer model at 2^19 tokens a step. dev/LOG.md has those fitted here.
 """
 
 import math
@@ -28,7 +28,7 @@ def horizon(
     scaling_parameters: int,
     tokens_per_step: int,
 ) -> Horizon:
-    """Steps to train: as given, else from a FLOP budget, else from tokens per scaling parameter."""
+    """The number of steps to train: the given one, else from a FLOP budget, else from tokens per scaling parameter."""
     if num_iterations is not None and num_iterations < 1:
         raise UserError(f"num_iterations must be at least 1, got {num_iterations}", exit_code=2)
     if num_iterations is not None:
@@ -41,7 +41,10 @@ def horizon(
 
 
 def batch_tokens(tokens: float, reference_tokens: float) -> int:
-    """Tokens a step for a horizon: grows as its power 0.383 (Power Lines, arXiv 2505.13738), to a power of two."""
+    """Tokens per step for a horizon, a power of two that grows as the horizon to the power 0.383.
+
+    Source: Power Lines, arXiv 2505.13738.
+    """
     if tokens <= 0:
         raise UserError(f"target_param_data_ratio must be above 0, got a horizon of {tokens:g} tokens", exit_code=2)
     return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference_tokens) ** 0.383))
@@ -50,50 +53,50 @@ def batch_tokens(tokens: float, reference_tokens: float) -> int:
 def rate_scale(tokens_per_step: int) -> float:
     """The factor on all learning rates for a batch.
 
-    Above the reference it is the square root, as usual. Below it stays 1: the square root, which upstream uses there
-    too, starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits per byte with it, 1.549 without).
+    Above the reference batch the factor is the square root, as usual. Below it the factor stays 1: upstream's square
+    root starves small batches (4 layers, 200 steps of 4,096 tokens: 2.076 bits per byte with it, 1.549 without).
     """
     return max(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
 
 def scalar_scale(tokens_per_step: int) -> float:
-    """The further factor on the rate of the scalars: below the reference batch, upstream's square root.
+    """An additional factor on the rate of the scalars: below the reference batch, upstream's square root.
 
-    With it gone they overshoot: x0 turns negative and the gradient norm jumps within ten steps (2 layers, 60 steps of
-    4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at 0.1 and at 0.02). The backout passes 1 within 64 steps,
-    and the loss goes from 5 to 15 (2 layers, value embeddings at half their rate).
+    Without this factor the scalars overshoot: x0 turns negative and the gradient norm jumps within ten steps (2 layers,
+    60 steps of 4,096 tokens: 0.906 bits per byte at a rate of 0.5, 0.863 at 0.1 and at 0.02). The backout passes 1
+    within 64 steps, and the loss rises from 5 to 15 (2 layers, value embeddings at half their rate).
     """
     return min(1.0, math.sqrt(tokens_per_step / REFERENCE_BATCH))
 
 
 def matrix_scale(steps: int) -> float:
-    """The further factor on Muon's rate: 2 at 200 steps (fitted there), falling to 1 at 400.
+    """An additional factor on Muon's rate: 2 up to 200 steps (where it was fitted), falling to 1 at 400 steps.
 
-    What a step of Muon changes does not depend on its gradient's size: few steps must each go further. At 600 steps
-    1.3 was worse already.
+    The size of a Muon update does not depend on the size of the gradient, so in a short run each step must move
+    further. At 600 steps a factor of 1.3 was already worse than 1.
     """
     return min(2.0, max(1.0, 400 / steps))
 
 
 def table_momentum(steps: int) -> float:
-    """AdamW's first beta for embeddings and head: 0.8, in runs of less than 1,000 steps lower, 0 at 200 (fitted there).
+    """AdamW's first beta for embeddings and head: 0.8, or lower in runs of less than 1,000 steps, and 0 at 200 steps.
 
-    It averages over 1 / (1 - beta) steps, here at most a 200th of the run.
+    Beta averages over 1 / (1 - beta) steps; here the average spans at most a 200th of the run (fitted at 200 steps).
     """
     return min(0.8, max(0.0, 1 - 200 / steps))
 
 
 def weight_decay(base: float, tokens_per_step: int, tokens: float, reference_tokens: float) -> float:
-    """Decay for a horizon, such that the averaging time tokens/(rate x decay) keeps its share of the run.
+    """Weight decay for a horizon, so that the averaging time of the weights keeps its share of the run.
 
-    arXiv 2405.13698: B / (rate x decay x D) is held constant; never above the reference's own decay times two.
+    B / (rate x decay x D) is held constant (arXiv 2405.13698). The result is at most twice `base`.
     """
     ratio = (tokens_per_step / REFERENCE_BATCH) / rate_scale(tokens_per_step)
     return min(base * ratio * reference_tokens / tokens, 2 * base)
 
 
 def warmup_steps(asked: int | None, steps: int) -> int:
-    """Steps of linear warmup: as asked, else 40, but at most a twentieth of the run (fitted at 200 steps)."""
+    """Steps of linear warmup: the given number, else 40 but at most a twentieth of the run (fitted at 200 steps)."""
     return asked if asked is not None else min(40, max(steps // 20, 1))
 
 
@@ -109,10 +112,10 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
 
 
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
-    """Muon's momentum: 0.85 to 0.97 over 400 steps (or a quarter of a short run), down to 0.90 in the warmdown.
+    """Muon's momentum: rises from 0.85 to 0.97 over 400 steps (or a quarter of a short run), falls to 0.90 in warmdown.
 
-    A run that is short of 667 steps stays lower: it averages over a twentieth of its steps, 10 of 200 (fitted there),
-    and ends 0.05 below its peak where that is less.
+    In runs of less than 667 steps the peak is lower: the momentum then averages over a twentieth of the run, 10 steps
+    of 200 (fitted there), and ends 0.05 below its peak if that is below 0.90.
     """
     high = min(0.97, max(0.85, 1 - 20 / steps))
     low = max(0.85, min(0.90, high - 0.05))

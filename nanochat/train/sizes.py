@@ -1,4 +1,4 @@
-"""What `auto` means: the shape of a model and the split of a step, from depth, corpus, device and memory."""
+"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus, device and memory."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ from nanochat.train import schedule
 from nanochat.train.flags import Auto
 from nanochat.train.memory import CPU_PASS_TOKENS, reachable
 
-STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
-ACTIVATION_BYTES = 40  # per token, channel and layer held for the backward pass, by counting a layer's tensors
+STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
+ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer, by counting a layer's tensors
 
 
 def model_config(
     depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
     vocab_size: int, corpus: str, compute: Compute,
 ) -> GPTConfig:  # fmt: skip
-    """The shape that `depth` and the overrides ask for."""
+    """The shape of a model from its depth and the sizes that override what follows from the depth."""
     given = {"depth": depth, "model_dim": model_dim, "head_dim": head_dim, "max_seq_len": max_seq_len}
     for flag, size in given.items():
         if size != "auto" and size < 1:
             raise UserError(f"{flag} must be at least 1, got {size}", exit_code=2)
-    # 128 channels a head feed matrix units best; below eight layers they would leave too few heads
+    # 128 channels per head suit matrix units best, but below eight layers they would leave too few heads
     head = head_dim if head_dim != "auto" else (128 if depth >= 8 else 64)
     dim = model_dim if model_dim != "auto" else -(-depth * 64 // head) * head
     if dim % head:
@@ -41,7 +41,7 @@ def model_config(
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
-    """UserError where the parameters of a model and what training keeps beside them exceed the device's memory."""
+    """UserError if a model's parameters, gradients and optimizer state exceed the memory of the device."""
     _, shards = parallel.mesh_shape(mode, compute)
     sharers = parallel.ranks_per_host(compute) if compute.device_type == "cpu" else 1  # ranks in one memory
     needed, total = STATE_BYTES * parameters / shards * sharers, device.memory_total(compute)
@@ -62,7 +62,7 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
-    """UserError where the ranks cannot share a step's rows or problems equally."""
+    """UserError if a step's rows or problems cannot be split equally over the ranks."""
     if per_step % compute.world_size:
         raise UserError(
             f"{flag} must be a multiple of the {compute.world_size} ranks, got {per_step}. Take "
@@ -79,16 +79,17 @@ class Batch:
     rows_per_step: int
     device_batch_size: int  # rows of one pass on one rank
     passes: int
-    probe: bool = False  # nobody named the rows of a pass: probe.fit() may find how many memory holds
+    probe: bool = False  # no size was given, so probe.fit() may find how many rows the memory holds
 
 
 def batch(
     total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int,
     tokens: float | None, corpus: str, compute: Compute, asked_passes: int | None = None,
 ) -> Batch:  # fmt: skip
-    """Tokens of a step and rows of a pass; `tokens` is the expected horizon, None if the steps are given.
+    """How a step is split: its tokens, and the rows of a pass.
 
-    `asked_passes` settles an automatic device_batch_size; beside a given one it must agree with it.
+    `tokens` is the expected horizon, or None if the number of steps is given. `asked_passes` decides an automatic
+    device_batch_size; if both are given they must agree.
     """
     unit = shape.sequence_len * compute.world_size
     total = total_batch_size
@@ -121,7 +122,7 @@ def batch(
 
 
 def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str) -> str:
-    """Why a step does not have the passes that were asked for, and the flag that would agree."""
+    """Why a step cannot have the given number of passes, and a flag that would agree with it."""
     agrees = ""
     if asked > 0:
         rows = total / (unit * asked)
@@ -135,7 +136,7 @@ def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str
 
 
 def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:
-    """Rows of a pass that fit: on a CPU what its caches like, elsewhere what is left beside 16 bytes a parameter."""
+    """How many rows of a pass fit: on a CPU into its caches, elsewhere into memory beside 16 bytes a parameter."""
     if compute.device_type == "cpu":
         return max(CPU_PASS_TOKENS // shape.sequence_len, 1), f"{CPU_PASS_TOKENS:,} tokens a pass suit a CPU"
     memory = device.memory_total(compute)
@@ -143,7 +144,7 @@ def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[i
 
 
 def rows_that_fit(memory: float, shape: GPTConfig, parameters: int) -> int:
-    """Rows of a pass, a power of two, that so many bytes hold beside masters, gradients and optimizer state."""
+    """Rows of a pass, a power of two, that `memory` bytes hold beside masters, gradients and optimizer state."""
     row = ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len
     fit = max(int((0.8 * memory - 16 * parameters) // row), 1)
     return 2 ** (fit.bit_length() - 1)
