@@ -74,9 +74,7 @@ def train_tokenizers(task: dict[str, Any]) -> list[bytes]:
     )  # fmt: skip
     tokenizer.train_from_iterator(documents(task["files"]), trainer)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [
-        token.encode() for token, _ in ranks
-    ]  # bytes are spelled as letters here, so only the number of tokens is compared
+    return [token.encode() for token, _ in ranks]  # bytes are spelled as letters, so only the number is compared
 
 
 def train_gigatoken(task: dict[str, Any]) -> list[bytes]:

@@ -112,12 +112,7 @@ def upstream(task: dict[str, Any]) -> Side:
     model: Any = GPT(GPTConfig(**shape))  # upstream's class, which the type checker cannot see
     model.init_weights()
     decay = SHORT_DECAY if steps is None else upstream_decay(shape, task["rows_per_step"] * shape["sequence_len"])
-    rates = {
-        "unembedding_lr": 0.008,
-        "embedding_lr": 0.3,
-        "matrix_lr": 0.02,
-        "scalar_lr": 0.5,
-    }  # its defaults
+    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}  # its defaults
     optimizer = model.setup_optimizer(**{k: scale * rate for k, rate in rates.items()}, weight_decay=decay)
     base = [group["lr"] for group in optimizer.param_groups]
     fast = torch.compile(model, dynamic=False) if task["compiled"] else model

@@ -12,7 +12,7 @@ The pieces: build.py compiles csrc/*.cpp once; stub/torch_npu is the package; ch
 smi.py make the fake host; worker.py runs tests in processes that have the device; log.py counts what reaches the
 device:
 
-    from tests.emulated_npu import log          # from the tests; `from tests.emulated_npu import log` elsewhere
+    from tests.emulated_npu import log
     with log.record() as seen:            # in a process in which `import torch_npu` gave the stub
         step()
     seen.operators        Counter: base name -> kernels that reached the device ("mm", "copy", "npu_rms_norm", ...);

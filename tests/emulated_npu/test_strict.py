@@ -129,13 +129,7 @@ def test_the_log_counts_kernels_and_no_views_or_allocations() -> None:
         torch.add(y, y, out=z)
         z.mul_(2)
         (x * y).sum().backward()
-    assert seen.by_phase["forward"] == {
-        "copy": 1,
-        "add": 2,
-        "mul": 2,
-        "sum": 1,
-        "fill": 1,
-    }  # fill: ones for backward
+    assert seen.by_phase["forward"] == {"copy": 1, "add": 2, "mul": 2, "sum": 1, "fill": 1}  # fill: ones for backward
     assert seen.by_phase["backward"] == {"mul": 1}
     assert seen.launches == 8
     assert not seen.synchronisations and not seen.copies
