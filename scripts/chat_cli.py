@@ -43,8 +43,8 @@ class Config:
     system: str = ""
     """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """Randomness of the replies: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6. Raise it
-    for more variety."""
+    """Randomness of the replies: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
+    Raise it for more variety."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512

@@ -31,7 +31,7 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: a name, or the folder it was imported from; or a mixture, web:0.7,books:0.3. Unset: the only one
+    """The corpus: a name, or the folder it was imported from; or a mixture, web:0.7,books:0.3. Unset: the only one there is.
     there is."""
     max_chars: int = 2_000_000_000
     """Characters to read, at most."""

@@ -19,21 +19,21 @@ State = dict[str, tuple[Tensor, tuple[int, ...], int]]  # name -> (tensor here, 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of the roles, before schedules, and Muon's decay. Upstream HEAD's values."""
+    """Learning rates of the parameters' roles, before schedules, and the decay of the matrices: upstream's values."""
 
     unembedding_lr: float = 0.008
-    """AdamW's learning rate of the head, at 768 channels"""
+    """learning rate of the head (AdamW), at 768 channels; other widths are scaled from there"""
     embedding_lr: float = 0.3
-    """AdamW's of the embedding, at 768 channels; value embeddings take half"""
+    """learning rate of the embedding (AdamW), at 768 channels; value embeddings use half of it"""
     matrix_lr: float = 0.02
-    """Muon's, of the matrices inside layers, in pretraining of less than 400 steps up to twice as much; AdamW takes a
-    part of it"""
+    """learning rate of the matrices inside layers (Muon); pretraining of less than 400 steps raises it up to twofold.
+    With --matrix_optimizer=adamw a tenth of it is used"""
     matrix_optimizer: Literal["muon", "adamw"] = "muon"
-    """what steps the matrices inside layers"""
+    """optimizer of the matrices inside layers"""
     scalar_lr: float = 0.5
-    """AdamW's of the scalars of the residual stream; smear and backout take 0.4 of it"""
+    """learning rate of the scalars of the residual stream (AdamW); smear and backout use 0.4 of it"""
     weight_decay: float = 0.28
-    """the decay of those matrices, before it is scaled to the length of the run"""
+    """weight decay of the matrices inside layers, before it is scaled to the length of the run"""
 
     def for_run(self, tokens_per_step: int, steps: int, target_param_data_ratio: float) -> "Rates":
         """Rates and decay for pretraining; the common factor on all rates is schedule.rate_scale."""
