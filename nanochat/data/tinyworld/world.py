@@ -1,4 +1,4 @@
-"""TinyWorld: a small bilingual world of true facts, its documents, conversations and questions."""
+"""TinyWorld: a small bilingual world of true facts, with documents, conversations and questions about it."""
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations
@@ -17,8 +17,8 @@ from nanochat.data.tinyworld.problems import (
 )
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-# Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever
-# a document, conversation or question changes; tests/data/test_tinyworld.py notices when that was forgotten.
+# Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever a
+# document, conversation or question changes; tests/data/test_tinyworld.py fails if you forget.
 VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
 
 __all__ = [
