@@ -1,4 +1,4 @@
-"""The base folder, atomic files, a log that speaks once per job, and the one command-line parser."""
+"""The base folder, atomic files, logging that prints once per job, and the one command-line parser."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,14 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # the mark of such a flag
 Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
-RANK_0_SECONDS = 10  # in which a mistake of all ranks has ended rank 0, and the launcher the others
+RANK_0_SECONDS = 10  # time for rank 0 to print a mistake that all ranks make, and for the launcher to end the others
 
 
 class UserError(ValueError):
-    """Something the user can mend. The text says what, the rule, what was given, and the next step.
+    """Something the user can fix. The text says what happened, the rule, what was given, and the next step.
 
-    A class of its own, unlike other errors, so that the edge of a process can tell a mistake in a command
-    (one message, no traceback) from a mistake in this code (a traceback).
+    UserError is a separate class so that `run` can tell a mistake in a command, which gets one message, from a bug in
+    this code, which gets a traceback.
     """
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -47,7 +47,7 @@ def base_dir() -> Path:
 
 
 def rank() -> int:
-    """This process's number in the job, 0 outside torchrun."""
+    """The rank of this process in the job; 0 outside torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -86,7 +86,7 @@ class Pulse:
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's content durable, or of a folder the renames inside it."""
+    """Flush a file's content to disk; for a folder, flush the renames inside it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -96,7 +96,8 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Give a temporary name beside `path`; on success fsync it and rename it to `path`, else remove it."""
+    """Give the path of a temporary file beside `path`. On success the file is fsynced and renamed to `path`; on
+    failure the file is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
@@ -110,13 +111,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a whole file so that readers see the old content or the new, never a part."""
+    """Write a whole file so that readers see either the old content or the new content, never part of the new."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """A value as JSON text; Chinese stays Chinese, and NaN and infinities, which JSON does not have, become null."""
+    """A value as JSON text. Chinese characters are not escaped; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
@@ -129,7 +130,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as a JSON file, atomically; see to_json."""
+    """Write a value as a JSON file, atomically; `to_json` describes the text."""
     write_atomic(path, to_json(value, indent=1) + "\n")
 
 
@@ -153,7 +154,7 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def _switch_kind(annotation: Any) -> str:
-    """How tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, "" for others."""
+    """How tyro reads a field: "flag" (--x, --no-x) for bool, "value" (--x True) for bool | None, "" for all others."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -162,9 +163,9 @@ def _switch_kind(annotation: Any) -> str:
 
 
 def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
-    """Drop the `--` that torchrun users write, and write every form of a True-or-False flag the way tyro reads it.
+    """Drop the `--` that torchrun users write, and rewrite every True-or-False flag in the form that tyro reads.
 
-    The forms are `--flag`, `--no-flag`, `--flag=VALUE` and `--flag VALUE`, with True, False, 1, 0, yes, no as VALUE.
+    Users may write `--flag`, `--no-flag`, `--flag=VALUE` or `--flag VALUE`, with True, False, 1, 0, yes or no as VALUE.
     """
     rest = list(argv[1:] if argv[:1] == ["--"] else argv)
     plain: list[str] = []
@@ -178,7 +179,7 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
             plain.append(word)
             continue
         if equals and value.lower() not in _WORDS:
-            raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}", exit_code=2)
+            raise UserError(f"{name} takes True, False, 1 or 0, got {value!r}; write {name} or {name}=False", 2)
         if not equals and on and rest and rest[0].lower() in _WORDS:
             value = rest.pop(0)
         wanted = _WORDS[value.lower()] if value else on
@@ -191,7 +192,8 @@ def _plain_flags(argv: Sequence[str], switches: Mapping[str, str]) -> list[str]:
 
 
 def parse(config: type[Config], argv: Sequence[str] | None = None, description: str | None = None) -> Config:
-    """Read a command line into a frozen dataclass; an unknown flag ends with code 2 and the nearest names."""
+    """Read a command line into a frozen dataclass. An unknown flag ends the process with code 2 and prints the names
+    that are nearest to it."""
     hints = typing.get_type_hints(config, include_extras=True)
     switches = {name: kind for name, annotation in hints.items() if (kind := _switch_kind(annotation))}
     words = _plain_flags(sys.argv[1:] if argv is None else argv, switches)
@@ -199,29 +201,28 @@ def parse(config: type[Config], argv: Sequence[str] | None = None, description: 
     program = None
     if launched and launched.name != "__main__":
         program = f"python -m {launched.name.removesuffix('.__main__')}"
-    speaks = rank() == 0  # all ranks have the same command line
+    speaks = rank() == 0  # all ranks have the same command line, so one of them prints its mistakes
     about = _indented_commands(description)
     return tyro.cli(config, prog=program, args=words, description=about, console_outputs=speaks)
 
 
 def _indented_commands(description: str | None) -> str | None:
-    """A docstring whose launch lines are indented, since tyro joins lines that begin with a letter."""
+    """Indent the launch lines of a docstring, since tyro joins lines that begin with a letter."""
     return description and re.sub(r"\n+(?=(python|torchrun|echo) )", "\n  ", description)
 
 
 def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
-    """The edge of every script: parse the command line, call `main`, and turn mistakes into one message.
+    """The edge of every script: parse the command line, call `main`, and turn a mistake into one message.
 
-    Under torchrun rank 0 speaks for all; another rank does if rank 0 goes on without it.
-    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141 nobody reads on
-    (`| head`).
-    NANOCHAT_TRACEBACK=1 shows where a refusal was raised.
+    Under torchrun rank 0 prints errors; another rank prints only if rank 0 is still running.
+    Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141 the reader of
+    standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError was raised.
     """
     try:
         try:
             main(parse(config, description=description))
         finally:
-            sys.stdout.flush()  # that the reader is gone must be known before Python itself finds it, at its end
+            sys.stdout.flush()  # here, since at exit Python would print its own message about a reader that has left
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -240,7 +241,7 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
             raise
         where = failure.filename or base_dir()
         _complain(
-            f"error: the disk is full ({where}); nothing half-written was kept. Free some space, or set "
+            f"error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
             "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again."
         )
         sys.exit(1)
@@ -250,7 +251,7 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more, as behind `| head`; what is left to write is then dropped."""
+    """Whether the reader of standard output has left, as `| head` does. If so, drop whatever is still to be written."""
     watch = select.poll()
     watch.register(sys.stdout.fileno(), 0)
     if not watch.poll(0):
@@ -260,8 +261,8 @@ def _reader_is_gone() -> bool:
 
 
 def _complain(message: str) -> None:
-    """Print why this process ends. Most mistakes stop every rank: the others wait until rank 0 has said it, since
-    the launcher ends them as soon as it is gone."""
+    """Print why this process ends. Most mistakes stop every rank, so the other ranks wait: once rank 0 has printed
+    the message and ended, the launcher ends them before they print it too."""
     if rank() > 0:
         time.sleep(RANK_0_SECONDS)
         message = f"{message} (rank {rank()})"
@@ -275,5 +276,5 @@ def free_flags(config: type[Any]) -> frozenset[str]:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """A configuration as a plain dict, for checkpoints and reports."""
+    """A configuration as a plain dict, as checkpoints and reports keep it."""
     return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""Rows of tokens in an order that is known beforehand, cut into steps, ranks and micro-batches."""
+"""Rows of tokens in an order that is known in advance, divided into steps, ranks and micro-batches."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
 IGNORED = -1  # the target of a position that is not trained
-SAMPLE_SEED = 0  # of the rows that stand for a split
+SAMPLE_SEED = 0  # seed of the order in which rows of a split are evaluated
 
 
 @lru_cache(maxsize=4)
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) int64
-    """The order of rows in one epoch: a permutation that depends on nothing but these three numbers, int64.
+    """The order of rows in one epoch: a permutation that depends only on these three numbers.
 
-    Rows are sorted by a hash (splitmix64 of seed, epoch and row), so that no library's generator can change it.
+    Rows are sorted by a hash (splitmix64 of seed, epoch and row), so that no update of a library can change the order.
     """
     mixed = _splitmix(np.array([seed], np.uint64)) + np.uint64(epoch)
     hashes = _splitmix(_splitmix(mixed) + np.arange(count, dtype=np.uint64))
@@ -40,10 +40,10 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:  # (count,) in
 def epoch_numbers(
     count: int, seed: int | None, first: int, size: int, order: Callable[[int, int, int], np.ndarray] = epoch_order
 ) -> np.ndarray:  # (size,) int64
-    """Which of `count` items the places first .. first + size - 1 of the endless seeded sequence hold.
+    """Which of `count` items stand at the places first .. first + size - 1 of the endless seeded sequence.
 
-    Place n is item n % count of epoch n // count in that epoch's order, or in their own order without a seed. `order`
-    is epoch_order, or the same with a memory of its own.
+    Place n holds item n % count of epoch n // count, in the order of that epoch; without a seed every epoch has the
+    items' own order. `order` is epoch_order or the same function with a separate cache.
     """
     if seed is None:
         return np.arange(first, first + size) % count
@@ -56,7 +56,7 @@ def epoch_numbers(
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
-    """One output of splitmix64 for each state (Steele, Lea, Flood 2014); unsigned arithmetic wraps by design."""
+    """One output of splitmix64 for each state (Steele, Lea, Flood 2014). Unsigned arithmetic wraps, as intended."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -64,30 +64,34 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 class Rows:
-    """The rows of a plan as an endless sequence, numbered from 0; row numbers are all there is to resume.
+    """The rows of a plan as an endless sequence, numbered from 0. To resume, a run needs only a row number.
 
-    Number n is row n % count of epoch n // count in that epoch's order, or in the plan's order without a seed.
+    Number n is row n % count of epoch n // count, in the order of that epoch; without a seed, in the plan's order.
     """
 
     def __init__(self, token_set: TokenSet, plan: Plan, bos: int, seed: int | None, masked: bool):
-        """`masked` trains only what the mask marks; else every token and begin mark after the first is a target."""
+        """With `masked`, only the tokens that the mask marks are targets; else every token and begin mark after the
+        first one is a target."""
         if masked and token_set.parts[0].mask is None:
-            raise UserError(f"{token_set.folder} holds documents without a mask; only conversations have one")
+            raise UserError(
+                f"{token_set.folder} holds documents, which have no mask; only conversations have one. "
+                "Prepare conversations, or train without a mask."
+            )
         self._set, self._plan, self._bos, self._seed, self._masked = token_set, plan, bos, seed, masked
         self._first = plan.packing.first
         self._targets = plan.trained if masked else plan.used - 1
         self._part_starts = token_set.part_starts
-        self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)  # of its own: in a mixture many take turns
+        self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)  # a separate cache, as sets in a mixture take turns
         self.size = self.count = plan.rows
         self.row_tokens = plan.row_tokens
         self.key = plan.key
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:
-        """Which rows of the plan the numbers first .. first + count - 1 are, int64 (count,)."""
+        """The rows of the plan that have the numbers first .. first + count - 1, int64 (count,)."""
         return epoch_numbers(self.count, self._seed, first, count, self._order)
 
     def targets_in(self, first: int, count: int) -> int:
-        """How many targets that are not ignored the rows first .. first + count - 1 hold."""
+        """How many targets the rows first .. first + count - 1 hold, without the ignored ones."""
         return int(self._targets[self.plan_rows(first, count)].sum(dtype=np.int64))
 
     def row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,17 +100,18 @@ class Rows:
         return inputs[0], targets[0]
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets) of some rows of the plan, int64 (B, T) each."""
+        """(inputs, targets) of the given rows of the plan, int64 (B, T) each."""
         size = self.row_tokens
         cells = np.full((len(plan_rows), size), self._bos, np.int64)
         targets = np.full((len(plan_rows), size - 1), IGNORED, np.int64)
         for b, row in enumerate(plan_rows.tolist()):
             self._fill(row, cells[b], targets[b])
-        # A copy, since rows of `cells` are one cell longer than inputs.
+        # Copy, since the rows of `cells` are one cell longer than the inputs.
         return torch.from_numpy(cells[:, :-1].copy()), torch.from_numpy(targets)
 
     def _fill(self, row: int, cells: np.ndarray, targets: np.ndarray) -> None:
-        """Write one row: a begin mark (already there) before each piece, padding of begin marks at the end."""
+        """Write one row: each piece follows a begin mark, and begin marks pad the end. The begin marks are already in
+        `cells`."""
         segments = slice(int(self._first[row]), int(self._first[row + 1]))
         packing = self._plan.packing
         at = 0
@@ -125,16 +130,16 @@ class Rows:
 
 
 class MixedRows:
-    """Several sets of rows of one length as one endless sequence: of every sum(shares) rows, shares[k] are of set k.
+    """Several sets of rows as one endless sequence: of every sum(shares) rows, shares[k] come from set k.
 
-    What row n is depends on nothing but n: of the numbers before n, the last set has n * share // sum, rounded
-    down, and the sets before it share what is left in the same way. So any stretch holds every set in its share,
-    give or take one row for each set, and each set's own rows come in its own order, none left out or repeated.
+    Row n depends only on n: of the n rows before it, n * share // sum come from the last set, and the sets before it
+    divide the rest in the same way. So every stretch holds each set in its share, give or take one row per set, and
+    the rows of each set come in their own order without a gap or a repetition. All sets must have rows of one length.
     """
 
     def __init__(self, sources: "Sequence[Source]", shares: Sequence[int], count: int | None = None, key: str = ""):
-        """`shares` are positive whole numbers. `count` is the length of an epoch, by default that of the set that
-        is the first to have been seen whole; `key` names the sequence, by default after sets and shares."""
+        """`shares` are positive whole numbers. `count` is the length of an epoch; by default an epoch ends when the
+        first of the sets has been read completely. `key` names the sequence; by default it lists sets and shares."""
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
         assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
         self.sources, self.shares = tuple(sources), tuple(shares)
@@ -145,7 +150,7 @@ class MixedRows:
         self.key = key or " ".join([*(source.key for source in sources), ":".join(map(str, shares))])
 
     def _before(self, numbers: np.ndarray) -> np.ndarray:  # (sets, numbers) int64
-        """How many rows of each set stand before each number."""
+        """How many rows of each set come before each of the numbers."""
         left, counts = numbers.astype(np.int64), []
         for k in range(len(self.shares) - 1, -1, -1):
             counts.append(left * self.shares[k] // sum(self.shares[: k + 1]))
@@ -153,11 +158,11 @@ class MixedRows:
         return np.stack(counts[::-1])
 
     def seen(self, number: int) -> list[int]:
-        """How many rows of each set stand before row `number`."""
+        """How many rows of each set come before row `number`."""
         return self._before(np.array([number]))[:, 0].tolist()
 
     def _first_epoch(self) -> int:
-        low, high = 0, self.size + 1  # at `low` no set has been seen beyond its first epoch, at `high` one has
+        low, high = 0, self.size + 1  # before `low` no set is in its second epoch, before `high` one is
         while high - low > 1:
             middle = (low + high) // 2
             over = any(n > source.count for n, source in zip(self.seen(middle), self.sources, strict=True))
@@ -165,7 +170,7 @@ class MixedRows:
         return low
 
     def plan_rows(self, first: int, count: int) -> np.ndarray:
-        """As Rows.plan_rows; the rows of each set come after those of the sets before it."""
+        """Like Rows.plan_rows. The rows of all sets are numbered through: set 1 begins where set 0 ends."""
         before = self._before(np.arange(first, first + count + 1))
         rows = np.empty(count, np.int64)
         for source, offset, counts in zip(self.sources, self._offsets, before, strict=False):
@@ -173,12 +178,12 @@ class MixedRows:
         return rows
 
     def targets_in(self, first: int, count: int) -> int:
-        """As Rows.targets_in."""
+        """Like Rows.targets_in."""
         begin, end = self.seen(first), self.seen(first + count)
         return sum(s.targets_in(a, b - a) for s, a, b in zip(self.sources, begin, end, strict=True))
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Rows.batch."""
+        """Like Rows.batch."""
         inputs = torch.empty(len(plan_rows), self.row_tokens - 1, dtype=torch.int64)
         targets = torch.empty_like(inputs)
         for source, offset in zip(self.sources, self._offsets, strict=False):
@@ -192,7 +197,8 @@ Source = Rows | MixedRows
 
 
 def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
-    """For the report, as "rows": each corpus of a mixture and what the first `read` rows take of it; else nothing."""
+    """For the report, under "rows": how much of each corpus of a mixture the first `read` rows take. {} if `rows` are
+    of a single corpus."""
     if not isinstance(rows, MixedRows):
         return {}
     table = []
@@ -203,31 +209,32 @@ def mixture_table(data: Data, rows: Source, read: int) -> dict[str, Any]:
 
 
 def blend(first: Source, second: Source, every: int) -> MixedRows:
-    """Every `every`-th row is of `second`, the others of `first`, whose epochs count."""
+    """One row in `every` comes from `second`, the others from `first`. An epoch is an epoch of `first`."""
     if every < 2:
-        raise UserError(f"one row in how many comes from the second set must be 2 or more, got {every}", 2)
-    key = f"{first.key} {second.key} {every}"  # as checkpoints know it
+        raise UserError(f"one row in N comes from the second set, so N must be 2 or more, got {every}", 2)
+    key = f"{first.key} {second.key} {every}"  # checkpoints contain this key
     return MixedRows([first, second], [every - 1, 1], first.count * every // (every - 1), key)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank computes for one optimizer update."""
+    """The work of one rank for one optimizer update."""
 
     first_row: int
-    num_targets: int  # over all ranks and micro-batches: what the sum of losses is divided by
+    num_targets: int  # over all ranks and micro-batches; the sum of losses is divided by this number
     micro_batches: list[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets), int64 (b, T) each
 
 
 def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
-    """Endless steps of `rows_per_step` rows over all ranks, from row number `first_row` on.
+    """Endless steps of `rows_per_step` rows over all ranks, starting at row number `first_row`.
 
-    Rank r takes the rows whose number leaves r when divided by the number of ranks, so a step holds the same rows on
-    any number of ranks. The next step is made by a thread while this one is computed. Close the iterator to end it.
+    Rank r takes the rows whose number modulo the number of ranks is r, so a step holds the same rows on any number of
+    ranks. A thread makes the next step while the current one is computed; closing the iterator ends the thread.
     """
     if rows_per_step <= 0 or rows_per_step % compute.world_size:
         raise UserError(
-            f"a step must have a multiple of {compute.world_size} rows (one for each rank), got {rows_per_step}"
+            f"a step must have a multiple of {compute.world_size} rows (one for each rank), got {rows_per_step}; "
+            "change --total_batch_size or the number of ranks"
         )
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
         coming = thread.submit(make_step, rows, first_row, rows_per_step, device_batch_size, compute)
@@ -239,7 +246,7 @@ def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: i
 
 
 def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Step:
-    """One step's micro-batches of at most `device_batch_size` rows for this rank, ready for the device."""
+    """The micro-batches of one step for this rank, of at most `device_batch_size` rows each, in pinned memory."""
     numbers = np.arange(first_row, first_row + rows_per_step)
     all_rows = rows.plan_rows(first_row, rows_per_step)
     own = all_rows[numbers % compute.world_size == compute.rank]
@@ -251,8 +258,11 @@ def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_siz
 
 
 def split_rows(data: Data, tokenizer: Tokenizer, split: Split, length: int, seed: int = SAMPLE_SEED) -> Source:
-    """The rows of `length` tokens of a split, of a mixture in its shares, shuffled: the plan puts long documents
-    first, so that a part of it in its own order would stand for them only."""
+    """The rows of a split, `length` tokens each, shuffled; a mixture is mixed by its shares.
+
+    Rows are shuffled since a plan puts long documents first: the first rows in its own order would not represent the
+    split.
+    """
     sources = []
     for corpus in data.corpora:
         token_set = prepare_documents(corpus, tokenizer, split)
@@ -270,9 +280,10 @@ def conversation_rows(
     seed: int | None,
     masked: bool,
 ) -> Rows:
-    """Rows of `length` tokens of whole conversations, tokenised once under `chat_data/<name>`; see Rows for the rest.
+    """Rows of `length` tokens made of whole conversations; Rows describes `seed` and `masked`.
 
-    `key` names the content: `conversations` is only called where no tokens of that key are kept.
+    The tokens are kept in `chat_data/<name>`. `key` names the content: `conversations` is called only if there are no
+    tokens with this key.
     """
     folder = base_dir() / "chat_data" / name
     token_set = prepare_conversations(folder, _Lazy(conversations), tokenizer, key)
@@ -303,7 +314,7 @@ def chat_rows(
 
 @dataclass(frozen=True)
 class _Lazy:
-    """An iterable made only when it is walked."""
+    """An iterable that is made only when somebody iterates over it."""
 
     make: Callable[[], Iterable[Conversation]]
 
@@ -312,8 +323,11 @@ class _Lazy:
 
 
 def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
-    """The first `tokens` tokens of rows, each at most once, as steps of one pass each: the same rows on any number
-    of ranks. A rank that has no row in the last step gets one without targets, as sharded models need every rank."""
+    """The first `tokens` tokens of the rows, at most one epoch, as steps with one micro-batch per rank.
+
+    The rows are the same on any number of ranks. A rank without a row in the last step gets a row without targets,
+    since a sharded model needs every rank.
+    """
     wanted = max(min(tokens // (rows.row_tokens - 1), rows.count), 1)
     size = device_batch_size * compute.world_size
     for first in range(0, wanted, size):

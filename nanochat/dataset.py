@@ -1,4 +1,4 @@
-"""Corpora by name, each a folder of parquet shards: TinyWorld, FineWeb-Edu, or a folder of one's own.
+"""Makes or fetches a corpus, a named folder of parquet shards: TinyWorld, FineWeb-Edu, or your own files.
 
 python -m nanochat.dataset --data tinyworld          # made on this machine, no network
 python -m nanochat.dataset -n 8                      # FineWeb-Edu: 8 training shards and the validation shard
@@ -30,7 +30,7 @@ FINEWEB_LAST = 1822  # the validation shard, whatever the number of training sha
 
 
 def make_tinyworld() -> Corpus:
-    """Write the embedded corpus, unless it is there in the form that this version of the package makes."""
+    """Write TinyWorld, unless the version of this package is already there."""
     corpus = Corpus("tinyworld", base_dir() / "base_data" / "tinyworld")
     about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": tinyworld.VERSION}
     if _is_made(corpus, about):
@@ -39,13 +39,13 @@ def make_tinyworld() -> Corpus:
 
 
 def _is_made(corpus: Corpus, about: dict[str, Any]) -> bool:
-    """Whether a corpus of just this description is complete."""
+    """Whether a complete corpus with exactly this description exists."""
     there = read_about(corpus.folder)
     if {key: there.get(key) for key in about} != about:
         return False
     if any(not (corpus.folder / name).exists() for name in there["shards"]):
         return False
-    log(f"{corpus.name} is there: {_summary(there)} in {corpus.folder}")
+    log(f"{corpus.name} is already there: {_summary(there)} in {corpus.folder}")
     return True
 
 
@@ -65,7 +65,7 @@ def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any]) -> Corpu
 def _summary(about: dict[str, Any]) -> str:
     counts, characters = about["documents"], about["characters"]
     return (
-        f"{counts['train']:,} documents ({characters['train']:,} characters) to train on, "
+        f"{counts['train']:,} documents ({characters['train']:,} characters) for training, "
         f"{counts['val']:,} held out, {len(about['shards'])} shards"
     )
 
@@ -83,10 +83,10 @@ def fineweb_urls(count: int) -> list[str]:
 
 
 def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = None) -> Corpus:
-    """Fetch training shards 0 .. count-1 and the validation shard; what is there is kept, what is begun goes on.
+    """Fetch training shards 0 .. count-1 and the validation shard. Complete shards are kept, partial ones resumed.
 
-    Honours HF_ENDPOINT, HF_TOKEN and the usual proxy variables. UserError if the network, the server or the disk
-    does not allow it.
+    Uses HF_ENDPOINT, HF_TOKEN and the usual proxy variables. UserError if the network or the server fails, or if the
+    disk is too small.
     """
     corpus = Corpus("fineweb", base_dir() / "base_data" / "fineweb")
     remotes = [Remote(url, corpus.folder / url.rpartition("/")[2]) for url in fineweb_urls(count)]
@@ -110,7 +110,7 @@ def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = 
         size = probe_size(missing[0].url, headers, patience, hint) or 0  # the shards are nearly equal
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(corpus.folder, size * len(missing) - begun)
-        note()  # so that a stopped download is known to be incomplete
+        note()  # before the download, so that a stopped one is known to be incomplete
         with Progress(f"{corpus.name}, {len(missing)} shards", size * len(missing), "B") as progress:
             progress.advance(begun, skipped=True)
             arrived = fetch_all(
@@ -119,36 +119,43 @@ def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = 
         files |= {file.path.name: {"bytes": file.bytes, "sha256": file.sha256} for file in arrived}
     note()
     held = sum(path.stat().st_size for path in shard_paths(corpus.folder))
-    log(f"{corpus.name}: {len(files) - 1} training shards and 1 to validate, {amount(held, 'B')} in {corpus.folder}")
+    log(f"{corpus.name}: {len(files) - 1} training shards and 1 for validation, {amount(held, 'B')} in {corpus.folder}")
     return corpus
 
 
 def _network_hint(url: str) -> str:
     mirror = "" if "hf-mirror.com" in url else "set HF_ENDPOINT=https://hf-mirror.com, or "
     return (
-        f"If that host cannot be reached from here, {mirror}set https_proxy, and type the same command again: what "
-        f"has come is kept. Without a network there is TinyWorld: {MAKE_TINYWORLD}"
+        f"If this machine cannot reach that host, {mirror}set https_proxy, and type the same command again: it "
+        f"resumes the download. Without a network, use TinyWorld: {MAKE_TINYWORLD}"
     )
 
 
-# --- one's own files -----------------------------------------------------------------------------
+# --- your own files ------------------------------------------------------------------------------
 
 
 def import_folder(source: Path, name: str | None = None, text_column: str = "text") -> Corpus:
-    """Write a corpus from a .parquet, .jsonl or .txt file or a folder of them (subfolders too), in order of path.
+    """Make a corpus from a .parquet, .jsonl or .txt file, or from all such files in a folder and its subfolders.
 
-    A .txt file is one document; lines `<|endoftext|>` part it, and blank lines where it grows beyond 20,000
-    characters. UserError names the file and line of what cannot be read.
+    Files are read in order of path. A .txt file is one document, split at lines `<|endoftext|>` and, beyond 20,000
+    characters, at the next blank line. UserError names the file and line that cannot be read.
     """
     source = source.expanduser().resolve()
     name = name or source.stem
     if not name or name.startswith(".") or {*"/:,"} & {*name}:
-        raise UserError(f"--name must be a plain folder name without / : and , got {name!r}", exit_code=2)
+        raise UserError(
+            f"the name of a corpus must be a plain folder name without / : and , got {name!r}; choose one with --name",
+            2,
+        )
     corpus = Corpus(name, base_dir() / "base_data" / name)
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     files = [path for path in files if path.suffix in READERS]
     if not files:
-        raise UserError(f"{source} holds no {', '.join(READERS)} file, so there is nothing to import", exit_code=2)
+        raise UserError(
+            f"{source} holds no {', '.join(READERS)} file, so there is nothing to import; check the path, or convert "
+            "your files to one of these formats",
+            exit_code=2,
+        )
     state = hashlib.sha256(str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode())
     make = f"python -m nanochat.dataset --data {source} --name {name}"
     make += f" --text_column {text_column}" if text_column != "text" else ""
@@ -158,7 +165,7 @@ def import_folder(source: Path, name: str | None = None, text_column: str = "tex
     if name in ("tinyworld", "fineweb") or (
         corpus.folder.exists() and read_about(corpus.folder).get("source") != str(source)
     ):
-        raise UserError(f"the name {name!r} is taken by another corpus; give this one a --name of its own", exit_code=2)
+        raise UserError(f"another corpus is already named {name!r}; choose another name with --name", exit_code=2)
     return _make(corpus, documents(files, text_column), about)
 
 
@@ -170,19 +177,20 @@ class Config:
     """Make or fetch training data."""
 
     num_files: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
-    """FineWeb-Edu: how many training shards of about 100 MB; the validation shard comes with them. -1: all."""
+    """How many training shards of FineWeb-Edu to fetch, about 100 MB each; -1 fetches all. The validation shard always
+    comes with them."""
     data: str | None = None
-    """tinyworld, fineweb, or a file or folder of your own .parquet, .jsonl or .txt."""
+    """What to make or fetch: tinyworld, fineweb, or a file or folder of your own .parquet, .jsonl or .txt files."""
     name: str | None = None
-    """What your own corpus shall be called; by default as its folder."""
+    """The name of the corpus that is made from your own files. Default: the name of the file or folder."""
     text_column: str = "text"
-    """The column or field of your own files that holds the text."""
+    """The column or JSON field of your own files that holds the text."""
     num_workers: Annotated[int, tyro.conf.arg(aliases=("-w",))] = 3
-    """How many shards to fetch at a time."""
+    """How many shards of FineWeb-Edu to fetch at the same time."""
     list_urls: bool = False
-    """Print the addresses of the FineWeb-Edu shards, to fetch them elsewhere, and stop."""
+    """Only print the addresses of the FineWeb-Edu shards, to fetch them on another machine."""
     verify: bool = False
-    """Read every shard of a corpus again and compare its SHA-256."""
+    """Only check a corpus: read every shard and compare its SHA-256 with the recorded one."""
 
 
 def main(cfg: Config) -> None:
@@ -192,11 +200,15 @@ def main(cfg: Config) -> None:
         paths = shards(corpus, "train") + shards(corpus, "val")
         for path in paths:
             check_sha256(path)
-        log(f"{corpus.name}: {len(paths)} shards are as they should be")
+        log(f"{corpus.name}: all {len(paths)} shards are intact")
         return
     if cfg.num_files is not None or cfg.data == "fineweb":
         if cfg.num_files is None or cfg.data not in (None, "fineweb"):
-            raise UserError(f"-n N is for FineWeb-Edu and FineWeb-Edu needs it, such as: {MAKE_FINEWEB}", exit_code=2)
+            raise UserError(
+                f"-n N sets the number of FineWeb-Edu shards: FineWeb-Edu needs it and other data cannot take it. "
+                f"Type for example: {MAKE_FINEWEB}",
+                exit_code=2,
+            )
         if cfg.list_urls:
             print("\n".join(fineweb_urls(cfg.num_files)))
             return
@@ -206,7 +218,7 @@ def main(cfg: Config) -> None:
     elif cfg.data is not None and Path(cfg.data).expanduser().exists():
         corpus = import_folder(Path(cfg.data), cfg.name, cfg.text_column)
     else:
-        what = "no data was named" if cfg.data is None else f"{cfg.data!r} is neither a file nor a folder"
+        what = "no data was named" if cfg.data is None else f"there is no file or folder {cfg.data!r}"
         raise UserError(
             f"{what}. Type one of\n  {MAKE_TINYWORLD}\n  {MAKE_FINEWEB}\n  python -m nanochat.dataset --data DIR",
             exit_code=2,

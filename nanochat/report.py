@@ -1,8 +1,8 @@
-"""The report: every stage leaves a section; `generate` makes report.md, report.json and pictures of the curves.
+"""The report: every stage writes a section; `generate` makes report.md, report.json and plots of the curves from them.
 
-python -m nanochat.report generate    # from the sections that are there
-python -m nanochat.report show        # the summary table
-python -m nanochat.report reset       # forget all sections, before a run from scratch
+python -m nanochat.report generate    # make the report from the sections of the stages that have run
+python -m nanochat.report show        # print the summary table
+python -m nanochat.report reset       # delete all sections, before a run from scratch
 """
 
 import datetime
@@ -40,21 +40,21 @@ def report_dir() -> Path:
 
 
 def write_section(stage: str, data: Mapping[str, Any]) -> None:
-    """Keep a stage's figures for the report."""
+    """Keep the figures of a stage for the report."""
     write_json(report_dir() / "sections" / f"{stage}.json", dict(data))
 
 
 def has_training_section(stage: str, tag: str) -> bool:
-    """Whether the section of a training stage is there, and of this tag."""
+    """Whether a training stage has a section, and the section belongs to this tag."""
     path = report_dir() / "sections" / f"{stage}_train.json"
     return path.exists() and read_json(path).get("tag") == tag
 
 
 def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any], where: Mapping[str, Any]) -> None:
-    """The section of a training stage, from its metrics.jsonl; `where` says what it ran on (device.summary)."""
+    """Write the section of a training stage from its metrics.jsonl; `where` describes the device (device.summary)."""
     measured = read_metrics(folder)
-    lines = [line for line in measured if "loss" in line]  # RL measures before its first step too
-    curves = {}  # without the figures of updates that were not finite
+    lines = [line for line in measured if "loss" in line]  # RL also measures before its first step
+    curves = {}  # leaves out figures that were not finite
     for name in ("val_bpb", "reward", "accuracy", "entropy", "length", "loss", "smooth_loss"):
         curves[name] = [[line["step"], line[name]] for line in measured if line.get(name) is not None]
     losses, smooth = curves.pop("loss"), curves.pop("smooth_loss")
@@ -71,7 +71,7 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
         "settings": settings,
     }
     curves = {name: points for name, points in curves.items() if points}
-    rows = {"rows": found} if (found := report_rows(folder)) else {}  # of --profile
+    rows = {"rows": found} if (found := report_rows(folder)) else {}  # from --profile
     write_section(f"{stage}_train", {**figures, **curves, **rows, "loss": smooth})
 
 
@@ -79,20 +79,20 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- sections ------------------------------------------------------------------------------------
 
 
 def sections() -> dict[str, dict[str, Any]]:
-    """The sections that stages have left, in the order of the pipeline."""
+    """The sections that stages have written, in the order of the pipeline."""
     folder = report_dir() / "sections"
     return {name: read_json(folder / f"{name}.json") for name in TITLES if (folder / f"{name}.json").exists()}
 
 
 def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[str, Any]]:
-    """The sections of the pipeline that left section `newest`, without those that other tags or corpora left.
+    """The sections that belong to the same run as the section `newest`, without those of other tags or corpora.
 
-    All stages of a pipeline have one tag. A stage that names no corpus of its own has its parent's, and the tokenizer
-    that of a stage; where that does not hold, a section is of a model that is there no longer.
+    All stages of a run have one tag. A stage that names no corpus uses the corpus of its parent, and the tokenizer
+    belongs to the corpus of a stage. A section that does not fit describes a model that has since been replaced.
     """
     tag = found[newest].get("tag")
     kept = {name: data for name, data in found.items() if data.get("tag", tag) == tag}
@@ -106,7 +106,7 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
             gone.add(stage)
             kept = {name: data for name, data in kept.items() if not name.startswith(f"{stage}_")}
     trained = [kept[name]["settings"].get("corpus") for name in kept if name.endswith("_train") and "tag" in kept[name]]
-    corpora = {unweighted(corpus) for corpus in trained if corpus}  # a tokenizer serves its corpora in any mixture
+    corpora = {unweighted(corpus) for corpus in trained if corpus}  # one tokenizer serves a mixture with any weights
     for name in ("tok_train", "tok_eval"):
         section = kept.get(name, {})
         corpus = section.get("corpus") or section.get("settings", {}).get("data")
@@ -116,7 +116,7 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
 
 
 def of_this_run() -> dict[str, dict[str, Any]]:
-    """The sections that belong together with the newest one of a model; says which are left out."""
+    """The sections that belong to the same run as the newest section of a model; the log names the others."""
     found = sections()
     ages = {name: (report_dir() / "sections" / f"{name}.json").stat().st_mtime_ns for name in found}
     tagged = [name for name, data in found.items() if "tag" in data]
@@ -124,12 +124,12 @@ def of_this_run() -> dict[str, dict[str, Any]]:
         return found
     kept = current(found, max(tagged, key=lambda name: ages[name]))
     if others := [name for name in found if name not in kept]:
-        log(f"left out, since another run left them: {', '.join(others)}")
+        log(f"left out of the report, since they belong to another run: {', '.join(others)}")
     return kept
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what this ran: commit, host, versions."""
+    """The commit, the host and the versions of this run."""
     root = Path(__file__).resolve().parent.parent
     quoted = ("torch", "tiktoken", "rustbpe", "numpy")
     versions = {found.name: found.version for found in metadata.distributions() if found.name.startswith(quoted)}
@@ -163,7 +163,7 @@ def _processor() -> str:
 
 
 def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Measure -> stage -> value: what can be compared over the stages."""
+    """Measure -> stage -> value, for the measures that can be compared across stages."""
     rows: dict[str, dict[str, float]] = {}
     for stage in COLUMNS:
         trained, scored = found.get(f"{stage}_train", {}), found.get(f"{stage}_eval", {})
@@ -179,7 +179,7 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summary(found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The figures to quote: accuracies after SFT as fractions, and what the whole run cost."""
+    """The figures to quote: the accuracies after SFT, as fractions, and the costs of the whole run."""
     tasks = found.get("sft_eval", {}).get("tasks", {})
     figures = {name: score["accuracy"] for name, score in tasks.items()}
     if "mental" in found.get("rl_eval", {}).get("tasks", {}):
@@ -211,7 +211,7 @@ def _grid(head: list[str], rows: list[list[Any]]) -> list[str]:
 
 
 def _plain(data: Mapping[str, Any]) -> list[str]:
-    """A table of the simple values of a section."""
+    """A table of the texts and numbers in a section."""
     rows = [[name.replace("_", " "), value] for name, value in data.items()
             if isinstance(value, (str, int, float)) and value != ""]  # fmt: skip
     return _grid(["figure", "value"], rows) if rows else []
@@ -225,7 +225,7 @@ def _scores(tasks: Mapping[str, dict[str, Any]]) -> list[str]:
         weak = {group: count for group, count in score.get("groups", {}).items() if count["right"] < count["total"]}
         if len(score.get("groups", {})) > 1:
             listed = ", ".join(f"{group} {count['right']:g}/{count['total']}" for group, count in weak.items())
-            lines += [f"{name}, relations not all right: {listed or 'none'}.", ""]
+            lines += [f"{name}, relations with wrong answers: {listed or 'none'}.", ""]
     return lines
 
 
@@ -247,7 +247,7 @@ def _section(name: str, data: Mapping[str, Any], pictures: Mapping[str, str]) ->
 
 
 def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The same questions, answered by the stages, in both languages."""
+    """The same questions with the answers of every stage, in both languages."""
     scored = {
         stage: found[f"{stage}_eval"]["tasks"] for stage in COLUMNS if found.get(f"{stage}_eval", {}).get("tasks")
     }
@@ -264,7 +264,7 @@ def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def markdown(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    """The whole report as text."""
+    """The whole report as Markdown; `pictures` maps a section to the file of its plot."""
     where, costs, total = report["environment"], report["stages"], report["summary"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     changed = f", {where['changed_files']} files changed since" if where["changed_files"] else ""
@@ -294,7 +294,7 @@ def markdown(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 
 def draw(name: str, data: Mapping[str, Any]) -> str:
-    """Draw a training section's curves and return the picture's file name."""
+    """Plot the curves of a training section and return the name of the file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -323,20 +323,20 @@ def draw(name: str, data: Mapping[str, Any]) -> str:
 
 
 def generate(key: str = "") -> Path:
-    """Write report.md, report.json and the pictures; `key` names the finished run, for is_finished()."""
+    """Write report.md, report.json and the plots; `key` names the finished run for is_finished()."""
     found, costs = of_this_run(), read_stages()
     if not found:
-        raise UserError(f"no stage has left figures in {report_dir()}; run one first, such as bash speedrun.sh", 2)
+        raise UserError(f"there are no figures in {report_dir()} yet; run a stage first, such as bash speedrun.sh", 2)
     report = {"key": key, "environment": environment(), "summary": summary(found, costs), "table": table(found),
               "stages": costs, "sections": found}  # fmt: skip
     pictures = {name: draw(name, data) for name, data in found.items() if name.endswith("_train") and data.get("loss")}
     write_atomic(report_dir() / "report.md", markdown(report, pictures))
-    write_json(report_dir() / "report.json", report)  # last: it says that the report is whole
+    write_json(report_dir() / "report.json", report)  # last, since this file says that the report is complete
     return report_dir() / "report.md"
 
 
 def begin(key: str) -> None:
-    """Forget what the stages of another run cost; called when the run that `key` names begins or goes on."""
+    """Delete the costs of another run. Called when the run named `key` begins or resumes."""
     path = report_dir() / "run.json"
     if not path.exists() or read_json(path)["key"] != key:
         stages_file().unlink(missing_ok=True)
@@ -344,7 +344,7 @@ def begin(key: str) -> None:
 
 
 def is_finished(key: str) -> bool:
-    """Whether the run that `key` names was reported to its end."""
+    """Whether there is a report of the finished run named `key`."""
     path = report_dir() / "report.json"
     return bool(key) and path.exists() and read_json(path).get("key") == key
 
@@ -357,7 +357,7 @@ def show() -> None:
     path = report_dir() / "report.json"
     if not path.exists():
         raise UserError(
-            f"there is no report in {report_dir()} yet; make it with `python -m nanochat.report generate`", 2
+            f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report generate`", 2
         )
     report = read_json(path)
     grid = Table("measure", *(stage.upper() for stage in COLUMNS), title="nanochat")
@@ -373,13 +373,13 @@ def show() -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """Make, show or forget the report."""
+    """Make, show or delete the report."""
 
     verb: Annotated[Literal["generate", "show", "reset", "begin", "finished"], tyro.conf.Positional] = "generate"
-    """generate writes it, show prints its table, reset forgets it, begin forgets what another run than --key cost,
-    finished ends with 0 if --key is, else 3"""
+    """generate writes the report; show prints its summary table; reset deletes the report and all sections; begin
+    deletes the costs of runs other than --key; finished exits with 0 if the run --key is finished, else with 3."""
     key: str = ""
-    """name of a finished run, kept in report.json"""
+    """Name of a run. generate keeps it in report.json, begin and finished compare it with the kept name."""
 
 
 def main(cfg: Config) -> None:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, chats to tokens with masks; a vocabulary is kept as one JSON file."""
+"""Text to tokens and back, and conversations to tokens with masks. A vocabulary is one JSON file."""
 
 import base64
 import hashlib
@@ -15,21 +15,22 @@ from nanochat.common import UserError, base_dir, read_json, write_atomic, write_
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, Message, user
 
-# How text is cut into pieces before merging. The only place that knows a pattern: add one here, and
-# `--pattern NAME` takes it. A pattern must match every character of any text; a test checks that.
+# How text is cut into pieces before merging. To add a pattern, add it here: `--pattern NAME` then accepts it. A pattern
+# must match every character of any text; a test checks that.
 _ENDINGS, _WORD = r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+"
 _REST = r"|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 PATTERNS = {
-    # GPT-4's shape, with digits in groups of at most two so that a small vocabulary is not spent on numbers.
+    # The shape of GPT-4's pattern, but at most two digits to a piece, so that numbers do not fill a small vocabulary.
     "nanochat": _ENDINGS + "|" + _WORD + r"\p{L}+" + _REST,
-    # A run of Han letters is a piece of its own, so that no mark sticks to it.
+    # A run of Han letters is a separate piece, so that no punctuation mark sticks to it.
     "han": _ENDINGS + r"|\p{Han}+|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
-    # The same in pieces of at most four letters.
+    # The same, with at most four letters in a piece.
     "han4": _ENDINGS + r"|\p{Han}{1,4}|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
 }
 DEFAULT_PATTERN = "nanochat"
 
-# The marks of a chat, asked for by role everywhere; how they are spelled stays in this file and in tokenizer.json.
+# The roles of the special tokens. All other files ask for a token by its role; only this file and tokenizer.json know
+# how the token is spelled.
 ROLES = (
     "bos",
     "user_start",
@@ -47,8 +48,8 @@ VERSION = 1
 FILE_NAME = "tokenizer.json"
 BYTES = 256
 # fancy-regex, which tiktoken and the published rustbpe use, keeps one backtracking entry per character of a run of
-# spaces and gives up near a million, so longer texts are cut here first, whoever encodes. Only the piece at such a
-# cut can differ from the uncut text's.
+# spaces and gives up near a million. So longer texts are cut here first, with every encoder, and only the pieces beside
+# a cut can differ from those of the uncut text.
 LONGEST_TEXT = 200_000
 
 
@@ -59,7 +60,7 @@ def tokenizer_dir(corpus_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens; `mask` is 1 where the assistant is to be trained, 0 elsewhere."""
+    """A conversation as tokens; `mask` is 1 for each token that the assistant is trained to write, 0 elsewhere."""
 
     ids: list[int]
     mask: list[int]
@@ -69,7 +70,7 @@ class Tokenizer:
     """A vocabulary: byte sequences in order of rank, then the special tokens."""
 
     def __init__(self, ranks: Sequence[bytes], pattern: str, regex: str, specials: dict[str, str] | None = None):
-        """`ranks[i]` are the bytes of token i, `specials` maps each role to its spelling."""
+        """`ranks[i]` holds the bytes of token i; `specials` maps each role to the spelling of its token."""
         self.pattern = pattern
         self.regex = regex
         self._ranks = list(ranks)
@@ -92,20 +93,21 @@ class Tokenizer:
         pattern: str = DEFAULT_PATTERN,
         progress: Callable[[str, int], None] | None = None,
     ) -> "Tokenizer":
-        """Learn a vocabulary of exactly `vocab_size` tokens, special tokens included.
+        """Learn a vocabulary of exactly `vocab_size` tokens, including the special tokens.
 
-        `progress` is told ("read", texts) and ("merge", tokens), where rustbpe can.
+        `progress` is called with ("read", texts so far) and ("merge", tokens so far), unless the published rustbpe is
+        installed.
 
-        Raises UserError if the pattern is unknown, the size is too small for the bytes and the special
-        tokens, a text is not valid Unicode, or the texts do not give that many merges.
+        UserError if the pattern is unknown, if the size is too small for the bytes and the special tokens, if a text
+        is not valid Unicode, or if the texts do not give that many merges.
         """
         if pattern not in PATTERNS:
-            raise UserError(f"the pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}", exit_code=2)
+            raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}", exit_code=2)
         smallest = BYTES + len(ROLES)
         if vocab_size < smallest:
             raise UserError(
                 f"the vocabulary must hold at least {smallest} tokens ({BYTES} bytes and {len(ROLES)} special "
-                f"tokens), got {vocab_size}",
+                f"tokens), got {vocab_size}; choose a larger --vocab_size",
                 exit_code=2,
             )
         ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), PATTERNS[pattern], progress)
@@ -113,7 +115,7 @@ class Tokenizer:
         if largest < vocab_size:
             raise UserError(
                 f"the text is too small for a vocabulary of {vocab_size:,}: it gives at most {largest:,} tokens. "
-                f"Use --vocab_size {largest} or less, or more text."
+                f"Use --vocab_size {largest} or less, or add more text."
             )
         return cls(ranks, pattern, PATTERNS[pattern])
 
@@ -129,15 +131,15 @@ class Tokenizer:
         path = folder / FILE_NAME
         if not path.exists():
             raise UserError(
-                f"no tokenizer at {path}. Train it first: python -m scripts.tok_train --data {folder.name}", exit_code=2
+                f"there is no tokenizer at {path}. Train it first: python -m scripts.tok_train --data {folder.name}", 2
             )
-        again = f"Delete it and train it again: python -m scripts.tok_train --data {folder.name}"
+        again = f"Delete the file and train the tokenizer again: python -m scripts.tok_train --data {folder.name}"
         try:
             content = read_json(path)
             expected = content.pop("sha256")
             if content["format"] != FORMAT or content["version"] != VERSION:
                 raise UserError(
-                    f"{path} has format {content['format']} {content['version']}, this program reads "
+                    f"{path} has format {content['format']} {content['version']}, but this program reads "
                     f"{FORMAT} {VERSION}. {again}"
                 )
             if _digest(content) != expected:
@@ -150,10 +152,10 @@ class Tokenizer:
             raise UserError(f"{path} is damaged: {failure!r}. {again}") from failure
 
     def export(self, folder: Path) -> list[Path]:
-        """Write the vocabulary for others, and return the paths.
+        """Write the vocabulary in the formats of other libraries, and return the paths.
 
-        `vocabulary.tiktoken` has the tokens for tiktoken, to be used with the split pattern `self.regex`;
-        `huggingface/tokenizer.json` has everything for the tokenizers library. Both give the tokens of `encode`.
+        `vocabulary.tiktoken` holds the tokens for tiktoken, which also needs the split pattern `self.regex`;
+        `huggingface/tokenizer.json` is complete for the tokenizers library. Both give the same tokens as `encode`.
         """
         specials = {self._spellings[role]: number for role, number in self._ids.items()}
         contents = {
@@ -166,7 +168,7 @@ class Tokenizer:
         return list(contents)
 
     def _content(self) -> dict[str, Any]:
-        """What makes this vocabulary what it is; its digest is `hash`."""
+        """Everything that defines this vocabulary; `hash` is its digest."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -179,7 +181,7 @@ class Tokenizer:
     # --- text ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; a spelled-out special token in it stays text.
+        """The tokens of a text. A special token that is spelled out in the text is encoded as ordinary text.
 
         Half of a surrogate pair, which a browser can send, becomes U+FFFD.
         """
@@ -188,14 +190,14 @@ class Tokenizer:
         return [token for piece in _pieces(text) for token in self._encoder.encode(piece)]
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
-        """The tokens of each text, over threads, which leave Python free while they work."""
+        """The tokens of each text, encoded in parallel by threads that release the GIL."""
         if all(len(text) <= LONGEST_TEXT for text in texts):
             return self._encoder.encode_batch(texts, threads or cores())
         return [self.encode(text) for text in texts]
 
     def encode_joined(self, texts: Sequence[str], threads: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that encode_batch gives, one after another, of an unsigned type, and how many each text has,
-        int64 (texts,): without lists of Python's numbers, where the encoder can."""
+        """The tokens of `encode_batch` in one array of an unsigned type, text after text, and the number of tokens of
+        each text, int64 (texts,). This repository's rustbpe makes the array without Python lists."""
         pieces = [[text] if len(text) <= LONGEST_TEXT else list(_pieces(text)) for text in texts]
         tokens, lengths = self._encoder.encode_joined([piece for some in pieces for piece in some], threads or cores())
         if len(lengths) == len(texts):
@@ -205,11 +207,11 @@ class Tokenizer:
         return tokens, of_texts
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens; special tokens give their spelling. KeyError for a number outside the vocabulary."""
+        """The bytes of tokens; a special token gives its spelling. KeyError for a number outside the vocabulary."""
         return b"".join(map(self._bytes.__getitem__, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8, such as half a character, become U+FFFD."""
+        """The text of tokens. Bytes that are not valid UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def special(self, role: str) -> int:
@@ -217,16 +219,17 @@ class Tokenizer:
         return self._ids[role]
 
     def token_bytes(self) -> np.ndarray:
-        """The length in bytes of every token, int32 (V,); 0 for special tokens, which stand for no text."""
+        """The length of every token in bytes, int32 (V,); 0 for special tokens, which stand for no text."""
         return np.array([len(token) for token in self._ranks] + [0] * len(self._ids), dtype=np.int32)
 
     # --- conversations ---------------------------------------------------------------------------
 
     def render(self, conversation: Conversation) -> Rendered:
-        """A whole conversation as tokens, with the mask of what the assistant is trained to say.
+        """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write.
 
-        That is its words, its tool calls with both marks, and the end mark; not the start mark, which the
-        program writes, nor what a tool answered. UserError if the turns are not in order.
+        The assistant is trained to write its words, its tool calls with both marks, and the end mark. It is not
+        trained to write its start mark, which the program adds, or the output of a tool. UserError if the turns are
+        not in order.
         """
         ids, mask = [self.bos], [0]
 
@@ -253,9 +256,9 @@ class Tokenizer:
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
-        """What a model is given to answer: all but a last assistant turn, then the mark that opens its reply."""
+        """The prompt of a model: the conversation without a last assistant turn, then the mark that opens the reply."""
         if not any(message.role == "user" for message in conversation.messages):
-            raise UserError("a prompt needs a user turn, got a conversation without one")
+            raise UserError("a prompt needs a user turn, got a conversation without one; add what the user says")
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
 
@@ -266,26 +269,28 @@ def cores() -> int:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """The SHA-256 of a vocabulary's content, however the file is laid out."""
+    """The SHA-256 of a vocabulary's content; the layout of the file does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts that the regular expression can work through."""
+    """A text in pieces that are short enough for the regular expression."""
     return (text[start : start + LONGEST_TEXT] for start in range(0, len(text), LONGEST_TEXT))
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
-    """Training texts, each proved to be a string of whole characters, long ones in parts."""
+    """Check that training texts are strings of valid Unicode, and cut long ones into pieces."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise UserError(f"training texts must be strings, document {number} is {type(text).__name__}")
+            raise UserError(
+                f"training texts must be strings, but document {number} is {type(text).__name__}. Convert or remove it."
+            )
         check_unicode(text, f"document {number}")
         yield from _pieces(text)
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raise UserError if a text that is to be trained on holds half of a surrogate pair."""
+    """Raise UserError if a training text holds half of a surrogate pair."""
     if text.isascii():
         return
     try:
@@ -293,22 +298,25 @@ def check_unicode(text: str, name: str) -> None:
     except UnicodeEncodeError as failure:
         raise UserError(
             f"training text must be valid Unicode, but {name} has half of a surrogate pair "
-            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove it from the source and try again."
+            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove that character and try again."
         ) from None
 
 
 def _turns(conversation: Conversation) -> tuple[Message, ...]:
-    """The turns with a system turn joined to the user turn after it, proved to alternate from the user on."""
+    """The turns, with a system turn merged into the user turn after it. UserError unless user and assistant alternate,
+    beginning with the user."""
     messages = conversation.messages
     if not messages:
-        raise UserError("a conversation needs at least one turn, got none")
+        raise UserError("a conversation needs at least one turn, got none; add a user turn")
     if messages[0].role == "system":
         if len(messages) < 2 or messages[1].role != "user":
-            raise UserError("a system turn must be followed by a user turn, got " + _roles(messages))
+            raise UserError(f"a system turn must be followed by a user turn, got {_roles(messages)}; reorder the turns")
         messages = (user(f"{messages[0].text}\n\n{messages[1].text}"), *messages[2:])
     for i, message in enumerate(messages):
         if message.role != ("user", "assistant")[i % 2]:
-            raise UserError("after an optional system turn, user and assistant alternate, got " + _roles(messages))
+            raise UserError(
+                f"after an optional system turn, user and assistant alternate, got {_roles(messages)}; reorder them"
+            )
     return messages
 
 

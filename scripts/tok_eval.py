@@ -1,9 +1,10 @@
-"""Measure how far the tokenizer compresses, in bytes per token: more is better.
+"""Measure how well the tokenizer compresses text, in bytes per token: more is better.
 
 python -m scripts.tok_eval
 python -m scripts.tok_eval --data fineweb
 
-Beside it stand published vocabularies: on the samples below always, on corpora where tiktoken has them cached.
+The table compares the tokenizer with published vocabularies: always on the samples below, and on the corpora if
+tiktoken has cached the published vocabulary.
 """
 
 import hashlib
@@ -86,16 +87,19 @@ CORPUS_DOCUMENTS = 1_000
 
 @dataclass(frozen=True)
 class Published:
-    """A published vocabulary. tiktoken's files of it are used if they are here and never fetched: most hosts of this
-    project reach no other network. So the tokens that it makes of each sample, once counted, are kept here."""
+    """A published vocabulary, with the number of tokens that it gives for each sample.
+
+    The vocabulary itself is used only if tiktoken has cached its files. They are never downloaded, since most hosts of
+    this project have no network; so the counts for the samples are kept here.
+    """
 
     size: int  # without special tokens
     samples: dict[str, int]
-    files: tuple[str, ...] = ()  # tiktoken names them by the SHA-1 of their addresses; none if it does not know it
+    files: tuple[str, ...] = ()  # tiktoken names them by the SHA-1 of their addresses; () if it lacks the vocabulary
 
 
-# Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's from the file in Alibaba's package dashscope
-# 2.0.2, SHA-256 b2b1b8df.... Count again where a sample changes.
+# Counted with tiktoken 0.14 from the files whose SHA-256s it knows; Qwen's counts come from the file in Alibaba's
+# package dashscope 2.0.2, SHA-256 b2b1b8df.... Count again if a sample changes.
 PUBLISHED = {
     "gpt2": Published(
         50_256,
@@ -119,14 +123,14 @@ PUBLISHED_AT = "https://openaipublic.blob.core.windows.net/"
 
 @dataclass(frozen=True)
 class Config:
-    """Measure how far the tokenizer compresses."""
+    """Measure how well the tokenizer compresses text."""
 
     data: str | None = None
-    """The corpus, or the mixture, whose tokenizer is measured. Unset: the only one there is."""
+    """The corpus or mixture whose tokenizer is measured. Default: the only corpus."""
 
 
 def is_cached(name: str) -> bool:
-    """Whether all files of a published vocabulary lie in tiktoken's cache."""
+    """Whether tiktoken has cached all files of a published vocabulary."""
     default = Path(tempfile.gettempdir()) / "data-gym-cache"
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default)
     names = [hashlib.sha1((PUBLISHED_AT + file).encode()).hexdigest() for file in PUBLISHED[name].files]
@@ -134,12 +138,13 @@ def is_cached(name: str) -> bool:
 
 
 def first_documents(corpus: Corpus, split: Literal["train", "val"]) -> list[str]:
-    """What stands for a corpus."""
+    """The first documents of a split, which represent the corpus."""
     return list(islice(texts(shards(corpus, split)), CORPUS_DOCUMENTS))
 
 
 def published_ratios(kinds: dict[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Bytes per token of the published vocabularies, by kind of text: measured here, or for the samples as known."""
+    """Bytes per token of each published vocabulary for each kind of text. Vocabularies that tiktoken has not cached
+    have figures for the samples only."""
     ratios: dict[str, dict[str, float]] = {}
     for name, known in PUBLISHED.items():
         counts = dict(known.samples)
@@ -151,7 +156,7 @@ def published_ratios(kinds: dict[str, list[str]]) -> dict[str, dict[str, float]]
 
 
 def train(cfg: Config) -> list[dict[str, float | str]]:
-    """Print and keep a table: one row per kind of text, one column per vocabulary."""
+    """Print a table and keep it for the report: one row per kind of text, one column per vocabulary."""
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     kinds = {name: [text] for name, text in SAMPLES.items()}
@@ -163,7 +168,10 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
     for kind, some in kinds.items():
         tokens = tokenizer.encode_batch(some)
         if [tokenizer.decode(ids) for ids in tokens] != some:
-            raise UserError(f"{kind}: a text does not come back from its tokens; train the tokenizer again")
+            raise UserError(
+                f"{kind}: decoding the tokens of a text does not give the text back. Train the tokenizer again: "
+                f"python -m scripts.tok_train --data {data.name}"
+            )
         size, count = sum(len(text.encode()) for text in some), sum(map(len, tokens))
         row: dict[str, float | str] = {"text": kind, "bytes": size, "tokens": count, "bytes_per_token": size / count}
         rows.append(row | {name: ratios[kind] for name, ratios in others.items() if kind in ratios})
@@ -178,7 +186,7 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
         table.add_row(str(row["text"]), f"{row['bytes']:,}", f"{row['tokens']:,}", *ratios)
     Console().print(table)
     if missing := [name for name in others if not is_cached(name)]:
-        log(f"not cached here by tiktoken, so known for the samples only: {', '.join(missing)}")
+        log(f"tiktoken has not cached these, so they are compared on the samples only: {', '.join(missing)}")
     section = {"corpus": data.name, "tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "rows": rows}
     write_section("tok_eval", section)
     return rows

@@ -1,9 +1,9 @@
 """Train the tokenizer of a corpus.
 
-python -m scripts.tok_train                                    # of the only corpus there is
+python -m scripts.tok_train                                    # on the only corpus
 python -m scripts.tok_train --data fineweb --vocab_size 65536
-python -m scripts.tok_train --export exported                  # for tiktoken and Hugging Face's tokenizers too
-python -m scripts.tok_train --data web:0.7,books:0.3           # for a mixture, whose weights may change later
+python -m scripts.tok_train --export exported                  # also for tiktoken and Hugging Face's tokenizers
+python -m scripts.tok_train --data web:0.7,books:0.3           # on a mixture; its weights may change later
 """
 
 import time
@@ -22,8 +22,8 @@ from nanochat.runtime.progress import Progress, duration
 from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
 
 Auto = Literal["auto"]
-SMALL_CORPUS = 50_000_000  # characters; up to there a small vocabulary, as the models are small too
-NOTE = "training.json"  # beside tokenizer.json: what it was trained with, so that a second call knows
+SMALL_CORPUS = 50_000_000  # characters; a smaller corpus gets a small vocabulary, since its models are small too
+NOTE = "training.json"  # beside tokenizer.json; with the same settings and shards, a second call trains nothing
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,36 @@ class Config:
     """Train the tokenizer of a corpus."""
 
     data: str | None = None
-    """The corpus: a name, or the folder it was imported from; or a mixture, web:0.7,books:0.3. Unset: the only one there is.
-    there is."""
+    """The corpus: its name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    Default: the only corpus there is."""
     max_chars: int = 2_000_000_000
-    """Characters to read, at most."""
+    """How many characters to read at most."""
     doc_cap: int = 10_000
-    """Characters to read of one document, at most."""
+    """How many characters to read from each document at most, so that a few long documents do not dominate."""
     vocab_size: int | Auto = "auto"
-    """Tokens in the vocabulary, special tokens included. auto: 32,768, or 4,096 for less than 50 million characters."""
+    """How many tokens the vocabulary has, including special tokens. auto: 32,768.
+    For a corpus of less than 50 million characters: 4,096."""
     pattern: str = DEFAULT_PATTERN
-    """How text is cut before merging: nanochat; han, with runs of Han letters apart; han4, with those cut after four,
-    which Chinese pays for (dev/LOG.md)."""
+    """How text is cut before merging. nanochat suits most text; han separates runs of Han letters from other text;
+    han4 also cuts these runs after four letters, which compresses Chinese less (dev/LOG.md)."""
     export: Path | None = None
-    """A folder to write the vocabulary to for others too: for tiktoken, and as tokenizer.json for tokenizers."""
+    """A folder for copies of the vocabulary: one for tiktoken, and tokenizer.json for Hugging Face's tokenizers.
+    Default: no copies."""
 
 
 @dataclass
 class Used:
-    """What the tokenizer was trained on."""
+    """How much text the tokenizer was trained on."""
 
-    shards: list[int]  # of each corpus
+    shards: list[int]  # how many of each corpus
     documents: int = 0
     characters: int = 0
 
 
 def sample(corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: Used) -> Iterator[str]:
-    """Documents cut to `doc_cap`, until `max_chars` are read, counted in `used`.
+    """Documents cut to `doc_cap` characters, until `max_chars` characters are read; `used` counts them.
 
-    Of several corpora each gives its share of the characters, up to where one of them ends.
+    Each of several corpora gives its share of the characters, until one of the corpora ends.
     """
 
     def read(k: int) -> Iterator[str]:
@@ -80,7 +82,7 @@ def sample(corpora: list[list[Path]], shares: Sequence[int], cfg: Config, used: 
 
 
 def known_characters(data: Data) -> int | None:
-    """How many characters a sample of all corpora has at most, None where that is not known."""
+    """How many characters a sample of all corpora can have; None if that is not known."""
     known = [read_about(corpus.folder).get("characters", {}).get("train") for corpus in data.corpora]
     if None in known:
         return None
@@ -88,31 +90,31 @@ def known_characters(data: Data) -> int | None:
 
 
 def identity(paths: list[Path]) -> list[list[Any]]:
-    """What tells shards from others of the same names: their sizes, and SHA-256s where they are known."""
+    """The names, sizes and known SHA-256s of shards, which tell them from other shards with the same names."""
     known = read_about(paths[0].parent).get("shards", {}) if paths else {}
     return [[path.name, path.stat().st_size, known.get(path.name, {}).get("sha256")] for path in paths]
 
 
 def identities(corpora: list[list[Path]], counts: Sequence[int]) -> list[Any]:
-    """The first shards of each corpus, so many; of a single one without a list around it."""
+    """The identity of the first `counts[k]` shards of each corpus k; for a single corpus, without the outer list."""
     each = [identity(paths[:count]) for paths, count in zip(corpora, counts, strict=True)]
     return each if len(each) > 1 else each[0]
 
 
 def noted(cfg: Config, data: Data) -> dict[str, Any]:
-    """The settings that belong to a tokenizer: of a single corpus without its name, since the folder is its own."""
+    """The settings that belong to a tokenizer. The name of a single corpus is left out, since it names the folder."""
     kept = {name: value for name, value in settings(cfg).items() if name != "export"}
     return {**kept, "data": data.name if len(data.corpora) > 1 else None}
 
 
 def export(tokenizer: Tokenizer, folder: Path | None) -> None:
-    """Write the vocabulary for others, if that is asked for."""
+    """Write the vocabulary in the formats of other libraries, if --export was given."""
     if folder is not None:
         log("exported: " + ", ".join(str(path) for path in tokenizer.export(folder)))
 
 
 def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
-    """The size asked for, or one that suits the corpus, with the reason printed."""
+    """The size that was asked for, or a size that suits the corpus, with the reason in the log."""
     if asked != "auto":
         return asked
     size = 4_096 if characters is not None and characters < SMALL_CORPUS else 32_768
@@ -121,7 +123,7 @@ def choose_vocab_size(asked: int | Auto, characters: int | None) -> int:
 
 
 def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]) -> float:
-    """Bytes per token on the first 1,000 documents of each corpus, all of which must come back from their tokens."""
+    """Bytes per token on the first 1,000 documents of each corpus. Also checks that decoding gives the same texts."""
     some = [text for corpus in data.corpora for text in islice(texts(shards(corpus, split)), 1_000)]
     tokens = tokenizer.encode_batch(some)
     if [tokenizer.decode(ids) for ids in tokens] != some:
@@ -130,7 +132,8 @@ def compression(tokenizer: Tokenizer, data: Data, split: Literal["train", "val"]
 
 
 def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]) -> Tokenizer | None:
-    """The tokenizer that these settings gave on these shards, if it is there; shards added since do not count."""
+    """The tokenizer that was trained with these settings on these shards, if there is one. Shards that were added
+    since then do not matter."""
     if not (folder / NOTE).exists() or not (folder / FILE_NAME).exists():
         return None
     note = read_json(folder / NOTE)
@@ -144,7 +147,7 @@ def done_before(folder: Path, cfg: Config, data: Data, corpora: list[list[Path]]
 
 
 class Merging:
-    """Says every ten seconds how many merges are learned."""
+    """Prints every ten seconds how many merges have been learned."""
 
     def __init__(self, progress: Progress):
         self._progress, self._told = progress, time.monotonic()
@@ -156,17 +159,17 @@ class Merging:
 
 
 def train(cfg: Config) -> Tokenizer:
-    """Train, check, save, and leave a section for the report; or find that all of it is done."""
+    """Train, check and save the tokenizer, and write its section of the report; or find that all this is done."""
     for name in ("max_chars", "doc_cap"):
         if getattr(cfg, name) <= 0:
-            raise UserError(f"--{name} must be positive, got {getattr(cfg, name)}", exit_code=2)
+            raise UserError(f"--{name} must be a positive number of characters, got {getattr(cfg, name)}", exit_code=2)
     if cfg.pattern not in PATTERNS:
         raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
     data = resolve_data(cfg.data)
     corpora = [shards(corpus, "train") for corpus in data.corpora]
     folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
     if tokenizer := done_before(folder, cfg, data, corpora):
-        log(f"the tokenizer of {data.name} is there: {tokenizer.vocab_size:,} tokens in {folder}")
+        log(f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in {folder}")
         export(tokenizer, cfg.export)
         return tokenizer
 

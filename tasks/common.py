@@ -1,4 +1,4 @@
-"""What tasks share: where their rows come from, the words of a question with choices, slices and mixtures."""
+"""Shared by the tasks: loading rows, wording questions with choices, reading numbers, and slices and mixtures."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ _TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # file ending 
 
 
 class Table:
-    """The rows of a data set in a seeded order, so that its first n rows are a random sample of it."""
+    """The rows of a data set in a seeded order, so that the first n rows are a random sample."""
 
     def __init__(self, rows: Any, source: str, seed: int = 42):
         self.source = source
@@ -38,7 +38,7 @@ class Table:
 
 
 def _local_files(folder: Path, inside: Sequence[str], split: str) -> list[Path]:
-    """The files of a split below a task's folder, of the best type that is there; none if there are none."""
+    """The files of a split below a task's folder, all of the best type that exists; [] if there are none."""
     for name in inside:
         for ending in _TYPES:
             wanted = re.compile(rf"{re.escape(split)}([-_.].*)?\.{ending}")
@@ -49,8 +49,8 @@ def _local_files(folder: Path, inside: Sequence[str], split: str) -> list[Path]:
 
 
 def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
-    """`datasets.load_dataset`, its many kinds of failure turned into one message."""
-    # here, because it takes a second or two and only tasks with rows need it
+    """Call `datasets.load_dataset`, and turn its many kinds of failure into one message."""
+    # imported here, since the import takes a second or two and only tasks with rows need it
     import datasets
     import datasets.exceptions
 
@@ -73,11 +73,11 @@ def load_table(
     inside: Sequence[str],
     folder: str | Path | None = None,
 ) -> Table:
-    """Rows of a published data set: from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
+    """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
 
-    repo: its name on the hub; its last part names its folder in NANOCHAT_TASK_DIR. inside: the subfolders in which
-    `<split>*.parquet` or `<split>*.jsonl` is looked for, in that order (a copy of the hub's repository fits).
-    columns: what every row must have. UserError (exit 2) if the rows cannot be had or have other columns.
+    repo: the name on the hub; the last part of it names the folder in NANOCHAT_TASK_DIR. inside: the subfolders that
+    are searched for `<split>*.parquet` or `<split>*.jsonl`, in this order, which fits a copy of the hub's repository.
+    columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or lack a column.
     """
     name = repo.rpartition("/")[2]
     task_dir = os.environ.get("NANOCHAT_TASK_DIR")
@@ -88,8 +88,12 @@ def load_table(
         files = _local_files(folder, inside, split)
         if not files:
             wanted = " or ".join(str(folder / one / f"{split}*.parquet|jsonl") for one in inside)
-            raise UserError(f"no rows of {name} ({split}) in {folder}: looked for {wanted}", exit_code=2)
-        source, advice = str(files[0].parent), "Copy the files again from where they came"
+            raise UserError(
+                f"there are no rows of {name} ({split}) in {folder}: looked for {wanted}. Copy one of these files "
+                "there, or name another folder",
+                exit_code=2,
+            )
+        source, advice = str(files[0].parent), "Copy the files again from their source"
         kind = _TYPES[files[0].suffix[1:]]
         files = {split: [str(path) for path in files]}
         rows = _read(
@@ -98,20 +102,23 @@ def load_table(
     else:
         source = f"{repo} ({', '.join(filter(None, (subset, split)))})"
         advice = (
-            "Set HF_ENDPOINT to a mirror that this machine can reach; or, on a machine with network, run "
-            f"`hf download {repo} --repo-type dataset --local-dir {name}`, copy the folder {name} into a folder here, "
-            "and set NANOCHAT_TASK_DIR to the latter"
+            "Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, run "
+            f"`hf download {repo} --repo-type dataset --local-dir {name}`, copy {name} into a folder of this machine, "
+            "and set NANOCHAT_TASK_DIR to that folder"
         )
         rows = _read(source, repo, subset, split=split, advice=advice)
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
-        raise UserError(f"{source} lacks the columns {missing}; it has {rows.column_names}", exit_code=2)
+        raise UserError(
+            f"{source} lacks the columns {missing}; it has {rows.column_names}. Use the published files of {repo}",
+            exit_code=2,
+        )
     log(f"{name} {split}: {len(rows):,} rows from {source}")
     return Table(rows, source)
 
 
 def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
-    """`given` if it is allowed, else a UserError that lists what is."""
+    """Return `given` if it is allowed; otherwise raise a UserError that lists the allowed values."""
     if given not in allowed:
         raise UserError(f"{what} must be one of {', '.join(allowed)}, got {given!r}")
     return given
@@ -122,7 +129,7 @@ def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ChoiceProblem:
-    """A question, what to choose from, and the position of the right choice."""
+    """A question, its choices, and the position of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -130,17 +137,18 @@ class ChoiceProblem:
 
 
 def render_choices(question: str, choices: Sequence[str]) -> str:
-    """The user's words of a question with choices.
+    """The text of a question with choices, as the user asks it.
 
-    Each letter comes after its choice: attention looks back only, so there the letter's position has seen what it
-    stands for, which small models need. It stands alone on its line, so that it is the same token as in the answer.
+    Each letter comes after its choice. Attention only looks back, so at that position a model has already seen what
+    the letter stands for, which small models need. The letter is alone on its line, so that it is the same token as in
+    the answer.
     """
     listed = "".join(f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False))
     return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
 
 
 class ChoiceTask:
-    """A task of questions with choices, made from a table and a function that reads one row."""
+    """A task of questions with choices, made from a table and a function `read` that reads one row."""
 
     kind: Literal["choice", "generative"] = "choice"
 
@@ -156,7 +164,10 @@ class ChoiceTask:
         """Problem i, checked: at least two choices, and the answer among them."""
         problem = self._read(self._table[i])
         if not (2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)):
-            raise UserError(f"{self._table.source}: the answer of a row must be one of its choices, got {problem}")
+            raise UserError(
+                f"{self._table.source}: the answer of a row must be one of its choices, got {problem}. Fix or remove "
+                "the row."
+            )
         return problem
 
     def __getitem__(self, i: int) -> Conversation:
@@ -176,7 +187,8 @@ _NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?(?:\d|\.\d+)")
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text ends on: the first after its last `####`, else its last; None if there is none."""
+    """The number that a text ends with: the first number after the last `####`, or without `####` the last number.
+    None if there is no number."""
     text = unicodedata.normalize("NFKC", text)
     _, marker, after = text.rpartition("####")
     found = _NUMBER.findall(after)
@@ -185,10 +197,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def read_messages(messages: Any) -> Conversation:
-    """A conversation from a list of {"role", "content"}; ValueError with the rule that it breaks.
+    """A conversation from a list of {"role", "content"}. ValueError names the rule that the list breaks.
 
-    The rules: an optional system message, then user and assistant in turn, the last one the assistant's; every
-    content a text that is not empty.
+    The rules: after an optional system message, user and assistant take turns, and the assistant speaks last. Every
+    content is a text that is not empty.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -200,17 +212,17 @@ def read_messages(messages: Any) -> Conversation:
         spoken = len([turn for turn in turns if turn.role != "system"])
         expected = "assistant" if spoken % 2 else "user"
         if role != expected and not (role == "system" and n == 1):
-            raise ValueError(f"message {n} must be of the {expected} (user and assistant take turns), got {role!r}")
+            raise ValueError(f"message {n} must have role {expected!r} (user and assistant take turns), got {role!r}")
         if not isinstance(content, str) or not content.strip():
             raise ValueError(f"the content of message {n} must be a text that is not empty")
         turns.append(Message(role, (Part("text", content),)))
     if not turns or turns[-1].role != "assistant":
-        raise ValueError("a conversation must end with a message of the assistant")
+        raise ValueError("a conversation must end with a message of role 'assistant'")
     return Conversation(tuple(turns))
 
 
 class Ungraded:
-    """The part of a task that serves for training only."""
+    """Base of tasks that are only for training: they have no letters and cannot be graded."""
 
     kind: Literal["choice", "generative"] = "generative"
     name: str
@@ -219,7 +231,7 @@ class Ungraded:
         return ()
 
     def grade(self, i: int, reply: str) -> float:
-        raise UserError(f"{self.name} has no right answers: it serves for training, not for evaluation")
+        raise UserError(f"{self.name} has no right answers, so it can only train a model; choose another task")
 
 
 # --- slices and mixtures -------------------------------------------------------------------------
@@ -248,7 +260,7 @@ class Subset:
 
 
 class TaskMixture:
-    """Several tasks shuffled into one; a task given twice counts twice. The order depends on the seed alone."""
+    """Several tasks shuffled into one. A task that is given twice counts twice. The order depends only on the seed."""
 
     kind: Literal["choice", "generative"] = "generative"
 

@@ -1,4 +1,4 @@
-"""One's own conversations, one JSON line each."""
+"""Your own conversations, one JSON line each."""
 
 import json
 from pathlib import Path
@@ -11,16 +11,18 @@ _SHAPE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": 
 
 
 class CustomJSON(Ungraded):
-    """A file of lines, each a list of messages or {"messages": [...]}; empty lines are skipped.
+    """A file in which each line is a list of messages or {"messages": [...]}. Empty lines are skipped.
 
-    Everything is checked at once: UserError with file, line and rule for the first line that breaks one.
+    The whole file is checked at once. UserError names the file, the line and the rule of the first mistake.
     """
 
     def __init__(self, filepath: str | Path):
         path = Path(filepath).expanduser()
         self.name = path.stem
         if not path.is_file():
-            raise UserError(f"no file {path}; it should hold one conversation a line: {_SHAPE}", exit_code=2)
+            raise UserError(
+                f"there is no file {path}. Check the path; the file should hold one conversation per line: {_SHAPE}", 2
+            )
         self._conversations: list[Conversation] = []
         for n, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             try:
@@ -33,7 +35,7 @@ class CustomJSON(Ungraded):
             except ValueError as broken:  # not UTF-8, not JSON, not a conversation
                 raise UserError(f"{path}, line {n}: {broken}. A line should look like {_SHAPE}") from broken
         if not self._conversations:
-            raise UserError(f"{path} holds no conversation; it should hold one a line: {_SHAPE}")
+            raise UserError(f"{path} holds no conversation. Write one conversation per line: {_SHAPE}")
 
     def __len__(self) -> int:
         return len(self._conversations)

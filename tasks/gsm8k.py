@@ -1,4 +1,4 @@
-"""GSM8K: word problems of grade school, solved with a calculator (Cobbe et al. 2021, arXiv:2110.14168)."""
+"""GSM8K: grade school math word problems, solved with a calculator (Cobbe et al. 2021, arXiv:2110.14168)."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ _CALL = re.compile(r"<<([^<>]*)>>")
 
 
 def read_solution(solution: str) -> list[Part]:
-    """A published solution as parts: each `<<48/2=24>>` is a call of the calculator and its output.
+    """A published solution as parts: each `<<48/2=24>>` becomes a call of the calculator and its output.
 
-    The output is what our calculator says, as it will in a chat; what it cannot calculate is no call.
+    The output comes from our calculator, as it does in a chat. An expression that our calculator refuses is dropped.
     """
     parts: list[Part] = []
     end = 0
@@ -31,7 +31,7 @@ def read_solution(solution: str) -> list[Part]:
 
 
 class GSM8K:
-    """split: train or test. A reply is right if the number it ends on, after `####` if it has that, is the answer."""
+    """split: train or test. A reply is right if it ends with the right number; see final_number."""
 
     name = "GSM8K"
     kind: Literal["choice", "generative"] = "generative"
@@ -54,5 +54,8 @@ class GSM8K:
     def grade(self, i: int, reply: str) -> float:
         answer = final_number(self._table[i]["answer"])
         if answer is None:
-            raise UserError(f"{self._table.source}: a row has no number after ####: {self._table[i]['answer']!r}")
+            raise UserError(
+                f"{self._table.source}: a row has no number after ####: {self._table[i]['answer']!r}. "
+                "Fix or remove the row."
+            )
         return float(final_number(reply) == answer)

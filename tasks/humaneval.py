@@ -1,4 +1,4 @@
-"""HumanEval: Python functions to be written, graded by running their tests (Chen et al. 2021, arXiv:2107.03374)."""
+"""HumanEval: write Python functions, graded by running their tests (Chen et al. 2021, arXiv:2107.03374)."""
 
 import ast
 import re
@@ -17,21 +17,22 @@ def _defines(code: str, function: str) -> bool:
 
 
 def extract_code(reply: str, function: str) -> str:
-    """The code of a reply: the first fenced block that defines the function, else the first block, else all of it."""
+    """The code in a reply: the first fenced block that defines the function, else the first block, else the whole
+    reply."""
     blocks = _BLOCK.findall(reply) or [reply]
     return next((block for block in blocks if _defines(block, function)), blocks[0])
 
 
 def build_program(prompt: str, reply: str, test: str, function: str) -> str:
-    """The program that decides: what the prompt gives, the reply's code, the tests, and their call.
+    """The program that grades a reply: the prompt, the code of the reply, the tests, and the call of the tests.
 
-    A reply may repeat the function's head or continue the prompt. Either way what else the prompt defines
-    (imports, helper functions) is there.
+    A reply may repeat the head of the function or continue the prompt. In both cases the program includes the imports
+    and helper functions of the prompt.
     """
     code = extract_code(reply, function)
     if _defines(code, function):
         try:
-            ast.parse(prompt)  # a head with a doc string is a whole function
+            ast.parse(prompt)  # a head with a docstring is a complete function
             code = f"{prompt}\n{code}"
         except SyntaxError:
             imports = [line for line in prompt.splitlines() if line.startswith(("import ", "from "))]
@@ -42,7 +43,8 @@ def build_program(prompt: str, reply: str, test: str, function: str) -> str:
 
 
 class HumanEval:
-    """The only split is test. Replies are run: UserError at once if this machine cannot isolate them (execution.py)."""
+    """The only split is test. Grading runs the replies as programs, so UserError at once if this machine cannot isolate
+    them (nanochat/evals/sandbox.py)."""
 
     name = "HumanEval"
     kind: Literal["choice", "generative"] = "generative"

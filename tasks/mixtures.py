@@ -22,7 +22,7 @@ from tasks.tinyworld import TinyWorld, measures, mental
 
 
 class Identity(Ungraded):
-    """Who the assistant is, in both languages."""
+    """Questions about who the assistant is, in both languages."""
 
     name = "Identity"
 
@@ -39,11 +39,11 @@ class Identity(Ungraded):
 Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
-HELD_OUT = 50  # one conversation in so many is kept for validation
+HELD_OUT = 50  # one conversation in 50 is for validation
 
 
 class Conversations(Protocol):
-    """Conversations by number: a task, or a list."""
+    """Conversations that can be counted and indexed: a task or a list."""
 
     def __len__(self) -> int: ...
 
@@ -52,7 +52,7 @@ class Conversations(Protocol):
 
 @dataclass(frozen=True)
 class Mix:
-    """What a stage trains and validates on. `key` names the content; `load` is only called where it is not cached."""
+    """The conversations of a stage. `key` names their content; `load` is called only if their tokens are not kept."""
 
     name: str
     key: str
@@ -60,7 +60,7 @@ class Mix:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """All of them, made once."""
+        """All conversations, loaded once."""
         return self.load()
 
     def train(self) -> Iterable[Conversation]:
@@ -79,7 +79,9 @@ def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None) -> Mix:
     if custom is not None:
         task = CustomJSON(custom)
         if len(task) < 2:
-            raise UserError(f"{custom} must hold at least 2 conversations, one to validate on, got {len(task)}")
+            raise UserError(
+                f"{custom} must hold at least 2 conversations, since one is for validation, got {len(task)}; add more"
+            )
         return Mix(custom, f"{custom} {sha256_of(Path(custom).expanduser())}", lambda: task)
     name = traits(corpus).curriculum
     make = CURRICULA[name].conversations[stage]
@@ -110,7 +112,7 @@ def curriculum(corpus: str | None) -> Curriculum:
 
 
 def _published_mid(seed: int) -> TaskMixture:
-    """The mixture of Nov-2025: about 850 thousand conversations, identity twice."""
+    """Upstream's mixture of November 2025: about 850 thousand conversations; those about identity come twice."""
     return TaskMixture(
         [
             SmolTalk("train"),
@@ -126,7 +128,7 @@ def _published_mid(seed: int) -> TaskMixture:
 
 
 def _published_sft(seed: int) -> TaskMixture:
-    """The mixture of Nov-2025: about 23 thousand conversations."""
+    """Upstream's mixture of November 2025: about 23 thousand conversations."""
     return TaskMixture(
         [
             ARC("ARC-Easy", "train"),

@@ -8,7 +8,7 @@ from tasks.common import Ungraded, load_table, one_of, read_messages
 
 
 class SmolTalk(Ungraded):
-    """split: train (460 K conversations) or test (24 K). A last question that has no answer is left out."""
+    """split: train (460 K conversations) or test (24 K). A last question without an answer is dropped."""
 
     name = "SmolTalk"
 
@@ -26,4 +26,4 @@ class SmolTalk(Ungraded):
         try:
             return read_messages(messages)
         except ValueError as broken:
-            raise UserError(f"{self._table.source}: conversation {i}: {broken}") from broken
+            raise UserError(f"{self._table.source}: conversation {i}: {broken}. Copy or fix the file.") from broken

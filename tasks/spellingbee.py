@@ -1,7 +1,7 @@
-"""Spelling words, and counting a letter in a word by hand and then with the tool.
+"""Spelling words, and counting a letter in a word, first by hand and then with the tool.
 
-Models read tokens, not letters, so they must be taught which letters a token is made of. SimpleSpelling teaches that,
-SpellingBee uses it. The words and sentences are our own; every problem is a pure function of its number.
+Models read tokens, not letters, so they must learn the letters of each token. SimpleSpelling teaches the letters, and
+SpellingBee needs them. The words and sentences were written for this project; each problem depends only on its number.
 """
 
 import random
@@ -48,7 +48,7 @@ def words() -> tuple[str, ...]:
 
 @lru_cache(maxsize=2)
 def words_of(split: str) -> tuple[str, ...]:
-    """One word in ten is counted in only in the test split; which, its checksum says."""
+    """The words of a split. A checksum assigns one word in ten to the test split, the others to the train split."""
     return tuple(word for word in words() if (zlib.crc32(word.encode()) % 10 == 0) == (split == "test"))
 
 
@@ -57,7 +57,7 @@ def _is_chinese(text: str) -> bool:
 
 
 def _solution(word: str, letter: str, chinese: bool) -> list[str | Part]:
-    """Spell, go through the letters with a running count, check with the tool, answer after ####."""
+    """Spell the word, go through its letters with a running count, check with the tool, and answer after ####."""
     count, lines = 0, []
     for one in word:
         count += one == letter
@@ -72,7 +72,7 @@ def _solution(word: str, letter: str, chinese: bool) -> list[str | Part]:
 
 
 class SpellingBee:
-    """How often does a letter occur in a word? split: train or test; their words differ."""
+    """Asks how often a letter occurs in a word. split: train or test; the two splits use different words."""
 
     name = "SpellingBee"
     kind: Literal["choice", "generative"] = "generative"
@@ -89,7 +89,7 @@ class SpellingBee:
             raise IndexError(i)
         draw = random.Random(f"spelling bee {self.split} {i}")
         word = draw.choice(words_of(self.split))
-        # One time in ten any letter, so that the answer is sometimes 0.
+        # In one problem in ten, take any letter, so that the answer is sometimes 0.
         return draw, word, draw.choice(word if draw.random() < 0.9 else _ALPHABET)
 
     def __getitem__(self, i: int) -> Conversation:
@@ -105,13 +105,9 @@ class SpellingBee:
         _, word, letter = self._draw(i)
         return float(final_number(reply) == word.count(letter))
 
-    def reward(self, i: int, reply: str) -> float:
-        """The reward of a reply in reinforcement learning: whether it is right."""
-        return self.grade(i, reply)
-
 
 class SimpleSpelling(Ungraded):
-    """Spell a word. Both splits use all words: a spelling that was never shown cannot be known."""
+    """Asks for the spelling of a word. Both splits use all words, since a model cannot know a spelling it never saw."""
 
     name = "SimpleSpelling"
 

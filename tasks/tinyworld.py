@@ -1,4 +1,4 @@
-"""TinyWorld's measures as tasks: open questions in both languages, the calculator, sums in the head."""
+"""TinyWorld's measures as tasks: open questions in both languages, the calculator, and mental sums."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanochat.data.tinyworld import world as tinyworld
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """Problems of the world under one name; replies are graded by their value."""
+    """A named list of TinyWorld's problems. A reply is right if it gives the right value and no other value."""
 
     name: str
     problems: Sequence[tinyworld.Problem]
@@ -24,22 +24,24 @@ class TinyWorld:
         return self.problems[i].conversation
 
     def letters(self, i: int) -> tuple[str, ...]:
-        """No letters: the questions are open."""
+        """No letters, since the questions are open."""
         return ()
 
     def group(self, i: int) -> str:
-        """The relation of problem i, for figures per relation."""
+        """The relation that problem i asks about; reports give figures per relation."""
         return self.problems[i].relation
 
     def grade(self, i: int, reply: str | Sequence[Part]) -> float:
-        """1 if the value is right. The calculator's problems need the parts of the reply: the call counts."""
+        """1 if the value is right, else 0. For problems of the calculator, pass the parts of the reply, since a right
+        reply has called the calculator."""
         return float(tinyworld.grade(self.problems[i], reply))
 
     grade_parts = grade
 
 
 def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
-    """Makers of all measures by name: held-out wordings, the calculator, held-out combinations, and RL's sums."""
+    """Functions that make the measures, by name: held-out wordings, the calculator, held-out combinations, unknown
+    things, stories, and the mental sums of RL."""
     made: dict[str, Callable[[], Sequence[tinyworld.Problem]]] = {}
     for lang in tinyworld.LANGUAGES:
         made[f"tinyworld_{lang}"] = partial(tinyworld.evaluation, lang, seed)
@@ -57,6 +59,6 @@ def _make(name: str, problems: Callable[[], Sequence[tinyworld.Problem]]) -> Tin
 
 
 def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:
-    """Sums in the head in held-out wordings, what RL is measured on; unseen ones have terms no training adds."""
+    """Mental sums in held-out wordings, which measure RL. With `unseen`, no training ever adds the same terms."""
     name = "mental_unseen" if unseen else "mental"
     return TinyWorld(name, tinyworld.rl_evaluation(seed, mental=difficulty, unseen=unseen))

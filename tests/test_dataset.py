@@ -61,7 +61,9 @@ def test_the_only_corpus_is_the_default_and_several_must_be_chosen_from(tmp_path
     assert resolve(None) == first == resolve("one") == resolve(str(tmp_path / "one"))
     second = import_folder(own_files(tmp_path / "two"), name="second")
     assert corpora() == [first, second]
-    with pytest.raises(UserError, match=r"several corpora \(one, second\); choose one, such as --data one") as raised:
+    with pytest.raises(
+        UserError, match=r"several corpora \(one, second\); choose one with --data, such as --data one"
+    ) as raised:
         resolve(None)
     assert raised.value.exit_code == 2
     assert resolve("second") == second
@@ -70,10 +72,10 @@ def test_the_only_corpus_is_the_default_and_several_must_be_chosen_from(tmp_path
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("tinyworld", "no corpus or folder 'tinyworld'; there is none yet.*dataset --data tinyworld"),
+        ("tinyworld", "no corpus or folder 'tinyworld'; there is no corpus yet.*dataset --data tinyworld"),
         ("fineweb", "dataset -n 8"),
         ("nonsense", "dataset --data DIR"),
-        (".", r"\. is not imported yet. Do it with: python -m nanochat.dataset --data \."),
+        (".", r"\. is not imported yet. Import it with: python -m nanochat.dataset --data \."),
     ],
 )
 def test_an_unknown_name_says_how_to_make_it(data, message):
@@ -92,7 +94,7 @@ def test_shards_are_split_into_training_and_the_last_one(base):
     assert list(texts(shards(corpus, "val"))) == ["5"]
     for i in (0, 1):
         (folder / f"shard_{i:05d}.parquet").unlink()
-    with pytest.raises(UserError, match="a corpus needs two shards"):
+    with pytest.raises(UserError, match="a corpus needs at least two shards"):
         shards(corpus, "train")
 
 
@@ -107,7 +109,7 @@ def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, ca
     before = (corpus.folder / "corpus.json").stat().st_mtime_ns
     make_tinyworld()
     assert (corpus.folder / "corpus.json").stat().st_mtime_ns == before
-    assert "tinyworld is there" in capsys.readouterr().out
+    assert "tinyworld is already there" in capsys.readouterr().out
     tinyworld.VERSION = "2"
     tinyworld.documents = lambda: iter(["new 1", "new 2"])
     make_tinyworld()
@@ -144,7 +146,7 @@ def test_an_import_is_kept_until_the_files_change(tmp_path, capsys):
     folder = own_files(tmp_path / "mine", 3)
     import_folder(folder)
     import_folder(folder)
-    assert "mine is there" in capsys.readouterr().out
+    assert "mine is already there" in capsys.readouterr().out
     (folder / "new.txt").write_text("new text")
     corpus = import_folder(folder)
     everything = set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
@@ -161,9 +163,9 @@ def test_a_single_file_and_another_column_can_be_imported(tmp_path):
 def test_names_that_are_taken_or_no_names_are_refused(tmp_path):
     import_folder(own_files(tmp_path / "mine", 3))
     other = own_files(tmp_path / "other", 3)
-    with pytest.raises(UserError, match="'mine' is taken"):
+    with pytest.raises(UserError, match="already named 'mine'"):
         import_folder(other, name="mine")
-    with pytest.raises(UserError, match="'tinyworld' is taken"):
+    with pytest.raises(UserError, match="already named 'tinyworld'"):
         import_folder(other, name="tinyworld")
     with pytest.raises(UserError, match="plain folder name"):
         import_folder(other, name="a/b")
@@ -241,7 +243,9 @@ def test_an_incomplete_download_is_refused_until_it_goes_on(hub):
     hub.missing = {"shard_00001.parquet"}
     with pytest.raises(UserError, match="404"):
         main(Config(num_files=3, num_workers=1))
-    with pytest.raises(UserError, match=r"shards of fineweb are missing.*Go on with: python -m nanochat.dataset -n 3"):
+    with pytest.raises(
+        UserError, match=r"shards of fineweb are missing.*Get them with: python -m nanochat.dataset -n 3"
+    ):
         shards(resolve("fineweb"), "train")
     hub.missing = set()
     main(Config(num_files=3))
@@ -268,7 +272,7 @@ def test_a_corrupt_shard_is_mended_by_the_command_it_names(hub):
     main(Config(num_files=2))
     path = shards(resolve("fineweb"), "train")[1]
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=rf"expected [\d,]+\. Mend it with: rm -r {path} && python .* -n 2"):
+    with pytest.raises(UserError, match=rf"expected [\d,]+\. Fix it with: rm -r {path} && python .* -n 2"):
         list(texts([path]))
     path.unlink()
     main(Config(num_files=2))
@@ -302,7 +306,7 @@ def test_an_unclear_command_names_those_that_work(cfg):
 def test_verify_reads_every_shard(tmp_path, capsys):
     main(Config(data=str(own_files(tmp_path / "mine"))))
     main(Config(data="mine", verify=True))
-    assert "mine: 2 shards are as they should be" in capsys.readouterr().out
+    assert "mine: all 2 shards are intact" in capsys.readouterr().out
     path = shards(resolve("mine"), "train")[0]
     content = bytearray(path.read_bytes())
     content[10] ^= 1

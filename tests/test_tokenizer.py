@@ -386,7 +386,7 @@ def test_exports_give_the_same_tokens(pattern, tmp_path):
 
 
 def test_merges_of_a_damaged_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="token 256 is not made of two earlier ones"):
+    with pytest.raises(ValueError, match="token 256 is not made of two earlier tokens"):
         bpe.merges([*(bytes([i]) for i in range(256)), b"abc"])
 
 

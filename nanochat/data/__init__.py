@@ -1,1 +1,1 @@
-"""Texts as data: conversations, corpora, shards, TinyWorld; no tokens and no torch."""
+"""Texts as data: conversations, corpora, shards and TinyWorld, without torch."""

@@ -1,6 +1,7 @@
-"""Byte pair encoding by whichever rustbpe is installed, and the forms in which others take a vocabulary.
+"""Byte pair encoding with whichever rustbpe is installed, and vocabularies in the formats of other libraries.
 
-This repository's rustbpe trains and encodes; the published one trains, and tiktoken encodes. The tokens are the same.
+This repository's rustbpe both trains and encodes. The published rustbpe only trains; then tiktoken encodes. Both give
+the same tokens.
 """
 
 import base64
@@ -20,46 +21,47 @@ BYTES = 256
 
 
 class Encoder(Protocol):
-    """Text to tokens. Spellings of special tokens are text like any other."""
+    """Turns text into tokens. A special token that is spelled out in a text is encoded as ordinary text."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]: ...
     def encode_joined(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts one after another, of an unsigned type, and how many each has, int64 (texts,)."""
+        """All tokens in one array of an unsigned type, text after text, and the number of tokens of each text, int64
+        (texts,)."""
         ...
 
 
 def rustbpe() -> Any:
-    """The installed module. UserError where there is none."""
+    """The installed rustbpe module. UserError if none is installed."""
     try:
         import rustbpe
 
         rustbpe.Tokenizer  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018  # no stubs in 0.1.0
         return rustbpe
-    except (ImportError, AttributeError) as missing:  # without it, `import` in a checkout finds its source folder
+    except (ImportError, AttributeError) as missing:  # AttributeError: in a checkout, `import` finds the source folder
         raise UserError(
-            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Set everything up with "
+            f"rustbpe, which trains tokenizers, is not installed for {sys.executable}. Install everything with "
             "`bash setup_env.sh` and `source .venv/bin/activate`, then type the same command again."
         ) from missing
 
 
 @cache
 def own() -> Any | None:
-    """The installed rustbpe if it is this repository's, which encodes too. The one place that decides; told once."""
+    """The installed rustbpe if it is this repository's, which can encode; otherwise None, and one line in the log."""
     try:
         module = rustbpe()
     except UserError:
-        return None  # whoever trains is told
+        return None  # `train` reports this; encoding needs only tiktoken
     if hasattr(module.Tokenizer, "from_ranks"):
         return module
-    log("rustbpe is the published one: training takes some ten times as long, and tiktoken encodes")
+    log("the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes")
     return None
 
 
 def train(
     texts: Iterable[str], tokens: int, regex: str, progress: Callable[[str, int], None] | None = None
 ) -> list[bytes]:
-    """Learn up to `tokens` tokens, the 256 bytes included; their bytes in the order learned."""
+    """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the order learned."""
     trainer = rustbpe().Tokenizer()
     more = {"progress": progress} if progress is not None and own() is not None else {}
     trainer.train_from_iterator(texts, tokens, pattern=regex, **more)
@@ -68,13 +70,14 @@ def train(
 
 
 def encoder(ranks: Sequence[bytes], regex: str) -> Encoder:
-    """An encoder of the tokens `ranks`, by number. ValueError if no byte pair encoding gives them."""
+    """An encoder for a vocabulary: `ranks[i]` holds the bytes of token i. ValueError if merging pairs of bytes cannot
+    produce these tokens."""
     module = own()
     return Tiktoken(ranks, regex) if module is None else Own(module, ranks, regex)
 
 
 class Own:
-    """By this repository's rustbpe."""
+    """Encodes with this repository's rustbpe."""
 
     def __init__(self, module: Any, ranks: Sequence[bytes], regex: str):
         self._tokenizer = module.Tokenizer.from_ranks(list(ranks), regex)
@@ -100,7 +103,7 @@ class Own:
 
 
 class Tiktoken:
-    """By tiktoken."""
+    """Encodes with tiktoken."""
 
     def __init__(self, ranks: Sequence[bytes], regex: str):
         self._encoding = tiktoken.Encoding("nanochat", **for_tiktoken(ranks, regex, {}))
@@ -117,58 +120,59 @@ class Tiktoken:
 
 
 def joined(lists: Sequence[Sequence[int]], dtype: str) -> np.ndarray:
-    """Lists of numbers, one after another."""
+    """Lists of numbers joined into one array."""
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
 def whole(text: str) -> str:
-    """A text with U+FFFD for each half of a surrogate pair, as tiktoken does it."""
+    """A text in which U+FFFD replaces each half of a surrogate pair, as in tiktoken."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# --- forms for others -----------------------------------------------------------------------------------
+# --- formats of other libraries ------------------------------------------------------------------------
 
 
 def for_tiktoken(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -> dict[str, Any]:
-    """What tiktoken.Encoding takes beside a name."""
+    """The arguments of tiktoken.Encoding, other than the name."""
     numbers = {token: rank for rank, token in enumerate(ranks)}
     return {"pat_str": regex, "mergeable_ranks": numbers, "special_tokens": specials}
 
 
 def tiktoken_file(ranks: Sequence[bytes]) -> str:
-    """The tokens as tiktoken keeps them in files: a line with base64 and number for each."""
+    """The content of a tiktoken file: one line per token, with its bytes in base64 and its number."""
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
 
 
 def merges(ranks: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The two tokens that each token beyond the bytes is made of. ValueError if no byte pair encoding gives them."""
+    """The pair of tokens that was merged into each token after the first 256. ValueError if there is no such pair."""
     numbers = {token: rank for rank, token in enumerate(ranks)}
     found = []
     for rank, token in enumerate(ranks):
         if rank < BYTES:
             continue
         parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:  # merge what was learned before
+        while len(parts) > 2:  # apply the earlier merges
             pairs = [(numbers.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1)]
             earliest, i = min(pairs)
             if earliest >= rank:
                 break
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) != 2 or not all(part in numbers for part in parts):
-            raise ValueError(f"token {rank} is not made of two earlier ones: the vocabulary is damaged")
+            raise ValueError(f"token {rank} is not made of two earlier tokens: the vocabulary is damaged")
         found.append((parts[0], parts[1]))
     return found
 
 
 def letters_for_bytes() -> list[str]:
-    """How Hugging Face's byte-level vocabularies spell bytes: printable ones as themselves, others from U+0100 on."""
+    """The letter for each byte in Hugging Face's byte-level vocabularies: printable bytes stand for themselves, other
+    bytes get letters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
 
 
 def huggingface_json(ranks: Sequence[bytes], regex: str, specials: dict[str, int]) -> str:
-    """The content of a tokenizer.json for the tokenizers library; `specials` maps spellings to numbers."""
+    """The content of a tokenizer.json for the tokenizers library; `specials` maps spellings to token numbers."""
     letters = letters_for_bytes()
 
     def spelled(token: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The chat tool: exact arithmetic and letter counting by a walk over a syntax tree, without eval."""
+"""The calculator of chats: exact arithmetic and letter counting, by walking over a syntax tree, without eval."""
 
 import ast
 import re
@@ -8,9 +8,9 @@ MAX_LENGTH = 256  # characters
 MAX_NODES = 64  # numbers, texts and operations
 MAX_DEPTH = 32  # nested operations
 MAX_MAGNITUDE = 10**40  # of every intermediate value
-SIGNIFICANT_DIGITS = 10  # of a value that is not whole; its integer part is always exact
+SIGNIFICANT_DIGITS = 10  # of a value that is not whole; the integer part is always exact
 
-# Nothing but these words can reach the parser: no names, exponents, escapes, f-strings or keywords.
+# Only these words reach the parser: no names, exponents, escapes, f-strings or keywords.
 _WORD = re.compile(
     r"""(?P<space>[ \t]+)
       | (?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)? | \d+(?:\.\d*)? | \.\d+)
@@ -22,14 +22,14 @@ _WORD = re.compile(
 
 
 class _Refused(Exception):
-    """The expression is not a calculation, or larger than the limits allow."""
+    """The expression is not a calculation, or it exceeds a limit."""
 
 
 def calculate(expression: str) -> str | None:
-    """The value of a calculation as text, or None when it is not one or goes beyond the limits.
+    """The value of a calculation as text; None if the expression is not a calculation or exceeds a limit.
 
-    Knows + - * / // % with Python's precedence, signs, parentheses, whole and decimal numbers with or without
-    thousands commas, and 'text'.count('t'). Arithmetic is on exact fractions: 0.1 + 0.2 is 0.3 and 7 / 7 is 1.
+    An expression may use + - * / // % with Python's precedence, signs, parentheses, whole and decimal numbers with or
+    without thousands commas, and 'text'.count('t'). Fractions are exact: 0.1 + 0.2 is 0.3 and 7 / 7 is 1.
     """
     try:
         source = _tidy(expression)
@@ -40,7 +40,7 @@ def calculate(expression: str) -> str | None:
 
 
 def _tidy(expression: str) -> str:
-    """Write numbers as Python spells them (1,000 and 007 are not) and refuse every other word."""
+    """Rewrite numbers such as 1,000 and 007 in Python's spelling, and refuse every word that is not allowed."""
     if len(expression) > MAX_LENGTH:
         raise _Refused
     words, end = [], 0
@@ -55,13 +55,13 @@ def _tidy(expression: str) -> str:
             whole, point, decimals = word.replace(",", "").partition(".")
             word = (whole.lstrip("0") or "0") + point + decimals
             if end < len(expression) and expression[end] in ",.":
-                raise _Refused  # 12,34 and 1.2.3 are no numbers, nor does a digit have methods
+                raise _Refused  # 12,34 and 1.2.3 are not numbers, and a number has no methods
         words.append(word)
     return "".join(words)
 
 
 class _Walk:
-    """Evaluates the tree of a source text, counting its nodes."""
+    """Evaluates the syntax tree of a source text and counts its nodes."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -78,7 +78,7 @@ class _Walk:
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
             result = self.value(node.operand, depth + 1)
         elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            # The digits as written: node.value has been rounded to a float.
+            # Read the digits in the source, since node.value has been rounded to a float.
             result = Fraction(ast.get_source_segment(self.source, node) or "")
         elif isinstance(node, ast.Call):
             result = Fraction(self.count(node))
@@ -89,7 +89,7 @@ class _Walk:
         return result
 
     def count(self, node: ast.Call) -> int:
-        """'text'.count('t'); both must be written out."""
+        """'text'.count('t'); both texts must be literals."""
         method = node.func
         if not isinstance(method, ast.Attribute) or method.attr != "count" or len(node.args) != 1 or node.keywords:
             raise _Refused
@@ -120,10 +120,10 @@ def _binary(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction
 
 
 def _show(value: Fraction) -> str:
-    """Digits without an exponent: whole values exactly, others to ten significant digits and at least two decimals."""
+    """A value without an exponent: exact if it is whole, else with ten significant digits and at least two decimals."""
     if value.denominator == 1:
         return str(value.numerator)
-    sign, value = ("-", -value) if value < 0 else ("", value)  # so that the digits are cut alike on both sides of 0
+    sign, value = ("-", -value) if value < 0 else ("", value)  # so that -x rounds to the same digits as x
     digits_before_point = len(str(int(value))) if value >= 1 else 0
     decimals = max(2, SIGNIFICANT_DIGITS - digits_before_point)
     while value < 1 and value * 10**decimals < 10 ** (SIGNIFICANT_DIGITS - 1):

@@ -1,4 +1,4 @@
-"""What a chat is, and what a task that asks and grades one looks like."""
+"""Conversations, and the protocol of a task that asks questions and grades replies."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -9,7 +9,7 @@ Kind = Literal["text", "python", "python_output"]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an assistant message: words, a call of the calculator, or what the calculator answered."""
+    """A piece of an assistant message: words, a call of the calculator, or the calculator's output."""
 
     kind: Kind
     text: str
@@ -30,13 +30,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order: an optional system turn, then user and assistant in alternation."""
+    """Turns in order: an optional system turn, then user and assistant turns that alternate."""
 
     messages: tuple[Message, ...]
 
     @property
     def prompt(self) -> "Conversation":
-        """The conversation without its last turn, if that is the assistant's: what a model is asked."""
+        """What a model is asked: the conversation without its last turn, if the assistant speaks last."""
         last = self.messages[-1]
         return Conversation(self.messages[:-1]) if last.role == "assistant" else self
 
@@ -47,7 +47,7 @@ def user(text: str) -> Message:
 
 
 def system(text: str) -> Message:
-    """A system turn: what holds for the whole conversation."""
+    """A system turn: an instruction for the whole conversation."""
     return Message("system", (Part("text", text),))
 
 
@@ -62,20 +62,20 @@ def chat(question: str, *answer: str | Part) -> Conversation:
 
 
 class Task(Protocol):
-    """A set of conversations; the last turn of each is the reference answer.
+    """A set of conversations. The last turn of each conversation is the reference answer.
 
-    `choice` tasks have one right letter among `letters(i)`, and are answered by the likeliest of them;
-    `generative` tasks are answered in words and graded by `grade`.
+    A problem of a `choice` task has one right letter, and the model answers with the likeliest of `letters(i)`. A
+    problem of a `generative` task is answered in words, which `grade` grades.
     """
 
     @property
     def name(self) -> str:
-        """How reports call it."""
+        """The name of the task in reports and on command lines."""
         ...
 
     @property
     def kind(self) -> Literal["choice", "generative"]:
-        """How it is answered."""
+        """How a model answers the problems: with a letter, or in words."""
         ...
 
     def __len__(self) -> int: ...
@@ -87,5 +87,5 @@ class Task(Protocol):
         ...
 
     def grade(self, i: int, reply: str) -> float:
-        """The score of a reply to problem i, in [0, 1]; 1 is right. For choice tasks the reply is a letter."""
+        """The score of a reply to problem i, in [0, 1]; 1 is right. In choice tasks the reply is a letter."""
         ...

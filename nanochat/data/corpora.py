@@ -1,4 +1,4 @@
-"""Corpora by name: each is a folder of parquet shards in the base folder; dataset.py makes them."""
+"""Finds corpora by name: each corpus is a folder of parquet shards in the base folder, made by dataset.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Corpus:
 
 
 def corpora() -> list[Corpus]:
-    """Every corpus in the base folder that has a shard, by name."""
+    """Every corpus in the base folder that has at least one shard, sorted by name."""
     root = base_dir() / "base_data"
     folders = sorted(root.iterdir()) if root.is_dir() else []
     known = [f for f in folders if f.is_dir() and not f.name.startswith(".")]
@@ -30,9 +30,9 @@ def corpora() -> list[Corpus]:
 
 
 def resolve(data: str | None) -> Corpus:
-    """The corpus of a name, or of the folder it was imported from; None means the only one there is.
+    """The corpus with a name, or the corpus that was imported from a folder; None means the only corpus.
 
-    UserError with exit code 2 and the commands to type if there is none, or several and none was named.
+    UserError (code 2) with the command to type if there is no such corpus, or if `data` is None and there are several.
     """
     there = corpora()
     names = ", ".join(corpus.name for corpus in there)
@@ -40,9 +40,10 @@ def resolve(data: str | None) -> Corpus:
         if len(there) == 1:
             return there[0]
         if there:
-            raise UserError(f"there are several corpora ({names}); choose one, such as --data {there[0].name}", 2)
+            raise UserError(f"there are several corpora ({names}); choose one with --data, such as "
+                            f"--data {there[0].name}", 2)  # fmt: skip
         raise UserError(
-            f"no training data in {base_dir() / 'base_data'}. Make some with one of\n"
+            f"there is no training data in {base_dir() / 'base_data'}. Make some with one of\n"
             f"  {MAKE_TINYWORLD}    # small, made on this machine, no network\n"
             f"  {MAKE_FINEWEB}                # FineWeb-Edu, about 100 MB a shard\n"
             "and then train its tokenizer with\n  python -m scripts.tok_train",
@@ -57,28 +58,31 @@ def resolve(data: str | None) -> Corpus:
         if len(imported) == 1:
             return imported[0]
         if imported:
-            raise UserError(f"{data} was imported as {' and '.join(c.name for c in imported)}; name one of them", 2)
-        raise UserError(f"{data} is not imported yet. Do it with: python -m nanochat.dataset --data {data}", 2)
+            names = " and ".join(c.name for c in imported)
+            raise UserError(f"{data} was imported as {names}; choose one with --data {imported[0].name}", 2)
+        raise UserError(f"{data} is not imported yet. Import it with: python -m nanochat.dataset --data {data}", 2)
     make = {"tinyworld": MAKE_TINYWORLD, "fineweb": MAKE_FINEWEB}.get(data, "python -m nanochat.dataset --data DIR")
-    have = f"there is {names}" if names else "there is none yet"
-    raise UserError(f"no corpus or folder {data!r}; {have}. Make it with: {make}", exit_code=2)
+    have = f"the corpora here are {names}" if names else "there is no corpus yet"
+    raise UserError(f"there is no corpus or folder {data!r}; {have}. Make it with: {make}", exit_code=2)
 
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:
-    """The shards to train on, or the last one, which validates. UserError (code 2) if the corpus is incomplete."""
+    """The shards of a split: the last shard is for validation, the others for training. UserError (code 2) if the
+    corpus is incomplete."""
     about = read_about(corpus.folder)
     paths = shard_paths(corpus.folder)
     make = about.get("make", f"python -m nanochat.dataset --data {corpus.name}")
     missing = [name for name in about.get("shards", {}) if not (corpus.folder / name).exists()]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(about['shards'])} shards of {corpus.name} are missing, the first {missing[0]}. "
-            f"Go on with: {make}",
+            f"{len(missing)} of {len(about['shards'])} shards of {corpus.name} are missing, the first is {missing[0]}. "
+            f"Get them with: {make}",
             exit_code=2,
         )
     if len(paths) < 2:
         raise UserError(
-            f"a corpus needs two shards, one to train on and one to validate; {corpus.folder} has {len(paths)}. "
+            f"a corpus needs at least two shards, one for training and one for validation; {corpus.folder} has "
+            f"{len(paths)}. "
             f"Get more with: {make}",
             exit_code=2,
         )

@@ -1,4 +1,4 @@
-"""Files over HTTP that arrive whole: resumed, retried, checked by size and SHA-256, then renamed into place."""
+"""Downloads whole files over HTTP: resumes, retries, checks size and SHA-256, then renames each file into place."""
 
 import contextlib
 import email.utils
@@ -19,13 +19,13 @@ import requests
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_json
 
-CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one
+CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
 SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch: where it is and where it goes."""
+    """A file to fetch, and the path to save it to."""
 
     url: str
     path: Path
@@ -33,7 +33,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that arrived; `sha256` is what the server promised and was found, None if it promised nothing."""
+    """A file that was downloaded. `sha256` was promised by the server and has been checked; None if the server
+    promised nothing."""
 
     path: Path
     bytes: int
@@ -42,21 +43,22 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to go on trying."""
+    """How long to keep trying."""
 
     attempts: int = 6
-    """Failures in a row, with no new byte between them, before giving up."""
+    """Give up after this many failures in a row without a new byte between them."""
     attempts_unreached: int = 3
-    """The same as long as no server has answered at all: most likely there is no network."""
+    """The same limit while no server has answered at all, since then there is most likely no network."""
     stall_seconds: float = 30.0
-    """A connection that gives no byte for so long is dropped and tried again."""
+    """Drop a connection that sends no byte for this long, and try again."""
     first_wait_seconds: float = 1.0
-    """The wait after the first failure; it doubles with each one, with jitter."""
+    """The wait after the first failure. It doubles with every further failure, with jitter."""
     longest_wait_seconds: float = 60.0
+    """The longest wait between two attempts, whatever the server asks for."""
 
 
 class _Retry(Exception):
-    """Something that may go better next time; `wait_seconds` if the server said when."""
+    """A failure that the next attempt may not meet; `wait_seconds` is the wait the server asked for, if it did."""
 
     def __init__(self, message: str, wait_seconds: float | None = None):
         super().__init__(message)
@@ -64,12 +66,12 @@ class _Retry(Exception):
 
 
 class _Abandoned(Exception):
-    """Another download failed, or the user pressed Ctrl-C; parts stay."""
+    """Another download failed, or the user pressed Ctrl-C. Files named `.part` stay."""
 
 
 @dataclass
 class _Transfer:
-    """What the threads of one `fetch_all` share."""
+    """The state that the threads of one `fetch_all` share."""
 
     headers: dict[str, str]
     patience: Patience
@@ -91,12 +93,12 @@ def fetch_all(
     advance: Callable[[float], None] = lambda by: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Fetched]:
-    """Fetch what is missing, a few files at a time, and return what arrived, in the order of `files`.
+    """Fetch the missing files, `parallel` at a time, and return those that were fetched, in the order of `files`.
 
-    A file under its final name is taken as done. A broken one stays as `NAME.part` and is continued by the next
-    call. `check` raises ValueError for content that is not what was meant (such as a login page); `advance` gets
-    bytes as they come (negative when a part is thrown away), `say` a line for each retry; `hint` ends each message
-    of failure. Raises UserError when a file cannot be had; Ctrl-C leaves the parts.
+    A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the next call resumes it.
+    `check` raises ValueError for the wrong content, such as a login page. `advance` gets counts of bytes as they
+    arrive, negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error message.
+    UserError if a file cannot be fetched. Ctrl-C leaves the parts.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
     missing = [remote for remote in files if not remote.path.exists()]
@@ -116,7 +118,7 @@ def fetch_all(
                 finished.put(failure)
                 return
 
-    # Daemons, so that Ctrl-C does not wait for a stalled connection.
+    # Daemon threads, so that Ctrl-C does not wait for a stalled connection.
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(missing)))]
     done = {}
     try:
@@ -135,7 +137,7 @@ def fetch_all(
 
 
 def probe_size(url: str, headers: dict[str, str], patience: Patience | None = None, hint: str = "") -> int | None:
-    """The size of a remote file in bytes, None if the server does not say. UserError as for `fetch_all`."""
+    """The size of a remote file in bytes; None if the server does not say. UserError as for `fetch_all`."""
     transfer = _Transfer(headers, patience or Patience(), hint, lambda _: None, lambda _: None, lambda _: None)
 
     def ask() -> int | None:
@@ -146,23 +148,23 @@ def probe_size(url: str, headers: dict[str, str], patience: Patience | None = No
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raise UserError if a folder's disk has not `needed` bytes free."""
+    """Raise UserError unless the disk of a folder has `needed` free bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"the download needs about {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. Free some "
-            "space, ask for fewer files, or set NANOCHAT_BASE_DIR to a folder on another disk."
+            "space, fetch fewer files, or set NANOCHAT_BASE_DIR to a folder on another disk."
         )
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is kept until it is whole."""
+    """The path of a file while it is incomplete."""
     return path.with_name(path.name + ".part")
 
 
 def part_size(path: Path) -> int:
-    """How many bytes of a file have already come."""
+    """How many bytes of a file have already been downloaded."""
     part = part_of(path)
     return part.stat().st_size if part.exists() else 0
 
@@ -175,7 +177,7 @@ def _fetch(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer: _Transfer):
-    """Call `attempt` until it succeeds or fails too often without `progress` growing."""
+    """Call `attempt` until it succeeds, or until it has failed too often without `progress` growing."""
     failures, patience = 0, transfer.patience
     while True:
         before = progress()
@@ -194,7 +196,7 @@ def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Ask for what is missing of a file, append it to the part, check the whole and rename it."""
+    """Fetch the missing bytes of a file, append them to the part, check the whole file and rename it."""
     part = part_of(remote.path)
     with open(part, "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)  # a second process that fetches the same file waits here
@@ -205,19 +207,19 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response)
             if response.status_code == 416 and total != offset:
-                raise _start_over(f, transfer, "the part that had come does not belong to the file")
+                raise _start_over(f, transfer, "the part on disk does not belong to the file")
             if response.status_code != 416:
                 if offset and response.status_code == 200:  # the server knows no ranges, or the file has changed
                     _empty(f, transfer)
                 elif response.status_code == 206 and _first_byte(response) != offset:
-                    raise _start_over(f, transfer, "the server sent another range than asked for")
+                    raise _start_over(f, transfer, "the server sent a range that was not asked for")
                 _note_etag(remote.path, response)
                 _receive(response, f, total, transfer)
             promised = _promised_sha256(response)
         f.flush()
         os.fsync(f.fileno())
         if promised and sha256_of(part) != promised:
-            raise _start_over(f, transfer, f"what came does not have the promised SHA-256 {promised}")
+            raise _start_over(f, transfer, f"the downloaded file does not have the promised SHA-256 {promised}")
         try:
             transfer.check(part)
         except ValueError as problem:
@@ -230,7 +232,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 
 def _receive(response: requests.Response, f: BinaryIO, total: int | None, transfer: _Transfer) -> None:
-    """Append a response's bytes to the part."""
+    """Append the bytes of a response to the part."""
     try:
         for chunk in response.iter_content(CHUNK):
             f.write(chunk)
@@ -243,16 +245,16 @@ def _receive(response: requests.Response, f: BinaryIO, total: int | None, transf
     if total is not None and f.tell() < total:
         raise _Retry(f"the connection ended at {f.tell():,} of {total:,} bytes")
     if total is not None and f.tell() > total:
-        raise _start_over(f, transfer, f"{f.tell():,} bytes came of a file of {total:,}")
+        raise _start_over(f, transfer, f"{f.tell():,} bytes arrived for a file of {total:,}")
 
 
 def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests.Response:
-    """Open a response of status 200, 206 or 416; anything else is a reason to wait or to give up."""
+    """Open a response with status 200, 206 or 416. Any other status raises _Retry (wait) or UserError (give up)."""
     everything = {"Accept-Encoding": "identity", **transfer.headers, **headers}
     try:
         response = requests.get(url, headers=everything, stream=True, timeout=transfer.patience.stall_seconds)
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema) as e:
-        raise UserError(f"{url!r} is no web address: {e}. {transfer.hint}".rstrip()) from e
+        raise UserError(f"{url!r} is not a web address: {e}. {transfer.hint}".rstrip()) from e
     except requests.RequestException as failure:
         raise _Retry(_words(failure)) from failure
     transfer.reached = True
@@ -274,11 +276,11 @@ def _etag_file(path: Path) -> Path:
 
 
 def _resume_headers(path: Path, offset: int) -> dict[str, str]:
-    """Ask for the rest of a part, and only if the file on the server is still the same."""
+    """Ask for the rest of a part, on the condition that the file on the server has not changed."""
     if not offset:
         return {}
     headers = {"Range": f"bytes={offset}-"}
-    # Without a note the size and the SHA-256 at the end must do.
+    # Without a noted ETag, only the size and the SHA-256 at the end can tell.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         headers["If-Range"] = read_json(_etag_file(path))["etag"]
     return headers
@@ -288,12 +290,12 @@ def _note_etag(path: Path, response: requests.Response) -> None:
     etag = response.headers.get("ETag", "")
     if response.status_code == 200:
         _etag_file(path).unlink(missing_ok=True)
-        if etag.startswith('"'):  # a weak one, W/"...", may not be used in If-Range
+        if etag.startswith('"'):  # If-Range does not allow a weak ETag, W/"..."
             write_json(_etag_file(path), {"etag": etag})
 
 
 def _total(response: requests.Response) -> int | None:
-    """The size of the whole file, from Content-Range for a part, else from Content-Length."""
+    """The size of the whole file: from Content-Range if the response is a range, else from Content-Length."""
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
@@ -307,7 +309,7 @@ def _first_byte(response: requests.Response) -> int | None:
 
 
 def _promised_sha256(response: requests.Response) -> str | None:
-    """The SHA-256 that Hugging Face and its mirrors name beside the redirect to large files."""
+    """The SHA-256 that Hugging Face and its mirrors send with the redirect to a large file."""
     for answer in (*response.history, response):
         if match := SHA256.match(answer.headers.get("X-Linked-Etag", "")):
             return match.group(1)
@@ -315,7 +317,7 @@ def _promised_sha256(response: requests.Response) -> str | None:
 
 
 def _retry_after(response: requests.Response) -> float | None:
-    """Retry-After in seconds, given as such or as a date."""
+    """The Retry-After header in seconds; the server may give seconds or a date."""
     value = response.headers.get("Retry-After", "")
     if value.isdigit():
         return float(value)
@@ -333,13 +335,13 @@ def _empty(f: BinaryIO, transfer: _Transfer) -> None:
 
 
 def _start_over(f: BinaryIO, transfer: _Transfer, why: str) -> _Retry:
-    """Throw a part away; the next attempt begins at its first byte."""
+    """Discard a part, so that the next attempt begins at the first byte."""
     _empty(f, transfer)
     return _Retry(why)
 
 
 def _words(failure: requests.RequestException) -> str:
-    """A network failure in a line."""
+    """A network failure in one line."""
     if isinstance(failure, requests.Timeout) or "timed out" in str(failure):
         return "no answer in time"
     if isinstance(failure, requests.exceptions.ProxyError):

@@ -1,4 +1,4 @@
-"""One corpus, or several by weights: of `--data web:0.7,books:0.3` seven rows in ten are of one, three of the other."""
+"""One corpus or several with weights: `--data web:0.7,books:0.3` takes seven rows in ten from web, three from books."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,26 +9,26 @@ from nanochat.common import UserError
 from nanochat.data.corpora import Corpus, corpora, resolve
 
 EXAMPLE = "--data web:0.7,books:0.3"
-FINEST = 1_000_000  # shares in a million; beyond that counts of rows would outgrow 64 bits
+FINEST = 1_000_000  # the largest sum of shares; with a larger one, counts of rows could overflow 64 bits
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a stage trains on: corpora, and of how many rows in sum(shares) each gives its share."""
+    """What a stage trains on: of every sum(shares) rows, shares[k] rows come from corpora[k]."""
 
     corpora: tuple[Corpus, ...]
     shares: tuple[int, ...] = (1,)  # whole numbers in lowest terms
 
     @property
     def name(self) -> str:
-        """A corpus's own name, or all of them with their shares, which `--data` takes too: web:7,books:3."""
+        """The name of the corpus, or all names with their shares, such as web:7,books:3. `--data` accepts both."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
         return ",".join(f"{corpus.name}:{share}" for corpus, share in zip(self.corpora, self.shares, strict=True))
 
     @property
     def vocabulary(self) -> str:
-        """The name of the tokenizer's folder: of a mixture the names alone, so that weights may change."""
+        """The name of the tokenizer's folder. For a mixture it has no weights, so that the weights may change."""
         return unweighted(self.name) if len(self.corpora) > 1 else self.name
 
 
@@ -38,10 +38,10 @@ def unweighted(name: str) -> str:
 
 
 def resolve_data(data: str | None) -> Data:
-    """What `--data` names: a corpus by name, a folder it was imported from, or NAME:WEIGHT,NAME:WEIGHT.
+    """Read the value of `--data`: the name of a corpus, a folder that was imported, or NAME:WEIGHT,NAME:WEIGHT.
 
-    Weights are positive numbers of any sum; without any, all corpora weigh the same. None means the only corpus
-    there is. UserError with exit code 2 for what is not there or cannot be read.
+    Weights are positive numbers and need not add up to 1; without weights all corpora count the same. None means the
+    only corpus. UserError (code 2) if a corpus does not exist or a weight cannot be read.
     """
     known = data is None or any(corpus.name == data for corpus in corpora()) or Path(data).expanduser().exists()
     if known or not ({",", ":"} & set(data or "")):
@@ -49,9 +49,9 @@ def resolve_data(data: str | None) -> Data:
     assert data is not None
     named = [_weighted(one.strip(), data) for one in data.split(",")]
     if len(named) < 2:
-        raise UserError(f"a mixture needs two corpora, such as {EXAMPLE}, got {data!r}", exit_code=2)
+        raise UserError(f"a mixture needs at least two corpora, as in {EXAMPLE}, got {data!r}", exit_code=2)
     if len({weight is None for _, weight in named}) > 1:
-        raise UserError(f"give every corpus a weight, as in {EXAMPLE}, or none, got {data!r}", exit_code=2)
+        raise UserError(f"give a weight to every corpus, as in {EXAMPLE}, or to none, got {data!r}", exit_code=2)
     chosen = tuple(resolve(name) for name, _ in named)
     names = [corpus.name for corpus in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -62,7 +62,7 @@ def resolve_data(data: str | None) -> Data:
 
 
 def _weighted(text: str, data: str) -> tuple[str, Fraction | None]:
-    """A corpus and its weight, out of NAME or NAME:WEIGHT."""
+    """Split NAME or NAME:WEIGHT into the name and the weight."""
     name, colon, weight = text.rpartition(":")
     if not colon:
         return text, None
@@ -76,14 +76,14 @@ def _weighted(text: str, data: str) -> tuple[str, Fraction | None]:
 
 
 def whole_shares(weights: list[Fraction], data: str) -> tuple[int, ...]:
-    """Weights as whole numbers in lowest terms. UserError where their sum is more than FINEST."""
+    """Weights as whole numbers in lowest terms. UserError if their sum is larger than FINEST."""
     unit = lcm(*(weight.denominator for weight in weights))
     shares = [int(weight * unit) for weight in weights]
     shares = [share // gcd(*shares) for share in shares]
     if sum(shares) > FINEST:
         raise UserError(
-            f"weights may be as fine as one in {FINEST:,}, got {data!r}, which is {shares[0]:,} in {sum(shares):,}; "
-            "round them",
+            f"weights may be as fine as one in {FINEST:,}, got {data!r}, which means {shares[0]:,} in "
+            f"{sum(shares):,}; round the weights",
             exit_code=2,
         )
     return tuple(shares)

@@ -1,4 +1,4 @@
-"""Parquet shards of documents: written with a held-out last shard, read in batches, checked for damage."""
+"""Parquet shards of documents: write them with a held-out last shard, read them in batches, check them for damage."""
 
 import hashlib
 import itertools
@@ -17,9 +17,9 @@ COLUMN = "text"
 ABOUT = "corpus.json"
 ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
-HELD_OUT = 50  # one document in so many validates
-FEW = 1_000  # a corpus with fewer documents holds out its share exactly, larger ones in expectation
-VALIDATION_CHARACTERS = 20_000_000  # enough for a figure that stands; what is over is trained on
+HELD_OUT = 50  # one document in 50 is held out for validation
+FEW = 1_000  # with fewer documents exactly this share is held out; in a larger corpus, this share on average
+VALIDATION_CHARACTERS = 20_000_000  # enough for a stable figure; further held-out documents go to training instead
 
 
 def shard_name(number: int) -> str:
@@ -28,24 +28,27 @@ def shard_name(number: int) -> str:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The shards that lie in a folder, in order."""
+    """The shards in a folder, in order."""
     return sorted(folder.glob("shard_*.parquet"))
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What corpus.json says of a folder: `make`, the command that made it, and `shards`, its files. {} if absent."""
+    """The content of a folder's corpus.json: `make` is the command that made the corpus, `shards` lists its files. {}
+    if there is no corpus.json."""
     path = folder / ABOUT
     try:
         return read_json(path) if path.exists() else {}
     except ValueError as failure:
-        raise UserError(f"{path} is damaged: {failure}. Delete {folder} and make it again.") from failure
+        raise UserError(
+            f"{path} is damaged: {failure}. Delete {folder} and make the corpus again with python -m nanochat.dataset."
+        ) from failure
 
 
 # --- writing -------------------------------------------------------------------------------------
 
 
 class _Writer:
-    """Writes documents as the rows of parquet files, `rows_per_shard` to a file."""
+    """Writes documents as rows of parquet files, `rows_per_shard` rows to a file."""
 
     def __init__(self, folder: Path, prefix: str, rows_per_shard: int):
         self.folder, self.prefix, self.rows_per_shard = folder, prefix, rows_per_shard
@@ -70,7 +73,7 @@ class _Writer:
         table = pa.table({COLUMN: pa.array(self._rows, pa.string())})
         if self._file is None:
             self.paths.append(self.folder / f"{self.prefix}{len(self.paths):05d}")
-            # Documents differ, so a dictionary would only be a page without a checksum.
+            # Documents differ, so a dictionary would save nothing, and its page has no checksum.
             self._file = pq.ParquetWriter(
                 self.paths[-1], table.schema, compression="zstd", use_dictionary=False, write_page_checksum=True
             )
@@ -91,11 +94,11 @@ class _Writer:
 def write_shards(
     folder: Path, documents: Iterable[str], rows_per_shard: int = ROWS_PER_SHARD, about: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write a corpus: training shards, then one shard of held-out documents, and corpus.json; return the latter.
+    """Write a corpus: training shards, one shard of held-out documents, and corpus.json, whose content is returned.
 
-    Which documents are held out (about 2 %, at least one) follows from their text alone, so that equal documents
-    never stand on both sides. The folder appears when all of it is written, and replaces one of that name.
-    UserError if there are not two different documents, or one is not valid Unicode.
+    About 2 % of the documents are held out, at least one. A hash of the text decides which, so equal documents never
+    land in both splits. The folder appears only when all files are written, and replaces a folder of the same name.
+    UserError if there are fewer than two different documents, or if a document is not valid Unicode.
     """
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,7 @@ def write_shards(
             "shards": files,
         }
         write_json(temporary / ABOUT, content)
-        if folder.exists():  # renamed away first, so that no half-deleted folder has the name
+        if folder.exists():  # rename it first, so that no half-deleted folder has this name
             old = folder.with_name(f".{folder.name}.tmp-old-{os.getpid()}")
             folder.rename(old)
             temporary.rename(folder)
@@ -139,14 +142,14 @@ def write_shards(
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Remove what killed processes left of writing this folder."""
+    """Remove the temporary folders of processes that were killed while they wrote this folder."""
     for path in folder.parent.glob(f".{folder.name}.tmp-*"):
         try:
             os.kill(int(path.name.rpartition("-")[2]), 0)
         except ProcessLookupError:
             shutil.rmtree(path)
         except PermissionError:
-            pass  # it runs, and is another user's
+            pass  # the process is running and belongs to another user
 
 
 def _digest(text: str) -> int:
@@ -154,7 +157,7 @@ def _digest(text: str) -> int:
 
 
 def _split(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Each document and whether it is held out."""
+    """Yield each document and whether it is held out."""
     numbered = enumerate(documents)
     first = list(itertools.islice(numbered, FEW))
     digests = sorted({_checked_digest(number, text) for number, text in first})
@@ -170,7 +173,8 @@ def _checked_digest(number: int, text: str) -> int:
     except UnicodeEncodeError as failure:
         raise UserError(
             f"documents must be valid Unicode, but document {number} has half of a surrogate pair "
-            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove it from the source."
+            f"(U+{ord(text[failure.start]):04X}) at character {failure.start}. Remove that character from the source "
+            "and type the same command again."
         ) from None
 
 
@@ -178,7 +182,7 @@ def _checked_digest(number: int, text: str) -> int:
 
 
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
-    """The documents of one shard, in lists; rows without text are left out. UserError if the shard is damaged."""
+    """The documents of one shard, in lists. Rows without text are skipped. UserError if the shard is damaged."""
     _check_size(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -191,14 +195,14 @@ def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
             for batch in file.iter_batches(batch_size=size, columns=[COLUMN]):
                 rows += batch.num_rows
                 yield [text for text in batch.column(0).to_pylist() if text]
-            if rows != file.metadata.num_rows:  # the one kind of damage to its end that no checksum covers
+            if rows != file.metadata.num_rows:  # no checksum covers the footer, which holds this count
                 raise ValueError(f"it has {rows:,} rows, expected {file.metadata.num_rows:,}")
     except (pa.ArrowException, OSError, ValueError) as failure:
         raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a shard has, from its end alone. UserError if it is damaged."""
+    """How many rows a shard has; only its footer is read. UserError if the shard is damaged."""
     _check_size(path)
     try:
         return pq.read_metadata(path).num_rows
@@ -214,17 +218,17 @@ def texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def check_parquet(path: Path) -> None:
-    """Raise ValueError if a file is not parquet with a text column, looking at its end only."""
+    """Raise ValueError if a file is not parquet with a text column; only its footer is read."""
     try:
         names = pq.read_schema(path).names
     except (pa.ArrowException, OSError) as failure:
-        raise ValueError(f"what came is not a parquet file: {str(failure).splitlines()[0]}") from failure
+        raise ValueError(f"the downloaded file is not parquet: {str(failure).splitlines()[0]}") from failure
     if COLUMN not in names:
-        raise ValueError(f"what came has no column {COLUMN!r} but {', '.join(names)}")
+        raise ValueError(f"the downloaded file has no column {COLUMN!r} but {', '.join(names)}")
 
 
 def check_sha256(path: Path) -> None:
-    """Raise UserError if a shard's bytes are not those that corpus.json names; pass if it names none."""
+    """Raise UserError if a shard does not have the SHA-256 in corpus.json. A shard without a SHA-256 there passes."""
     _check_size(path)
     expected = read_about(path.parent).get("shards", {}).get(path.name, {}).get("sha256")
     if expected and sha256_of(path) != expected:
@@ -241,9 +245,9 @@ def _check_size(path: Path) -> None:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    """What is wrong with a shard, and the command that mends it."""
+    """The error for a damaged shard: what is wrong, and the command that fixes it."""
     about = read_about(path.parent)
     make = about.get("make", "python -m nanochat.dataset ...")
-    # Downloaded shards come one by one; those made here are made all at once.
+    # A downloaded shard can be fetched again alone; shards that were made here are made again together.
     broken = path if about.get("kind") == "download" else path.parent
-    return UserError(f"the shard {path} is damaged: {why}. Mend it with: rm -r {broken} && {make}")
+    return UserError(f"the shard {path} is damaged: {why}. Fix it with: rm -r {broken} && {make}")

@@ -1,4 +1,4 @@
-"""Documents out of people's own files: parquet, JSON lines and plain text."""
+"""Reads documents from your own files: parquet, JSON lines and plain text."""
 
 import json
 from collections.abc import Iterator
@@ -10,27 +10,33 @@ import pyarrow.parquet as pq
 
 from nanochat.common import UserError, log
 
-END_OF_TEXT = "<|endoftext|>"  # a line that parts documents in the .txt files of published data sets
-LONG_TXT = 20_000  # characters; a longer .txt document is parted at the next blank line
+END_OF_TEXT = "<|endoftext|>"  # the line between two documents in the .txt files of published data sets
+LONG_TXT = 20_000  # characters; a longer .txt document is split at the next blank line
 
 
 def documents(files: list[Path], column: str) -> Iterator[str]:
-    """The documents of files; those without any text are counted and left out."""
+    """The documents of files. Documents without text are skipped, and the log says how many there were."""
     empty = 0
     for path in files:
         for where, text in READERS[path.suffix](path, column):
             if not isinstance(text, str) and text is not None:
-                raise UserError(f"{where}: {column!r} must be text, got {type(text).__name__} {text!r:.60}")
+                raise UserError(
+                    f"{where}: {column!r} must be text, got {type(text).__name__} {text!r:.60}. Choose another column "
+                    "with --text_column, or remove the row."
+                )
             if not text or text.isspace():
                 empty += 1
                 continue
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise UserError(f"{where}: the text has half of a surrogate pair; remove it and try again") from None
+                raise UserError(
+                    f"{where}: the text is not valid Unicode, it has half of a surrogate pair; remove that character "
+                    "and type the same command again"
+                ) from None
             yield text
     if empty:
-        log(f"left out {empty:,} documents without text")
+        log(f"skipped {empty:,} documents without text")
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -55,7 +61,7 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError as failure:
-            raise UserError(f"{where} is no JSON: {failure}. Mend or remove the line.") from failure
+            raise UserError(f"{where} is not JSON: {failure}. Fix or remove the line.") from failure
         if not isinstance(record, dict) or column not in record:
             raise _no_column(where, column, list(record) if isinstance(record, dict) else [])
         yield where, record[column]
@@ -86,11 +92,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
     except UnicodeDecodeError as failure:
         raise UserError(
-            f"{path} is not UTF-8 after line {number}: {failure.reason}. Convert it, such as with "
+            f"{path} is not UTF-8 after line {number}: {failure.reason}. Convert the file, for example with "
             f"iconv -f GB18030 -t UTF-8 {path.name}"
         ) from failure
 
 
 def _no_column(where: object, column: str, names: list[str]) -> UserError:
-    there = ", ".join(names) or "none"
-    return UserError(f"{where} has no field {column!r}; there is {there}. Choose one with --text_column", exit_code=2)
+    fields = ", ".join(names) or "none"
+    return UserError(f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2)

@@ -1,1 +1,1 @@
-"""Corpora and conversations as token files, and the plan of which piece stands in which row."""
+"""Corpora and conversations as token files, and the plan that packs them into rows."""

@@ -1,4 +1,4 @@
-"""Tokenise a corpus ahead of training, which otherwise does it first, or check its tokens.
+"""Tokenise a corpus ahead of training, or check its tokens. Without this command, training tokenises the corpus first.
 
 python -m nanochat.prepare --data NAME
 python -m nanochat.prepare --data NAME --verify   # read every token file again and compare its SHA-256
@@ -21,15 +21,17 @@ class Config:
     """Tokenise a corpus ahead of training, or check its tokens."""
 
     data: str | None = None
-    """The corpus, or a mixture such as web:0.7,books:0.3, all of whose corpora are tokenised. Unset: the only one."""
+    """The corpus by name, or a mixture such as web:0.7,books:0.3 to tokenise each of its corpora. Default: the only
+    corpus."""
     num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
-    """Processes, at most one for each shard. Unset: as many as there are cores, fewer where that is not worth it."""
+    """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus. Lower it
+    if memory runs out."""
     verify: bool = False
-    """Read every token file again and compare its SHA-256."""
+    """Also read every token file again and compare its SHA-256 with the recorded one."""
 
 
 def main(cfg: Config) -> None:
-    """Make or check both splits of a corpus."""
+    """Tokenise or check both splits of each corpus."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
     data = resolve_data(cfg.data)
@@ -39,7 +41,7 @@ def main(cfg: Config) -> None:
             tokens = prepare_documents(corpus, tokenizer, split, cfg.num_workers)
             if cfg.verify:
                 open_tokens(tokens.folder, verify=True)
-            checked = ", as they should be" if cfg.verify else ""
+            checked = ", all intact" if cfg.verify else ""
             log(f"{corpus.name} {split}: {tokens.documents:,} documents, {tokens.tokens:,} tokens{checked}")
 
 

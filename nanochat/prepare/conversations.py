@@ -1,4 +1,4 @@
-"""Conversations as token files, with the mask of what is trained."""
+"""Conversations as token files, with a mask of the tokens that are trained."""
 
 import itertools
 import shutil
@@ -29,10 +29,10 @@ from nanochat.tokenizer import Tokenizer
 def prepare_conversations(
     folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, key: str
 ) -> TokenSet:
-    """Conversations as tokens with the mask of what is trained; safe to call from every rank at once.
+    """Conversations as tokens, with a mask of the tokens that are trained; safe to call from every rank at once.
 
-    `key` names the content: with an equal key and tokenizer the files that are there are used, and
-    `conversations` is not looked at.
+    `key` names the content. If the folder holds files with the same key and tokenizer, they are used, and
+    `conversations` is not read.
     """
     wanted = {"format": FORMAT, "tokenizer": tokenizer.hash, "key": key}
 
@@ -58,7 +58,7 @@ def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Toke
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
         while some := list(itertools.islice(conversations, 1_000)):
-            # Without the begin mark, which the loader puts before every piece.
+            # Drop the begin mark, since the loader puts one before every piece.
             rendered = [tokenizer.render(conversation) for conversation in some]
             lengths = np.array([len(r.ids) - 1 for r in rendered], np.int64)
             tokens = joined([r.ids[1:] for r in rendered], writer.dtype)
@@ -66,6 +66,6 @@ def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Toke
             progress.advance(len(some))
         part = writer.finish({})
     if not part["documents"]:
-        raise UserError(f"there are no conversations to prepare for {folder}; check the data of this stage")
+        raise UserError(f"there are no conversations to tokenise for {folder}; check the data of this stage")
     border = tokenizer.special("user_start")
     write_json(folder / META, {**about, "dtype": dtype_for(tokenizer.vocab_size), "border": border, "parts": [part]})

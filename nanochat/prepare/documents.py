@@ -1,4 +1,4 @@
-"""A corpus as token files: every shard is tokenised once, in several processes where that pays."""
+"""A corpus as token files: every shard is tokenised once, by several processes if the corpus is large."""
 
 import contextlib
 import tempfile
@@ -16,8 +16,8 @@ from nanochat.prepare.workers import work
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer, cores
 
-MOST_PROCESSES = 32  # unless more are asked for: each holds a few hundred MB
-BYTES_THAT_PAY = 8_000_000  # of shards, for each process
+MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
+BYTES_THAT_PAY = 8_000_000  # of shards; a process with less to do takes longer to start than to tokenise
 
 
 def prepare_documents(
@@ -25,9 +25,9 @@ def prepare_documents(
 ) -> TokenSet:
     """The tokens of a corpus, made on the first call and kept; safe to call from every rank at once.
 
-    One part per shard, each by one of `processes` (by default as many as pay): stopped and called again it goes on
-    with the shards that are not done, and after a larger download only new shards are tokenised. UserError if a
-    shard or a token file is damaged or a shard is missing; a missing token file is made anew.
+    There is one part per shard, made by one of `processes` (default: as many as save time). A call after an
+    interruption resumes with the shards that are not done, and after a larger download only new shards are tokenised.
+    UserError if a shard or a token file is damaged, or if a shard is missing. A missing token file is made again.
     """
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     paths = [path.absolute() for path in shards(corpus, split)]
@@ -49,11 +49,11 @@ def prepare_documents(
 
 
 def _read_note(path: Path) -> dict[str, Any] | None:
-    """What a finished part left, None if it is not finished, or has to be made anew."""
+    """The description of a finished part; None if the part is not finished or must be made again."""
     try:
         part = read_json(path) if path.exists() else None
     except ValueError as failure:
-        warn(f"{path} is damaged ({failure}): this shard is tokenised anew")
+        warn(f"{path} is damaged ({failure}): this shard is tokenised again")
         return None
     return part if part and is_there(path.parent, part) else None
 
@@ -73,7 +73,7 @@ def _tokenise_shards(
             note = folder / f"{path.stem}.json"
             part = _read_note(note)
             if part is None or part["source"] != source:
-                note.unlink(missing_ok=True)  # from now on the part does not count, until it is whole
+                note.unlink(missing_ok=True)  # from now on the part does not count until it is complete
                 missing.append((path, source))
             else:
                 progress.advance(part["documents"], skipped=True)
@@ -97,8 +97,8 @@ def _tokenised(
     lock: int,
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """The parts of shards, as they are finished, in any order."""
-    if processes is None:  # a process takes about as long to start as to tokenise this much
+    """Yield the description of each part when it is finished, in any order."""
+    if processes is None:
         processes = min(cores(), MOST_PROCESSES, sum(source["bytes"] for _, source in shards) // BYTES_THAT_PAY)
     processes = min(processes, len(shards))
     if processes < 2:
@@ -110,7 +110,7 @@ def _tokenised(
         tokenizer.save(Path(own))
         setup = {"tokenizer": own, "threads": max(cores() // processes, 1)}
         tasks = [{"name": str(path), "folder": str(folder), "source": source} for path, source in shards]
-        # They hold the lock too, so that after a kill nobody begins before the last of them has ended.
+        # The processes hold the lock too, so that after a kill no other run begins before the last of them has ended.
         with contextlib.closing(work("nanochat.prepare.tokenise", setup, tasks, processes, keep=[lock])) as messages:
             for _, message in messages:
                 progress.advance(message.get("documents", 0))

@@ -1,4 +1,4 @@
-"""Which piece of which document stands in which row: best fit, a pure function of the lengths."""
+"""Packs pieces of documents into rows by best fit; the result depends only on the lengths."""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WINDOW = 16_384  # pieces to choose from at a time; with more, fewer are cut
-SMALL = 64  # tokens; a gap smaller than that is left only where nothing else is possible
+WINDOW = 16_384  # pieces to choose from at a time; with more of them, fewer pieces are cut
+SMALL = 64  # a gap smaller than a row divided by this is left only if nothing else is possible
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of segments; each segment is one begin mark and `lengths[s]` tokens from token `starts[s]` on."""
+    """Rows of segments. Segment s is one begin mark, then `lengths[s]` tokens beginning at token `starts[s]`."""
 
     first: np.ndarray  # (rows + 1,) int64: row r holds segments first[r] .. first[r + 1] - 1
     starts: np.ndarray  # (segments,) int64
@@ -29,14 +29,14 @@ def pack(
 ) -> Packing:
     """Put pieces into rows of `row_tokens` cells, each piece after a begin mark of one cell.
 
-    A row takes the longest piece that fits, of equals the oldest, until none fits. With `cut`, the head of the
-    longest piece then fills the row to its end and the tail goes back to be placed like any other; a piece that is
-    longer than a row gives whole rows first. So every row but the last is full, and no token is left out or placed
-    twice. Without `cut` a row may stay short, and no piece may be longer than `row_tokens - 1`.
+    A row takes the longest piece that fits, the oldest of several, until no piece fits. With `cut`, the head of the
+    longest piece then fills the rest of the row, and the tail is placed later like any other piece; a piece that is
+    longer than a row fills whole rows first. So every row except the last is full, and each token is placed exactly
+    once. Without `cut` a row may stay short, and no piece may be longer than `row_tokens - 1`.
     """
     assert row_tokens >= 2 and (cut or lengths.max(initial=0) < row_tokens)
     pieces, small = _pieces(starts, lengths), row_tokens // SMALL
-    pool_lengths: list[int] = []  # ascending; of equal lengths the oldest stands last
+    pool_lengths: list[int] = []  # ascending; among equal lengths the oldest comes last
     pool_starts: list[int] = []
     first, out_starts, out_lengths = array("q", [0]), array("q"), array("i")
 
@@ -56,9 +56,9 @@ def pack(
             i = bisect_right(pool_lengths, room - 1) - 1
             if cut and pool_lengths[-1] >= room:
                 if room == row_tokens:
-                    i = -1  # whole rows of a long document keep its context together
+                    i = -1  # a long document fills whole rows first, which keeps its context together
                 elif i >= 0 and pool_lengths[i] != room - 1 and room > small:
-                    # Not quite full would leave a gap that only a scrap of another piece can fill: leave a larger one.
+                    # This piece would leave a gap that only a scrap of another piece can fill: leave a larger gap.
                     i = bisect_right(pool_lengths, room - 1 - small) - 1
             if i >= 0:
                 length = pool_lengths.pop(i)
@@ -68,7 +68,7 @@ def pack(
                 refill()
             elif not cut:
                 break
-            elif room == 1:  # the begin mark that says that the piece before it ended here
+            elif room == 1:  # a begin mark alone, which says that the piece before it ends here
                 out_starts.append(0)
                 out_lengths.append(0)
                 room = 0
@@ -83,7 +83,7 @@ def pack(
 
 
 def _pieces(starts: np.ndarray, lengths: np.ndarray, size: int = 65_536) -> Iterator[tuple[int, int]]:
-    """(start, length) as Python numbers, some at a time, so that memory does not grow with the corpus."""
+    """(start, length) as Python numbers, converted in batches so that memory does not grow with the corpus."""
     for i in range(0, len(starts), size):
         yield from zip(starts[i : i + size].tolist(), lengths[i : i + size].tolist(), strict=True)
 
@@ -91,8 +91,8 @@ def _pieces(starts: np.ndarray, lengths: np.ndarray, size: int = 65_536) -> Iter
 def cut_at(borders: list[int], end: int, room: int) -> list[tuple[int, int]]:
     """Cut a conversation of `end` tokens into (start, length) pieces of at most `room`.
 
-    A piece runs from one of `borders` (ascending, the first 0) to the last border it reaches. What is between two
-    borders and longer than `room` keeps its first `room` tokens.
+    A piece runs from one of `borders` (ascending, the first is 0) to the last border within `room` tokens. If the next
+    border is further away, the piece keeps the first `room` tokens, and the tokens up to that border are dropped.
     """
     pieces = []
     edges = [*borders, end]
@@ -113,6 +113,6 @@ def count_marked(
     starts: np.ndarray,  # (pieces,) int64
     lengths: np.ndarray,  # (pieces,) int32
 ) -> np.ndarray:
-    """How many tokens of each piece have a mask other than 0, int64 (pieces,)."""
+    """How many tokens of each piece have a nonzero mask, int64 (pieces,)."""
     counts = (np.count_nonzero(mask[start : start + length]) for start, length in _pieces(starts, lengths))
     return np.fromiter(counts, np.int64, len(starts))

@@ -1,4 +1,4 @@
-"""The packing plan of a token set: which piece of which document stands in which row."""
+"""The packing plan of a token set: it says which pieces of which documents make up each row."""
 
 import os
 import shutil
@@ -9,17 +9,17 @@ import numpy as np
 
 from nanochat.common import UserError, fsync_path, log, sha256_of, warn, write_json
 from nanochat.prepare.packing import Packing, count_marked, cut_at, pack
-from nanochat.prepare.token_files import FORMAT, META, TokenSet, damage, damaged, locked, read_meta
+from nanochat.prepare.token_files import FIX, FORMAT, META, TokenSet, damage, damaged, locked, read_meta
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which segments stand in which row, memory-mapped, and what was lost on the way."""
+    """The segments of each row, memory-mapped, and how much had to be cut or dropped."""
 
     row_tokens: int
     packing: Packing
     used: np.ndarray  # (rows,) int32: cells of each row that are not padding
-    trained: np.ndarray  # (rows,) int32: tokens of each row with mask 1; all but begin marks where there is no mask
+    trained: np.ndarray  # (rows,) int32: tokens of each row with mask 1; without a mask, all tokens but begin marks
     key: str
     cut_conversations: int
     dropped_tokens: int
@@ -33,8 +33,9 @@ class Plan:
 def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
     """The rows of a token set, made once and kept beside it; safe to call from every rank at once.
 
-    With `cut`, for documents: no token is left out. Without, for conversations: each stays whole; one that is
-    longer than a row is cut before a user turn, and of a single exchange that is longer the end is left out.
+    Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each conversation stays
+    whole; one that is longer than a row is cut before a user turn, and a single exchange that is longer than a row
+    loses its end.
     """
     folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}"
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
@@ -56,12 +57,12 @@ def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
 
 
 def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
-    """A plan that was kept; None where there is none of this key, or, with a warning, none that is whole."""
+    """The kept plan with this key; None if there is none, or if it is damaged, which also prints a warning."""
     try:
         meta = read_meta(folder, ("key", "arrays", "cut_conversations", "dropped_tokens"))
         if meta is None or meta["key"] != key:
             return None
-        # Plans of older versions name no hashes; damage that changes no length shows nowhere in them.
+        # Plans of older versions have no hashes, so damage that changes no length cannot be found in them.
         for name, why in damaged(folder, meta.get("sha256", {})).items():
             raise damage(folder / name, why)
         arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in meta["arrays"]}
@@ -69,8 +70,8 @@ def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
         cut, dropped = meta["cut_conversations"], meta["dropped_tokens"]
         return Plan(row_tokens, packing, arrays["used"], arrays["trained"], key, cut, dropped)
     except (ValueError, OSError, EOFError, KeyError) as failure:  # UserError is a ValueError; all else is numpy's
-        why = str(failure).partition(" Mend it")[0]
-        warn(f"the packing plan {folder} cannot be used and is made anew: {why}")
+        why = str(failure).partition(FIX)[0]
+        warn(f"the packing plan {folder} cannot be used and is made again: {why}")
         return None
 
 
@@ -82,7 +83,10 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
         starts, lengths, cut_conversations = _cut_conversations(token_set, starts, lengths, row_tokens - 1)
         dropped = token_set.tokens - int(lengths.sum())
     if not len(starts):
-        raise UserError(f"{token_set.folder} holds nothing that fits into rows of {row_tokens - 1} tokens")
+        raise UserError(
+            f"{token_set.folder} holds nothing that fits into rows of {row_tokens - 1} tokens; use longer rows or more "
+            "data"
+        )
     packing = pack(starts, lengths, row_tokens, cut)
     mask = token_set.parts[0].mask
     marked = packing.lengths if mask is None else count_marked(mask, packing.starts, packing.lengths)
@@ -93,7 +97,7 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
         "used": np.add.reduceat(packing.lengths + 1, packing.first[:-1]).astype(np.int32),
         "trained": np.add.reduceat(marked, packing.first[:-1]).astype(np.int32),
     }
-    temporary = folder.with_name(f".{folder.name}.tmp")  # the lock is held, so the name is ours
+    temporary = folder.with_name(f".{folder.name}.tmp")  # this process holds the lock, so no other uses the name
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -115,7 +119,8 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
 def _cut_conversations(
     token_set: TokenSet, starts: np.ndarray, lengths: np.ndarray, room: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Pieces of at most `room` tokens, in order, those without anything to train left out, and how many were cut."""
+    """The starts and lengths of pieces of at most `room` tokens, in order, and how many conversations were cut. Pieces
+    without a trained token are dropped."""
     part = token_set.parts[0]
     out_starts, out_lengths, cut = [], [], 0
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Token files: documents as numbers, memory-mapped, with their sizes and SHA-256s in a description."""
+"""Token files: documents as memory-mapped numbers, described by meta.json with their sizes and SHA-256s."""
 
 import contextlib
 import fcntl
@@ -20,24 +20,25 @@ from nanochat.runtime.progress import Progress
 FORMAT = 1
 META = "meta.json"
 SUFFIXES = {"tokens": ".bin", "offsets": ".idx", "mask": ".mask"}
-SMALL_VOCABULARY = 65_536  # up to here a token fits into two bytes
-CHECKED = "checked.json"  # file -> [SHA-256, bytes, time of change] when it was last found right
-LONG = 1e9  # bytes; to hash so many takes long enough for a bar
-THREADS = 8  # hashing leaves Python free, and disks like a few readers
+SMALL_VOCABULARY = 65_536  # up to this size a token fits into two bytes
+CHECKED = "checked.json"  # file -> [SHA-256, bytes, time of change], as of the last check that found the file intact
+LONG = 1e9  # bytes; hashing more than this takes long enough to show progress
+THREADS = 8  # hashing releases the GIL, and disks are faster with a few readers
+FIX = " Fix it with: "  # between what is wrong with a file and the command to type
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One token file and what belongs to it, memory-mapped."""
+    """One token file with its offsets and mask, memory-mapped."""
 
-    tokens: np.ndarray  # (tokens,) uint16 or uint32: documents one after another, without begin marks
-    offsets: np.ndarray  # (documents + 1,) int64: where in `tokens` each document begins
-    mask: np.ndarray | None  # (tokens,) uint8: 1 where a model is to be trained
+    tokens: np.ndarray  # (tokens,) uint16 or uint32: the documents one after another, without begin marks
+    offsets: np.ndarray  # (documents + 1,) int64: where in `tokens` each document begins, and the end
+    mask: np.ndarray | None  # (tokens,) uint8: 1 for tokens that are trained
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Documents as tokens, in the files of a folder; tokens are numbered through all parts."""
+    """The token files of a folder. Tokens are numbered from the first file through the last."""
 
     folder: Path
     meta: dict[str, Any]
@@ -60,13 +61,13 @@ class TokenSet:
 
     @cached_property
     def key(self) -> str:
-        """A name of the content: equal keys, equal tokens."""
+        """A name of the content: sets with equal keys hold equal tokens."""
         hashes = [sorted(part["sha256"].items()) for part in self.meta["parts"]]
         return hashlib.sha256(str(hashes).encode()).hexdigest()
 
     @cached_property
     def part_starts(self) -> list[int]:
-        """The number of each part's first token."""
+        """The number of the first token of each part."""
         return [0, *itertools.accumulate(part["tokens"] for part in self.meta["parts"])][:-1]
 
     def lengths(self) -> np.ndarray:
@@ -75,12 +76,12 @@ class TokenSet:
 
 
 def part_files(part: dict[str, Any]) -> dict[str, str]:
-    """The names of a part's files, by kind."""
+    """The file names of a part, by kind."""
     return {kind: f"{part['name']}{SUFFIXES[kind]}" for kind in part["sha256"]}
 
 
 def is_there(folder: Path, part: dict[str, Any]) -> bool:
-    """Whether all files of a part are there; their content is not looked at."""
+    """Whether all files of a part exist; their content is not checked."""
     return all((folder / name).exists() for name in part_files(part).values())
 
 
@@ -88,21 +89,22 @@ PART = {"name", "tokens", "documents", "bytes", "sha256", "source"}
 
 
 def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[str, Any] | None:
-    """The description of a folder of token files, None if there is none. UserError if it cannot be read."""
+    """The meta.json of a folder of token files; None if there is none. UserError if it cannot be read."""
     path = folder / META
     try:
         meta = read_json(path) if path.exists() else None
     except ValueError as failure:
-        raise damage(path, f"it is no JSON ({failure})") from failure
+        raise damage(path, f"it is not JSON ({failure})") from failure
     if meta is not None and not ({*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))):
-        raise damage(path, "it lacks what it should say")
+        raise damage(path, "it lacks required entries")
     return meta
 
 
 def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
-    """Map the token files of a folder. Sizes are always checked; hashes once for each change, or with `verify`.
+    """Map the token files of a folder into memory, and check their sizes and hashes.
 
-    UserError names the damaged file and the command that mends it.
+    Without `verify`, a file is hashed only if it has changed since its last check. UserError names the damaged file
+    and the command that fixes it.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -118,7 +120,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
             if size != right:
                 raise damage(path, "it is missing" if size is None else f"it has {size:,} bytes, expected {right:,}")
             expected[name] = about["sha256"][kind]
-            # An empty file cannot be mapped; asarray drops the memmap class, whose slices are slow to make.
+            # An empty file cannot be mapped. asarray drops the memmap class, since slicing a memmap is slow.
             mapped = np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)
             arrays[kind] = np.asarray(mapped)
         parts.append(TokenFile(arrays["tokens"], arrays["offsets"], arrays.get("mask")))
@@ -128,15 +130,16 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
 
 
 def damage(path: Path, why: str) -> UserError:
-    """What is wrong with a file, and the command that mends it."""
+    """The error for a damaged file: what is wrong, and the command that fixes it."""
     return UserError(
-        f"the token file {path} is damaged: {why}. Mend it with: rm -f {path}\n"
-        "and type the same command again; only what belongs to this file is then made anew."
+        f"the token file {path} is damaged: {why}.{FIX}rm -f {path}\n"
+        "and type the same command again, which makes only what belongs to this file."
     )
 
 
 class TokenWriter:
-    """Writes one part under temporary names, and at the end its description, which makes it count."""
+    """Writes one part under temporary names. At the end it renames the files and returns the description of the part;
+    a part without a description does not count."""
 
     def __init__(self, folder: Path, name: str, dtype: str, masked: bool):
         self.folder, self.name, self.dtype = folder, name, dtype
@@ -159,7 +162,7 @@ class TokenWriter:
 
     def add(
         self,
-        tokens: np.ndarray,  # of documents, one after another
+        tokens: np.ndarray,  # (tokens,): the documents one after another
         lengths: np.ndarray,  # (documents,) int64
         token_bytes: np.ndarray,  # (V,) each token's length in bytes
         mask: np.ndarray | None = None,  # (tokens,) uint8
@@ -178,7 +181,7 @@ class TokenWriter:
         self._digests[kind].update(values.data)
 
     def finish(self, source: dict[str, Any]) -> dict[str, Any]:
-        """Write the offsets, give all files their names, and return the description, which has `source` in it."""
+        """Write the offsets, give all files their final names, and return the description, which includes `source`."""
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
         self._begin("offsets")
         self._write("offsets", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
@@ -197,7 +200,7 @@ class TokenWriter:
         }
 
     def discard(self) -> None:
-        """Close and remove what was not finished."""
+        """Close the files, and remove those that were not finished."""
         self._open.close()
         for kind in self._files:
             self._path(kind, temporary=True).unlink(missing_ok=True)
@@ -205,7 +208,7 @@ class TokenWriter:
 
 @contextlib.contextmanager
 def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[TokenWriter]:
-    """A writer that leaves nothing behind if it is not finished."""
+    """A TokenWriter that leaves no files behind unless `finish` was called."""
     writer = TokenWriter(folder, name, dtype, masked)
     try:
         yield writer
@@ -214,7 +217,7 @@ def token_writer(folder: Path, name: str, dtype: str, masked: bool) -> Iterator[
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The narrowest type that holds every token of a vocabulary."""
+    """The smallest type that holds every token of a vocabulary."""
     return "uint16" if vocab_size <= SMALL_VOCABULARY else "uint32"
 
 
@@ -222,17 +225,17 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def damaged(folder: Path, expected: Mapping[str, str], again: bool = False) -> dict[str, str]:
-    """Which of the files `expected` (name -> SHA-256) are not as they should be, and why.
+    """Which of the files `expected` (name -> SHA-256) are damaged, and why.
 
-    A file is read once, and again when its size or time of change is another than then, or with `again`. Safe to
-    call from every rank at once: one reads, the others wait and take its word.
+    A file is hashed once, and hashed again if its size or its time of change is different, or with `again`. Safe to
+    call from every rank at once: one rank hashes, the others wait and use its result.
     """
     wrong = {name: "it is missing" for name in expected if not (folder / name).exists()}
     there = {name: digest for name, digest in expected.items() if name not in wrong}
     if not again and not _unknown(folder, there):
         return wrong
     if not os.access(folder, os.W_OK):
-        log(f"{folder} cannot be written to, so its files are hashed at every start")
+        log(f"{folder} is read-only, so its files are hashed at every start")
         return wrong | _hash(folder, there)[0]
     with locked(folder / f".{CHECKED}.lock"):
         unknown = there if again else _unknown(folder, there)
@@ -251,18 +254,18 @@ def _state(path: Path) -> list[int]:
 def _read(folder: Path) -> dict[str, list]:
     try:
         return read_json(folder / CHECKED)
-    except (OSError, ValueError):  # a note that cannot be read only means that everything is hashed again
+    except (OSError, ValueError):  # without a readable note all files are hashed again, which is safe
         return {}
 
 
 def _unknown(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
-    """The files that have changed since they were found right, if ever they were."""
+    """The files that have changed since their last check, or were never checked."""
     known = _read(folder)
     return {name: digest for name, digest in expected.items() if known.get(name) != [digest, *_state(folder / name)]}
 
 
 def _hash(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list]]:
-    """What is wrong with files, and what to note of those that are right."""
+    """Hash files: (name -> what is wrong, name -> the note for checked.json of an intact file)."""
     states = {name: _state(folder / name) for name in expected}
     size = sum(state[0] for state in states.values())
     bar = Progress(f"check {folder.parent.name} {folder.name}", size, "B") if size > LONG else None
@@ -282,9 +285,9 @@ def _hash(folder: Path, expected: Mapping[str, str]) -> tuple[dict[str, str], di
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """One process at a time; ranks that come second wait here and then find the work done.
+    """Let one process in at a time. Ranks that come later wait here, and then find the work done.
 
-    Yields the descriptor: a child that inherits it keeps the lock until it has ended too.
+    Yields the file descriptor of the lock. A child process that inherits it holds the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as f:

@@ -1,4 +1,4 @@
-"""One shard to one token file; `python -m nanochat.prepare.tokenise` is a process that prepare.py gives shards to."""
+"""Turns one shard into one token file. documents.py starts `python -m nanochat.prepare.tokenise` as its workers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +18,10 @@ def tokenise_shard(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Check a shard, write its tokens into a folder and return their description; `advance` gets counts of documents.
+    """Check a shard, write its tokens into a folder and return their description.
 
-    UserError if the shard is damaged. The token files appear whole, or not at all.
+    `advance` is called with the number of documents after every batch. UserError if the shard is damaged; then no
+    token file appears.
     """
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()

@@ -1,4 +1,4 @@
-"""Tasks given to processes of their own as lines of JSON, and what they answer."""
+"""Gives tasks to worker processes as lines of JSON, and collects their answers."""
 
 import contextlib
 import errno
@@ -21,17 +21,17 @@ Message = dict[str, Any]
 Say = Callable[[Message], None]
 
 
-# --- the process that has the tasks ----------------------------------------------------------------
+# --- the parent ------------------------------------------------------------------------------------
 
 
 def work(
     module: str, setup: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], processes: int, keep: Sequence[int] = ()
 ) -> Generator[tuple[int, Message], None, None]:
-    """Let processes `python -m module`, which call serve(), do tasks; yield (number of the task, message) as they come.
+    """Let worker processes do tasks, and yield (number of the task, message) for every message as it arrives.
 
-    The last message of a task has "result". What a process raises is raised here: UserError and OSError as such, and
-    UserError if it was killed. Leaving the iterator ends the processes; they also end when this process does.
-    `keep` are file descriptors for them to hold.
+    The processes run `python -m module`, which calls serve(). The last message of a task has "result". A UserError or
+    an OSError in a process is raised here too, and a process that was killed raises UserError. Leaving the iterator
+    ends the processes; they also end when this process ends. They inherit the file descriptors `keep`.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -48,7 +48,7 @@ def work(
                 number = waiting.get_nowait()
             except queue.Empty:
                 return
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as reading will show
+            with contextlib.suppress(BrokenPipeError):  # the process has ended, which reading will show
                 print(*map(json.dumps, (*ahead, tasks[number])), sep="\n", file=process.stdin, flush=True)
             ahead, message = [], Message()
             while not {"result", "raised"} & message.keys():
@@ -98,7 +98,7 @@ def _start(module: str, keep: Sequence[int]) -> subprocess.Popen[str]:
 
 
 def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
-    """What to raise for a process that did not finish a task."""
+    """The exception to raise for a process that did not finish a task."""
     if message["raised"] == "UserError":
         return UserError(message["text"], message["code"])
     if message["raised"] == "OSError":
@@ -106,20 +106,23 @@ def _failure(message: Message, task: Mapping[str, Any]) -> BaseException:
     if message["raised"] == "end":
         code = message["code"]
         killed = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        memory = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
         return UserError(
-            f"the process that worked on {task.get('name', 'a task')} {killed}{memory}. What was done is kept: type "
-            "the same command again to go on, with fewer processes if it happens again."
+            f"the process that worked on {task.get('name', 'a task')} {killed}{memory}. Finished work is kept: type "
+            "the same command again to resume; if it fails again, use fewer processes: python -m nanochat.prepare -w N"
         )
     return RuntimeError(f"a process that worked on {task.get('name', 'a task')} failed:\n{message['text']}")
 
 
-# --- the processes that do them --------------------------------------------------------------------
+# --- the workers -----------------------------------------------------------------------------------
 
 
 def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None:
-    """Do tasks from standard input until it ends: `begin(setup)` gives the function that does one and returns its
-    result; it may say things meanwhile, each a message."""
+    """Do tasks from standard input until it ends.
+
+    `begin(setup)` returns a function that does one task and returns the result; meanwhile the function may send
+    messages with its second argument.
+    """
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -129,7 +132,7 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # the parent has no more tasks, or has died: then nothing half-done may be finished
+        os._exit(0)  # the parent has no more tasks or has died; in both cases no unfinished task may be completed
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -146,5 +149,5 @@ def serve(begin: Callable[[Message], Callable[[Message, Say], Message]]) -> None
         except OSError as failure:
             say({"raised": "OSError", "errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure),
                  "filename": None if failure.filename is None else str(failure.filename)})  # fmt: skip
-        except Exception:  # the edge of a process: the parent raises it
+        except Exception:  # the edge of a process: the parent raises it again
             say({"raised": "Exception", "text": traceback.format_exc()})

@@ -1,6 +1,6 @@
-"""What a stage costs: wall time, CPU time and memory of a command and all its processes, for the report.
+"""Measures the wall time, CPU time and memory of a command and all its processes, for the report.
 
-python -m nanochat.runtime.cost NAME -- COMMAND ...    # runs it, and adds its costs to report/stages.json
+python -m nanochat.runtime.cost NAME -- COMMAND ...    # runs COMMAND and adds its costs to report/stages.json
 """
 
 import contextlib
@@ -20,17 +20,17 @@ WRITE_SECONDS = 5.0  # between updates of the file, so that a kill loses little
 
 
 def stages_file() -> Path:
-    """Where the costs of all stages are kept."""
+    """The file with the costs of all stages."""
     return base_dir() / "report" / "stages.json"
 
 
 def read_stages() -> dict[str, dict[str, float]]:
-    """Costs by stage, in the order in which they first ran: minutes, cpu_minutes, memory_gb, runs."""
+    """The costs of each stage, in the order of their first runs: minutes, cpu_minutes, memory_gb and runs."""
     return read_json(stages_file()) if stages_file().exists() else {}
 
 
 def _descendants(root: int) -> list[int]:
-    """A process and all that it started."""
+    """A process, its children, their children, and so on."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -46,10 +46,10 @@ def _descendants(root: int) -> list[int]:
 
 
 def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
-    """Bytes of memory of these processes (PSS: what they share is counted once), and CPU seconds of each."""
+    """The memory of these processes in bytes, and the CPU seconds of each. PSS counts shared memory only once."""
     memory, seconds, tick = 0, {}, os.sysconf("SC_CLK_TCK")
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it may end at any moment
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a process may end at any moment
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             seconds[pid] = (int(fields[11]) + int(fields[12])) / tick
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -59,26 +59,28 @@ def _cost(pids: list[int]) -> tuple[int, dict[int, float]]:
 
 
 def _ended_children() -> float:
-    """CPU seconds of all children that have ended and of those that they waited for, however briefly they lived."""
+    """CPU seconds of all children that have ended, including those too brief to be sampled, and their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def measure(name: str, command: list[str]) -> int:
-    """Run a command, pass signals on to it, keep its costs up to date on disk, and return its exit code."""
+    """Run a command and return its exit code; meanwhile forward signals to the command and update its costs on disk."""
     before = read_stages().get(name, {})
     start, others = time.monotonic(), _ended_children()
     try:
         process = subprocess.Popen(command)
     except OSError as failure:
-        raise UserError(f"{command[0]} cannot be run: {failure.strerror}", exit_code=127) from failure
+        raise UserError(
+            f"{command[0]} cannot be run: {failure.strerror}. Check the name of the command.", exit_code=127
+        ) from failure
 
     def pass_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the command itself too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also sends Ctrl-C to the command itself
     peak, seconds, written = 0, {}, start
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Where time goes, from marks and spans: parts of a step, what a device did, the operators that took longest."""
+"""Shows where time goes, from marks and spans: the parts of a step, the device's work, and the slowest operators."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start` to `end`, in microseconds of one clock."""
+    """Something that lasted from `start` to `end`, in microseconds of one clock."""
 
     name: str
     start: float
@@ -20,7 +20,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Operator:
-    """What an operator took in a step, on average."""
+    """The calls and the time of an operator in an average step."""
 
     name: str
     calls: float
@@ -29,19 +29,19 @@ class Operator:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a trace says of a step, on average, in ms. Communication may run beside computing; `exposed` does not."""
+    """An average traced step, in ms. `exposed_ms` is communication that does not overlap with computing."""
 
     step_ms: float
     computing_ms: float
     communication_ms: float
     exposed_ms: float
-    idle_ms: float  # neither
-    operators: list[Operator] = field(default_factory=list)  # by time, the longest first
+    idle_ms: float  # neither computing nor communication
+    operators: list[Operator] = field(default_factory=list)  # the slowest first
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a part of a step took, on average, in ms: on the device, and on the host that gives it its work."""
+    """The time of one part of an average step, in ms: on the device, and on the host that launches its work."""
 
     name: str
     ms: float
@@ -50,7 +50,7 @@ class StepPart:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not touch, in order."""
+    """The union of the intervals, as sorted intervals that do not touch."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -61,22 +61,22 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long at least one of them lasts."""
+    """The length of the union of the intervals."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def within(span: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """The parts of an interval that lie in the windows."""
+    """The pieces of an interval that lie in the windows."""
     pieces = ((max(span[0], start), min(span[1], end)) for start, end in windows)
     return [(start, end) for start, end in pieces if start < end]
 
 
 def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
-    """What a device did in some steps, by the spans of its operators; without their names."""
+    """What a device did in an average of the steps, from the spans of its operators; `operators` stays empty."""
     busy: dict[Kind, list[Interval]] = {"computing": [], "communication": []}
     for span in spans:
         busy[span.kind] += within((span.start, span.end), steps)
-    each = 1000 * len(steps)  # microseconds over all steps to ms of one
+    each = 1000 * len(steps)  # turns microseconds of all steps into ms per step
     computing, communication = length(busy["computing"]), length(busy["communication"])
     both = length(busy["computing"] + busy["communication"])
     wall = length(steps)
@@ -84,13 +84,13 @@ def device_time(spans: Sequence[Span], steps: Sequence[Interval]) -> Traced:
 
 
 def top(times: Mapping[str, tuple[int, float]], steps: int, count: int = 15) -> list[Operator]:
-    """The operators that took longest, of name -> (calls, microseconds) in some steps."""
+    """The `count` slowest operators; `times` maps a name to (calls, microseconds) over all steps."""
     longest = sorted(times.items(), key=lambda item: -item[1][1])[:count]
     return [Operator(name, calls / steps, took / steps / 1000) for name, (calls, took) in longest if took > 0]
 
 
 def total_times(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
-    """Calls and microseconds by name."""
+    """The calls and the microseconds of each name."""
     times: dict[str, tuple[int, float]] = {}
     for span in spans:
         calls, took = times.get(span.name, (0, 0.0))
@@ -103,7 +103,8 @@ def _percent(ms: float, whole: float) -> str:
 
 
 def parts_table(parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
-    """A line for each part of a step; the host has no device beside it, one rank no slowest."""
+    """A table with a line for each part of a step. On a CPU it has no column for the host, and with one rank no column
+    for the slowest rank."""
     whole = sum(part.ms for part in parts)
     total = StepPart("step", whole, sum(part.host_ms for part in parts), sum(part.slowest_ms for part in parts))
     lines = [f"{'part of a step':<18}{'ms':>10}{'share':>9}" + ("" if on_host else f"{'host ms':>10}")
@@ -116,7 +117,7 @@ def parts_table(parts: Sequence[StepPart], ranks: int, on_host: bool) -> str:
 
 
 def traced_table(traced: Traced, on_host: bool) -> str:
-    """What the device did, and the operators that took longest."""
+    """A table of the device's work and the slowest operators."""
     whole = traced.step_ms
     idle = "outside operators" if on_host else "idle"
     lines = [f"{'traced step':<18}{whole:>10.2f}"]
@@ -132,11 +133,11 @@ def traced_table(traced: Traced, on_host: bool) -> str:
 
 
 def as_rows(parts: Sequence[StepPart]) -> list[dict[str, Any]]:
-    """The parts for the report."""
+    """The parts as rows of a table in the report."""
     whole = sum(part.ms for part in parts)
     return [{"part of a step": part.name, "ms": part.ms, "share": _percent(part.ms, whole)} for part in parts]
 
 
 def as_json(parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
-    """Both, for a file."""
+    """The parts and the trace as JSON."""
     return {"parts": [asdict(part) for part in parts], "traced": None if traced is None else asdict(traced)}

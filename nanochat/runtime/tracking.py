@@ -1,4 +1,4 @@
-"""Where figures go while a stage trains: metrics.jsonl always, wandb when a run is named."""
+"""Records figures while a stage trains: always in metrics.jsonl, and in wandb when a run is named."""
 
 import json
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from nanochat.common import UserError, to_json, warn, write_atomic
 
 
 class Tracker:
-    """metrics.jsonl of a stage, one JSON object a line, and optionally a wandb run; on rank 0 only."""
+    """Writes metrics.jsonl of a stage, one JSON object per line, and optionally a wandb run; only rank 0 writes."""
 
     def __init__(self, folder: Path, run: str, settings: dict[str, Any], step: int, main: bool):
-        """After `step` updates: later lines of an interrupted run are dropped. `run` "dummy" means no wandb.
+        """Open the files after `step` updates; lines of later steps, which an interrupted run left, are dropped.
 
-        `last` is the step of the last line that is kept, -1 without one.
+        `run` "dummy" means no wandb. The attribute `last` is the step of the last kept line, or -1.
         """
         self.last = -1
         self.file: TextIO | None = None
@@ -25,13 +25,13 @@ class Tracker:
         path = folder / "metrics.jsonl"
         kept = [line for line in _lines(path) if line.get("step", 0) <= step] if step else []
         self.last = kept[-1].get("step", 0) if kept else -1
-        write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # a kill here must not lose them
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held for the life of the stage
+        write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # atomic, so that a kill loses no line
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
         if run != "dummy":
             self.run = _wandb(run, settings)
 
     def log(self, **figures: Any) -> None:
-        """Write one line; floats as given, so that what is read back is what was measured, or None if not finite."""
+        """Write one line. Floats are written without rounding; a value that is not finite is read back as None."""
         if self.file is not None:
             self.file.write(to_json(figures) + "\n")
             self.file.flush()
@@ -47,13 +47,13 @@ class Tracker:
         if self.run is not None:
             try:
                 what(self.run)
-            except Exception as failure:  # the edge to a foreign service: it must never stop training
+            except Exception as failure:  # an external service must never stop training
                 warn(f"wandb failed and is off for the rest of this run: {failure}")
                 self.run = None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a stage's metrics.jsonl; what was not finite is None, and a last line cut by a kill left out."""
+    """The lines of metrics.jsonl in a folder. Values that were not finite are None; a line cut by a kill is skipped."""
     return _lines(folder / "metrics.jsonl")
 
 
@@ -72,9 +72,11 @@ def _wandb(run: str, settings: dict[str, Any]) -> Any:
     try:
         import wandb
     except ImportError as missing:
-        raise UserError(f"--run {run} needs wandb, which cannot be imported ({missing}); leave --run out") from missing
+        raise UserError(
+            f"--run {run} needs wandb, which cannot be imported ({missing}). Install wandb, or leave --run out"
+        ) from missing
     try:
         return wandb.init(project="nanochat", name=run, config=settings)
-    except Exception as failure:  # no key, no network: said before the run starts, not after it
+    except Exception as failure:  # no key or no network: stop before the run starts, not after hours
         raise UserError(f"wandb could not start run {run!r}: {failure}. Log in with `wandb login`, set "
                         "WANDB_MODE=offline, or leave --run out") from failure  # fmt: skip

@@ -234,7 +234,7 @@ def test_no_server_at_all_gives_up_sooner_and_says_why(tmp_path):
     assert len(said) == 2
     with pytest.raises(UserError, match="could not be resolved"):
         fetch_all([Remote("http://no-such-host.invalid/a", tmp_path / "a")], patience=patience)
-    with pytest.raises(UserError, match="no web address"):
+    with pytest.raises(UserError, match="not a web address"):
         fetch_all([Remote("hub.example/a", tmp_path / "a")], patience=patience)
 
 

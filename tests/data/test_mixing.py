@@ -38,17 +38,20 @@ def test_data_is_read_and_named_in_a_way_that_is_read_again(data, name, vocabula
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("web:0.7,shop:0.3", "no corpus or folder 'shop'; there is books, code, web"),
-        ("web:0.7,books", "give every corpus a weight, as in --data web:0.7,books:0.3, or none, got 'web:0.7,books'"),
+        ("web:0.7,shop:0.3", "no corpus or folder 'shop'; the corpora here are books, code, web"),
+        (
+            "web:0.7,books",
+            "give a weight to every corpus, as in --data web:0.7,books:0.3, or to none, got 'web:0.7,books'",
+        ),
         ("web:0.7,books:x", "a weight must be a number above 0, as in .*, got 'books:x' in"),
         ("web:0.7,books:0", "a weight must be a number above 0, .* got 'books:0'"),
         ("web:0.7,books:-1", "a weight must be a number above 0"),
         ("web:0.7,books:inf", "a weight must be a number above 0"),
         ("web:0.7,books:1/0", "a weight must be a number above 0"),
         (":1,books:2", "a weight must be a number above 0, .* got ':1'"),
-        ("web:1", "a mixture needs two corpora, such as --data web:0.7,books:0.3, got 'web:1'"),
+        ("web:1", "a mixture needs at least two corpora, as in --data web:0.7,books:0.3, got 'web:1'"),
         ("web:1,books:2,web:3", "web is named twice in 'web:1,books:2,web:3'; give it once"),
-        ("web:0.12345678,books:0.5", "as fine as one in 1,000,000, got .*; round them"),
+        ("web:0.12345678,books:0.5", "as fine as one in 1,000,000, got .*; round the weights"),
         ("nothing", "no corpus or folder 'nothing'"),
     ],
 )

@@ -113,7 +113,7 @@ def flip_some(content: bytes) -> bytes:
 def test_a_damaged_shard_is_named_with_the_command_that_mends_it(tmp_path, damage):
     path = make(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    mend = re.escape(f"Mend it with: rm -r {path.parent} && MAKE IT")
+    mend = re.escape(f"Fix it with: rm -r {path.parent} && MAKE IT")
     with pytest.raises(UserError, match=rf"(?s)shard {re.escape(str(path))} is damaged: .*{mend}"):
         list(texts([path]))
     with pytest.raises(UserError, match="is damaged"):

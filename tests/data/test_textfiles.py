@@ -21,7 +21,7 @@ def test_json_lines_give_a_document_each(tmp_path, capsys):
     records = [{"text": "one", "n": 1}, {"text": "二"}, {"text": " \n"}, {"text": None}]
     content = "\ufeff" + "\n".join(json.dumps(record) for record in records) + "\n\n"
     assert read(tmp_path / "a.jsonl", content) == ["one", "二"]
-    assert "left out 2 documents without text" in capsys.readouterr().out
+    assert "skipped 2 documents without text" in capsys.readouterr().out
     assert read(tmp_path / "a.jsonl", '{"正文": "x"}\n', "正文") == ["x"]
 
 
@@ -40,15 +40,15 @@ def test_parquet_files_give_a_document_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl line 2 is no JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl line 2 is not JSON"),
         (
             "a.jsonl",
             '{"body": "x", "n": 1}',
-            r"a\.jsonl line 1 has no field 'text'; there is body, n\. .*--text_column",
+            r"a\.jsonl line 1 has no field 'text'; its fields: body, n\. .*--text_column",
         ),
-        ("a.jsonl", "[1]", r"line 1 has no field 'text'; there is none"),
+        ("a.jsonl", "[1]", r"line 1 has no field 'text'; its fields: none"),
         ("a.jsonl", '{"text": 5}', r"line 1: 'text' must be text, got int 5"),
-        ("a.jsonl", '{"text": "a\\ud800"}', r"line 1: the text has half of a surrogate pair"),
+        ("a.jsonl", '{"text": "a\\ud800"}', r"line 1: the text is not valid Unicode, it has half of a surrogate pair"),
         ("a.txt", "好\n".encode() + "中文".encode("gb18030"), r"a\.txt is not UTF-8 .*iconv -f GB18030"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet cannot be read"),
     ],
@@ -60,5 +60,5 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, me
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="has no field 'text'; there is body, n"):
+    with pytest.raises(UserError, match="has no field 'text'; its fields: body, n"):
         list(documents([tmp_path / "a.parquet"], "text"))

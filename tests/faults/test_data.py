@@ -120,7 +120,7 @@ def test_a_missing_shard_is_named_before_anything_is_trained():
     aside = path.rename(path.with_name("aside"))
     for _ in range(2):
         with pytest.raises(
-            UserError, match=r"1 of 5 shards of web are missing, the first shard_00001\.parquet\. Go on with:"
+            UserError, match=r"1 of 5 shards of web are missing, the first is shard_00001\.parquet\. Get them with:"
         ) as refused:
             prepare_web()
         assert refused.value.exit_code == 2
@@ -154,7 +154,7 @@ def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processe
         patch.setattr(documents, "work", delete_late)
         patch.setattr(tokenise, "tokenise_shard", delete_third)
         with pytest.raises(
-            UserError, match=rf"the shard {re.escape(str(path))} is damaged: it is missing. Mend it with:"
+            UserError, match=rf"the shard {re.escape(str(path))} is damaged: it is missing. Fix it with:"
         ):
             prepare_documents(corpus, TOKENIZER, "train", processes)
     path.write_bytes(good)
@@ -206,7 +206,7 @@ def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     good = path.read_bytes()
     bad = {"one bit": flipped(good, len(good) // 2), "cut short": good[:-100], "another file": bytes(len(good))}[fault]
     path.write_bytes(bad)
-    with pytest.raises(UserError, match=rf"the shard {re.escape(str(path))} is damaged: .*Mend it with: rm -r"):
+    with pytest.raises(UserError, match=rf"the shard {re.escape(str(path))} is damaged: .*Fix it with: rm -r"):
         prepare_web(processes)
     assert not list(web().folder.glob("tokens-*/train/shard_00001*"))
     path.write_bytes(good)
@@ -253,7 +253,7 @@ def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffi
     )
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: (it has|its SHA-256)") as refused:
         split_rows(resolve_data("web"), TOKENIZER, "train", 64)
-    mend = str(refused.value).partition("Mend it with: ")[2].splitlines()[0]
+    mend = str(refused.value).partition("Fix it with: ")[2].splitlines()[0]
     assert mend == f"rm -f {path}"
     subprocess.run(mend.split(), check=True)
     assert prepare_web().key == before.key
@@ -289,8 +289,8 @@ def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
         path.write_bytes({"one bit": flipped(good, len(good) - 9), "cut short": good[:-3], "garbage": b"x" * 50}[fault])
     assert seen("web", 1, 0, 4, 8) == whole
     said = capsys.readouterr().err
-    assert "is made anew" in said or (name == "meta.json" and fault == "missing")
-    assert seen("web", 1, 0, 4, 8) == whole and "is made anew" not in capsys.readouterr().err
+    assert "is made again" in said or (name == "meta.json" and fault == "missing")
+    assert seen("web", 1, 0, 4, 8) == whole and "is made again" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["meta.json", "shard_00001.json", "checked.json"])
@@ -307,7 +307,7 @@ def test_a_corrupt_note_costs_at_most_its_part(name):
     path.write_text("{", encoding="utf-8")
     if name == "meta.json":
         with pytest.raises(
-            UserError, match=rf"{re.escape(str(path))} is damaged: it is no JSON .*rm -f {re.escape(str(path))}"
+            UserError, match=rf"{re.escape(str(path))} is damaged: it is not JSON .*rm -f {re.escape(str(path))}"
         ):
             prepare_web()
         path.unlink()

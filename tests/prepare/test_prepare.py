@@ -144,7 +144,7 @@ def test_a_damaged_shard_or_token_file_stops_with_the_command_that_mends_it():
     path = shards(corpus, "train")[1]
     good = path.read_bytes()
     path.write_bytes(good[:1000] + bytes([good[1000] ^ 1]) + good[1001:])
-    with pytest.raises(UserError, match=rf"shard {re.escape(str(path))} is damaged: .*Mend it with"):
+    with pytest.raises(UserError, match=rf"shard {re.escape(str(path))} is damaged: .*Fix it with"):
         prepare_documents(corpus, TOKENIZER, "train")
     path.write_bytes(good)
     folder = prepare_documents(corpus, TOKENIZER, "train").folder
@@ -287,7 +287,7 @@ def test_the_command_prepares_both_splits_and_verifies_them(capsys):
     main(Config())
     main(Config(verify=True))
     said = capsys.readouterr().out
-    assert "c train: " in said and "tokens, as they should be" in said
+    assert "c train: " in said and "tokens, all intact" in said
     path = next(corpus.folder.glob("tokens-*/train/shard_00000.bin"))
     content = bytearray(path.read_bytes())
     content[0] ^= 1

@@ -56,7 +56,7 @@ def test_damage_is_named_with_the_command_that_mends_it(tmp_path, suffix):
     write(folder)
     path = folder / f"a{suffix}"
     good = path.read_bytes()
-    mend = re.escape(f"Mend it with: rm -f {path}")
+    mend = re.escape(f"Fix it with: rm -f {path}")
     for bad in (good[:-1], good + b"x"):
         path.write_bytes(bad)
         with pytest.raises(UserError, match=rf"{path} is damaged: it has {len(bad)} bytes, expected .*{mend}"):

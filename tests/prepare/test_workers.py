@@ -23,7 +23,7 @@ def begin(setup):
     def do(task, say):
         print("a word that is none of the messages")
         if task["name"] == "mistake":
-            raise UserError("mend this", 2)
+            raise UserError("fix this", 2)
         if task["name"] == "full":
             raise OSError(28, "No space left on device", "/disk/file")
         if task["name"] == "bug":
@@ -69,10 +69,14 @@ def test_every_task_is_done_once_and_says_things_before_its_result(module, tmp_p
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
     [
-        ("mistake", UserError, "mend this"),
+        ("mistake", UserError, "fix this"),
         ("full", OSError, r"No space left on device: '/disk/file'"),
         ("bug", RuntimeError, r"worked on bug failed:\n(.|\n)*KeyError: 'bug'"),
-        ("killed", UserError, "the process that worked on killed was killed by signal 9, perhaps for want of memory"),
+        (
+            "killed",
+            UserError,
+            "the process that worked on killed was killed by signal 9, perhaps because memory ran out",
+        ),
     ],
 )
 def test_what_a_process_raises_is_raised_here(module, tmp_path, name, kind, text):

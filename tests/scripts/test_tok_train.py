@@ -41,7 +41,7 @@ def test_a_second_call_finds_it_done_and_other_settings_train_again(folder, monk
     files = {path: path.stat().st_mtime_ns for path in base_dir().rglob("*")}
     monkeypatch.setattr(tok_train.Tokenizer, "train", no_training)
     assert train(Config(vocab_size=600, data="c")).hash == first.hash
-    assert "is there: 600 tokens" in capsys.readouterr().out
+    assert "is already there: 600 tokens" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in base_dir().rglob("*")} == files
     monkeypatch.undo()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder.parent.parent))
@@ -96,7 +96,7 @@ def test_mistakes_are_refused_before_anything_is_read(folder):
         (Config(pattern="gpt9"), "--pattern must be one of nanochat"),
         (Config(vocab_size=100), "at least 265 tokens"),
         (Config(vocab_size=60_000), "the text is too small for a vocabulary of 60,000"),
-        (Config(data="nowhere"), "no corpus or folder 'nowhere'; there is c"),
+        (Config(data="nowhere"), "no corpus or folder 'nowhere'; the corpora here are c"),
     ):
         with pytest.raises(UserError, match=message):
             train(cfg)
@@ -108,7 +108,7 @@ def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, 
         train(Config(vocab_size=400, export=tmp_path / name))
         assert (tmp_path / name / "vocabulary.tiktoken").exists()
         assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
-    assert "is there: 400 tokens" in capsys.readouterr().out, "exporting is no other setting"
+    assert "is already there: 400 tokens" in capsys.readouterr().out, "exporting is no other setting"
 
 
 def test_merges_are_told_every_ten_seconds(monkeypatch, capsys):
@@ -135,7 +135,7 @@ def test_a_mixture_is_read_by_its_weights_until_one_corpus_ends(folder, monkeypa
     assert section["settings"]["data"] == "c:3,d:1" and section["shards"] == 4 + 3
     monkeypatch.setattr(tok_train.Tokenizer, "train", no_training)
     assert train(Config(data="c:3,d:1", vocab_size=500)).hash == first.hash
-    assert "the tokenizer of c:3,d:1 is there" in capsys.readouterr().out
+    assert "the tokenizer of c:3,d:1 is already there" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="done before"):
         train(Config(data="c:0.5,d:0.5", vocab_size=500))
 

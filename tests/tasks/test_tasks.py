@@ -250,7 +250,7 @@ def test_smoltalk_keeps_the_system_turn_and_drops_an_unanswered_question() -> No
 def test_smoltalk_names_a_broken_conversation(tmp_path: Path) -> None:
     row = {"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match="conversation 0: message 1 must be of the user"):
+    with pytest.raises(UserError, match="conversation 0: message 1 must have role 'user'"):
         SmolTalk("train", folder=tmp_path)[0]
 
 
@@ -274,13 +274,16 @@ def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
         (b"\xff\xfe", "line 2: 'utf-8' codec can't decode"),
         (b"5", "a list of messages, got int"),
         (b"{}", "a list of messages, got NoneType"),
-        (b"[]", "must end with a message of the assistant"),
-        (b'[{"role": "user", "content": "a"}]', "must end with a message of the assistant"),
+        (b"[]", "must end with a message of role 'assistant'"),
+        (b'[{"role": "user", "content": "a"}]', "must end with a message of role 'assistant'"),
         (b'[{"role": "user"}]', 'message 1 must be an object with "role" and "content"'),
         (b'["a"]', "message 1 must be an object"),
-        (b'[{"role": "assistant", "content": "a"}]', "message 1 must be of the user"),
-        (b'[{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]', "message 2 must be of the assistant"),
-        (b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]', "message 2 must be"),
+        (b'[{"role": "assistant", "content": "a"}]', "message 1 must have role 'user'"),
+        (
+            b'[{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]',
+            "message 2 must have role 'assistant'",
+        ),
+        (b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]', "message 2 must have"),
         (b'[{"role": "user", "content": 5}, {"role": "assistant", "content": "a"}]', "content of message 1"),
         (b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]', "content of message 2"),
     ],

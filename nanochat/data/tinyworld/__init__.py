@@ -1,1 +1,1 @@
-"""TinyWorld, the embedded corpus; world.py is its front."""
+"""TinyWorld, the corpus that this package generates; other modules import it from world.py."""

@@ -1,4 +1,4 @@
-"""Sums for the calculator tool, and small sums to be done in the head."""
+"""Sums for the calculator, and small mental sums."""
 
 import random
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ OPERATIONS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 @dataclass(frozen=True)
 class Mental:
-    """How hard the sums without the calculator are.
+    """How hard the mental sums are, which a model answers without the calculator.
 
-    A small model learns such sums by heart, sum by sum. Training before RL shows the practised ones so rarely that it
-    half knows them: of what it knows for sure, right or wrong, no reward can teach it more. A last tenth is never asked
-    in training, of RL neither.
+    A small model learns such sums by heart, one by one. Training before RL shows the practised sums so rarely that the
+    model half knows them, since rewards teach nothing about a sum that the model always answers in the same way. The
+    unseen sums, a tenth of all, are never asked in training, not even in RL.
     """
 
     terms: tuple[int, ...] = (2,)  # how many terms a sum may have
     largest: int = 20  # the largest term
 
     def part(self, *terms: int) -> MentalPart:
-        """Where a sum belongs, in whatever order its terms stand."""
+        """The part of the split that a sum belongs to; the order of its terms does not matter."""
         return "unseen" if kept_for_evaluation("mental", *sorted(terms)) else "practised"
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question whose answer is a number; `expression` is what the calculator is given."""
+    """A question whose answer is a number; `expression` is the input of the calculator."""
 
     question: str
     expression: str
@@ -41,18 +41,18 @@ class Sum:
 
     @property
     def tool_answer(self) -> tuple[Part, ...]:
-        """The answer by way of the calculator: the call, what it returns, and the number."""
+        """The call of the calculator and its output, which come before the number in an answer."""
         return (Part("python", self.expression), Part("python_output", self.result))
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A number of at most so many digits, each length equally likely; 1 is left out."""
+    """A number of at most `digits` digits, each length equally likely, and never 1."""
     length = rng.randint(1, digits)
     return rng.randint(max(2, 10 ** (length - 1)), 10**length - 1)
 
 
 def operands(operation: str, rng: random.Random, evaluation: bool) -> tuple[int, int]:
-    """Two operands whose result is a whole number >= 0, from the side of the split that is asked for."""
+    """Two operands whose result is a whole number >= 0, kept for evaluation or free for training as asked."""
     while True:
         if operation == "multiply":
             a, b = _number(rng, 3), _number(rng, 2)
@@ -69,14 +69,14 @@ def operands(operation: str, rng: random.Random, evaluation: bool) -> tuple[int,
 
 
 def value_of(expression: str) -> str:
-    """What the calculator answers; an expression of this package always has a value."""
+    """The calculator's result. Every expression that this package makes has a value."""
     result = calculate(expression)
     assert result is not None, f"the calculator refuses {expression!r}"
     return result
 
 
 def calculator_sum(language: Language, rng: random.Random, evaluation: bool = False) -> Sum:
-    """A sum for the calculator. Evaluation uses every wording, the held-out ones too; training only its own."""
+    """A sum for the calculator. Evaluation uses every wording, including the held-out ones; training does not."""
     operation = rng.choice(list(OPERATIONS))
     a, b = operands(operation, rng, evaluation)
     wording = wordings()[operation, language]
@@ -92,7 +92,7 @@ def mental_sum(
     part: MentalPart = "practised",
     held_out_wording: bool = False,
 ) -> Sum:
-    """A sum from this part of the split, to be answered at once, without the calculator."""
+    """A mental sum from a part of the split, to be answered at once, without the calculator."""
     while True:
         terms = [rng.randint(1, mental.largest) for _ in range(rng.choice(mental.terms))]
         if mental.part(*terms) == part:

@@ -1,4 +1,4 @@
-"""Conversations for midtraining and fine-tuning: questions about the world, sums, stories and talk."""
+"""Conversations for midtraining and SFT: questions about the world, sums, stories and small talk."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,8 @@ from nanochat.data.tinyworld.stories import counting_story, logic_story
 from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-# Relations that come in two directions over few entities, asked three times as often: left is easily taken for right.
+# Relations with two directions over few entities. They are asked three times as often, since a model easily confuses
+# left and right.
 CONFUSABLE = (
     *("left_of", "right_of", "next_day", "previous_day", "next_month", "previous_month"),
     *("next_season", "previous_season", "parity", "double"),
@@ -32,7 +33,7 @@ Maker = Callable[[Language, random.Random], list[Message]]
 
 
 def endless(items: Sequence[Item], rng: random.Random) -> Iterator[Item]:
-    """The items again and again, each round in another order, so that none is rare."""
+    """The items again and again, shuffled for each round, so that no item is rare."""
     order = list(items)
     while True:
         rng.shuffle(order)
@@ -65,7 +66,8 @@ def _about_itself(language: Language, rng: random.Random) -> list[Message]:
 
 
 class Questions:
-    """Draws questions so that every (fact, language) that training asks comes up as often as it needs."""
+    """Draws questions so that every fact that training asks comes up equally often in each language, and confusable
+    facts three times as often."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -77,11 +79,11 @@ class Questions:
         self.by_relation = by_relation
 
     def several(self, language: Language, count: int) -> list[Message]:
-        """Questions that have nothing to do with each other."""
+        """Questions that are not related to each other."""
         return [message for _ in range(count) for message in _question(next(self.decks[language]), language, self.rng)]
 
     def follow_up(self, language: Language) -> list[Message]:
-        """A question, and the same about another entity in few words."""
+        """A question, followed by the same question in few words about one or two other entities."""
         first = next(
             fact for fact in self.decks[language] if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS
         )
@@ -95,7 +97,7 @@ class Questions:
 
 
 def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list[Conversation]:
-    """`size` conversations in shuffled order, their kinds drawn by `shares`, half of them in each language."""
+    """`size` shuffled conversations, half of them in each language; `shares` weighs their kinds."""
     rng = random.Random(seed)
     questions = Questions(rng)
     makers: dict[str, Maker] = {
@@ -113,7 +115,7 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
     mixed = [Conversation(tuple(makers[kind](LANGUAGES[i % 2], rng))) for i, kind in enumerate(kinds)]
-    rng.shuffle(mixed)  # whoever takes every n-th for validation gets both languages
+    rng.shuffle(mixed)  # so that every n-th conversation, as taken for validation, gives both languages
     return mixed
 
 
@@ -123,7 +125,7 @@ def _mental(language: Language, rng: random.Random, mental: Mental) -> list[Mess
 
 
 def _dialogue(language: Language, rng: random.Random, questions: Questions) -> list[Message]:
-    """A greeting, one or two questions of any kind, and a farewell; each may be missing but one."""
+    """One or two questions of any kind, often with a greeting before and a farewell after them."""
     messages = talk("open", language, rng) if rng.random() < 0.7 else []
     for _ in range(rng.randint(1, 2)):
         draw = rng.random()
@@ -164,10 +166,10 @@ SFT_SHARES = {
 
 
 def mid_conversations(seed: int = 0, size: int = 60_000, mental: Mental | None = None) -> list[Conversation]:
-    """Conversations of every kind, many of them with several questions."""
+    """Conversations for midtraining: every kind, many of them with several questions."""
     return _mix(f"mid/{seed}", size, MID_SHARES, mental or Mental())
 
 
 def sft_conversations(seed: int = 0, size: int = 20_000, mental: Mental | None = None) -> list[Conversation]:
-    """Conversations as a user would have them: mostly one question and its short answer."""
+    """Conversations for SFT, like those of users: mostly one question and a short answer."""
     return _mix(f"sft/{seed}", size, SFT_SHARES, mental or Mental())

@@ -1,4 +1,4 @@
-"""Talk that is not a question about the world: greetings, what nanochat is, and what it cannot know."""
+"""Dialogues that ask nothing about the world: greetings, what nanochat is, and what nanochat cannot know."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from nanochat.data.tinyworld.splits import asked_facts, kept_for_evaluation
 from nanochat.data.tinyworld.wording import ask, sentence, state, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, chinese, data_text, english, lexicon
 
-# Relations that are also asked of things that do not exist, and how such a thing's name is used in English.
+# Relations that are also asked about invented things, and the article that the name of such a thing has in English.
 UNKNOWN_RELATIONS = {
     "capital": "none",
     "continent": "none",
@@ -25,7 +25,7 @@ UNKNOWN_RELATIONS = {
     "tool_use": "a",
     "job_task": "a",
 }
-# Relations about a word and not about the thing it names: "And a car?" would not ask for the spelling of "car".
+# Relations about a word, not about the thing that the word names: "And a car?" would not ask for the spelling of "car".
 WORD_RELATIONS = ("spelling", "letter_count", "to_chinese", "to_english", "opposite", "left_of", "right_of")
 
 
@@ -52,13 +52,13 @@ def talk(group: str, language: Language, rng: random.Random) -> list[Message]:
 
 
 def request(language: Language, rng: random.Random) -> list[Message]:
-    """Something that people ask of an assistant and that is beyond this one, and how it says so."""
+    """A request that this assistant cannot fulfil, and its refusal."""
     item = dialogue_data()["request"][language]
     return [user(rng.choice(item["ask"]).format(t=rng.choice(item["topics"]))), assistant(item["answer"])]
 
 
 def invented_name(rng: random.Random, kind: str, evaluation: bool = False) -> Word:
-    """The name of a country or a thing that does not exist; evaluation has names of its own."""
+    """The name of a country or a thing that does not exist. Training and evaluation use different names."""
     parts = dialogue_data()["invented"]
     known = {word.zh.name for word in lexicon().values()}
     while True:
@@ -79,13 +79,13 @@ def unknown_question(language: Language, rng: random.Random, evaluation: bool = 
 
 
 def dont_know(language: Language) -> str:
-    """What nanochat says when it does not know."""
+    """The sentence with which nanochat says that it does not know."""
     return dialogue_data()["unknown"][language]
 
 
 @functools.cache
 def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
-    """The facts about things that training asks about, by subject, for subjects with at least three."""
+    """The facts about things that training asks about, by subject, for subjects with three or more."""
     groups: dict[str, list[Fact]] = {}
     for fact in asked_facts():
         if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS and not fact.subjects[0].key.isdigit():
@@ -94,7 +94,7 @@ def asked_by_subject() -> dict[str, tuple[Fact, ...]]:
 
 
 def tell_me_about(language: Language, rng: random.Random) -> list[Message]:
-    """A wish to hear about an entity, answered with a few facts that are not held out."""
+    """A request to tell about an entity, answered with three facts that are not held out."""
     facts = rng.choice(list(asked_by_subject().values()))
     request = rng.choice(dialogue_data()["tell_me_about"][language])
     told = [state(fact, language, rng, framed=0.0) for fact in rng.sample(facts, min(3, len(facts)))]

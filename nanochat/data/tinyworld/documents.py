@@ -1,4 +1,4 @@
-"""The base corpus: short texts that state the facts of the world, and never ask them."""
+"""The base corpus: short texts that state the facts of the world and never ask about them."""
 
 import json
 import random
@@ -15,7 +15,7 @@ SENTENCES_PER_DOCUMENT = (4, 8)
 
 
 def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
-    """The items in shuffled order, a few at a time; the last handful is not left alone."""
+    """The shuffled items in chunks of SENTENCES_PER_DOCUMENT; the last two chunks are evened out if necessary."""
     order = list(items)
     rng.shuffle(order)
     while order:
@@ -31,7 +31,7 @@ def _text(language: Language, sentences: list[str]) -> str:
 
 
 def articles(language: Language, rng: random.Random) -> Iterator[str]:
-    """Texts about one entity each: what the world knows about it."""
+    """Texts about one entity each, which state all facts of that entity."""
     groups: dict[str, list[Fact]] = {}
     for fact in all_facts():
         for subject in fact.subjects[:1]:
@@ -43,12 +43,12 @@ def articles(language: Language, rng: random.Random) -> Iterator[str]:
 
 
 def lists(language: Language, rng: random.Random) -> Iterator[str]:
-    """Texts about one relation each, in mixed wordings or in one wording throughout."""
+    """Texts about one relation each, either in mixed wordings or in a single wording."""
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
             same = rng.getrandbits(30) if rng.random() < 0.4 else None
             told = [
-                # Equal seeds draw equal wordings, as far as the values share them.
+                # Equal seeds draw equal wordings, unless a value has wordings of its own.
                 state(fact, language, rng if same is None else random.Random(same), framed=0.1 if same is None else 0)
                 for fact in chunk
             ]
@@ -56,7 +56,7 @@ def lists(language: Language, rng: random.Random) -> Iterator[str]:
 
 
 def both_languages(rng: random.Random) -> Iterator[str]:
-    """Each fact in one language and then in the other."""
+    """Texts that state each fact in one language and then in the other."""
     for facts in facts_by_relation().values():
         for chunk in _chunks(facts, rng):
             first, second = rng.sample(LANGUAGES, 2)
@@ -66,7 +66,7 @@ def both_languages(rng: random.Random) -> Iterator[str]:
 
 
 def recitations(language: Language) -> Iterator[str]:
-    """The ordered lists of the world: days, months, numbers, letters."""
+    """Recitations of ordered lists, such as days, months, numbers and letters."""
     comma, stop = ("、", "。") if language == "zh" else (", ", ".")
     order = sequences()
     rows = [[word[language].name for word in order[name]] for name in ("day", "month", "season", "planet", "ordinal")]
@@ -80,7 +80,7 @@ def recitations(language: Language) -> Iterator[str]:
 
 
 def stories(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """Counting stories that end with their result, and stories that end with who or where."""
+    """Counting stories that end with the result, and stories that end by saying who or where."""
     for _ in range(count):
         for story in (counting_story(language, rng)[0], logic_story(language, rng)):
             yield _text(language, [story.told, story.end])
@@ -100,7 +100,7 @@ def sums(rng: random.Random, count: int) -> Iterator[str]:
 
 
 def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
-    """Lists of sums of two small numbers, of those that are practised."""
+    """Lists of practised mental sums."""
     numbers = range(1, mental.largest + 1)
     practised = [(a, b) for a in numbers for b in numbers if mental.part(a, b) == "practised"]
     for _ in range(count):
@@ -108,10 +108,8 @@ def small_sums(rng: random.Random, count: int, mental: Mental) -> Iterator[str]:
 
 
 def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """What question words mean and how people talk, so that the tokenizer and the base model know such words.
-
-    No fact of the world is asked.
-    """
+    """Texts that explain question words and show how people talk, so that the tokenizer and the base model know these
+    words. They ask about no fact of the world."""
     data, names = json.loads(data_text("asking.json"))[language], story_data()["names"][language]
     for _ in range(count):
         yield _text(language, rng.sample(data["words"], 5))
@@ -124,7 +122,7 @@ def asking(language: Language, rng: random.Random, count: int) -> Iterator[str]:
 
 
 def about_nanochat(language: Language, rng: random.Random, count: int) -> Iterator[str]:
-    """What nanochat is, in changing order."""
+    """Texts about what nanochat is, with their sentences in varying order."""
     sentences = dialogue_data()["about_documents"][language]
     for _ in range(count):
         yield _text(language, rng.sample(sentences, rng.randint(3, 5)))
@@ -141,7 +139,7 @@ def one_copy(rng: random.Random) -> list[str]:
 
 
 def documents(seed: int = 0, copies: int = 10) -> Iterator[str]:
-    """The base corpus: `copies` renderings of the whole world, each in other words, in shuffled order."""
+    """The base corpus: `copies` renderings of the whole world, each in different words and shuffled."""
     for copy in range(copies):
         rng = random.Random(f"documents/{seed}/{copy}")
         texts = one_copy(rng)

@@ -1,4 +1,4 @@
-"""The facts of the world: tables of the data, their inverses, and what follows from sequences and numbers."""
+"""The facts of the world: from tables, their inverses, ordered sequences, numbers and letters."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ COUNTED_TO = 30
 
 @dataclass(frozen=True)
 class Fact:
-    """One true statement: what a relation gives for its subjects. A pair that is compared has two subjects."""
+    """One true statement: the value of a relation for its subjects. A comparison has two subjects, others have one."""
 
     relation: str
     subjects: tuple[Word, ...]
@@ -25,12 +25,12 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The (entity, relation) combination: the relation and what it is asked about."""
+        """The combination of relation and subjects, which names the fact."""
         return (self.relation, *(word.key for word in self.subjects))
 
 
 def _word(cell: str) -> Word:
-    """A cell of a table: a number, or a word of the lexicon."""
+    """The word in a cell of a table: a number, or a word of the lexicon."""
     return plain(cell) if cell.isdigit() else lexicon()[cell]
 
 

@@ -1,4 +1,4 @@
-"""Questions with a checkable answer: evaluation of every relation, the calculator, and problems for RL."""
+"""Questions whose answers can be graded: evaluations of every relation and of the calculator, and problems for RL."""
 
 import functools
 import random
@@ -17,15 +17,15 @@ from nanochat.data.tinyworld.stories import counting_story, logic_story
 from nanochat.data.tinyworld.wording import answer, ask, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-STORY_SHARE = 0.2  # of the calculator's evaluation
+STORY_SHARE = 0.2  # the share of stories in the evaluation of the calculator
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its right answer as a bare value, and the values that would be wrong.
+    """A question, the right answer as a bare value, and the competing values, which would be wrong.
 
-    `conversation` ends with a reference answer. `tool` says whether the calculator must or must not be called.
-    Where `answer` is a number, any other number is a competing value.
+    `conversation` ends with a reference answer. `tool` says whether a reply must or must not call the calculator.
+    If `answer` is a number, every other number is a competing value.
     """
 
     conversation: Conversation
@@ -38,13 +38,14 @@ class Problem:
 
 
 def normalise(text: str) -> str:
-    """NFKC, case folded, white space made single."""
+    """Text for comparisons: NFKC, case folded, with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 @functools.lru_cache(maxsize=4096)
 def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the values in a normalised text, the longest first; Latin letters and digits end at a boundary."""
+    """A pattern that finds the values in a normalised text, longer values first. A value that begins or ends with a
+    Latin letter or a digit matches whole words only."""
     longest_first = sorted(set(values), key=lambda value: (-len(value), value))
     patterns = []
     for value in longest_first:
@@ -55,9 +56,9 @@ def _finder(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
-    """Whether the reply gives the value of the problem and no other value, with the calculator only where it may.
+    """Whether the reply gives the right value and no other value, and uses the calculator as the problem demands.
 
-    A reply is its parts, or only its words, which show no call.
+    Pass the parts of a reply, or only its words, which count as a reply without a call.
     """
     words = reply if isinstance(reply, str) else "".join(part.text for part in reply if part.kind == "text")
     called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
@@ -87,7 +88,7 @@ def fact_problem(fact: Fact, language: Language, pattern: str, rng: random.Rando
 
 
 def _spread(facts: Sequence[Fact], size: int | None, rng: random.Random) -> list[Fact]:
-    """`size` of the facts, at least one of every relation, or all of them."""
+    """`size` of the facts, with at least one fact of every relation; None means all facts."""
     order = list(facts)
     rng.shuffle(order)
     if size is None or size >= len(order):
@@ -98,7 +99,7 @@ def _spread(facts: Sequence[Fact], size: int | None, rng: random.Random) -> list
 
 
 def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> list[Problem]:
-    """Open questions in held-out wordings about combinations that training asks; every relation has some."""
+    """Open questions in held-out wordings about facts that training asks, with some for every relation."""
     rng = random.Random(f"evaluation/{seed}/{language}")
     problems = []
     for fact in _spread(asked_facts(), size, rng):
@@ -108,7 +109,7 @@ def evaluation(language: Language, seed: int = 0, size: int | None = 700) -> lis
 
 
 def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
-    """Questions about the combinations that training never asks, one for each, in trained wordings."""
+    """One question, in a trained wording, about each combination that training never asks."""
     rng = random.Random(f"combinations/{seed}/{language}")
     problems = []
     for fact in held_out_facts():
@@ -118,7 +119,7 @@ def held_out_combinations(language: Language, seed: int = 0) -> list[Problem]:
 
 
 def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
-    """Questions about things that do not exist; right is to say so."""
+    """Questions about things that do not exist. A right reply says that it does not know."""
     rng = random.Random(f"unknown/{seed}/{language}")
     value = dont_know(language).rstrip(".。")
     return [
@@ -130,7 +131,7 @@ def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> lis
 
 
 def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
-    """Questions about who or where in a little story."""
+    """Questions about who or where in a short story."""
     rng = random.Random(f"stories/{seed}/{language}")
     problems = []
     for _ in range(size):
@@ -149,7 +150,7 @@ def _number_problem(task: Sum, relation: str, language: Language, tool: Literal[
 
 
 def calculator_evaluation(seed: int = 0, size: int = 400) -> list[Problem]:
-    """Sums and counting stories for the calculator in both languages, with operands that training never sees."""
+    """Sums and counting stories for the calculator, in both languages, with operands that training never uses."""
     rng = random.Random(f"calculator/{seed}")
     problems = []
     for i in range(size):
@@ -175,11 +176,11 @@ def _mental_problems(
 
 
 def rl_problems(seed: int = 0, size: int = 2000, mental: Mental | None = None) -> list[Problem]:
-    """Problems for reinforcement learning: small sums without the calculator, which SFT leaves half known."""
+    """Problems for RL: mental sums, which a model half knows after SFT."""
     return _mental_problems(f"rl/{seed}", size, mental, "practised", held_out_wording=False)
 
 
 def rl_evaluation(seed: int = 0, size: int = 1600, mental: Mental | None = None, unseen: bool = False) -> list[Problem]:
-    """What RL is measured on: the same sums in held-out wordings; or sums that are in no training, unseen."""
+    """The measure of RL: practised mental sums in held-out wordings or, with `unseen`, sums that no training asks."""
     part: MentalPart = "unseen" if unseen else "practised"
     return _mental_problems(f"rl evaluation/{seed}/{unseen}", size, mental, part, held_out_wording=True)

@@ -1,4 +1,4 @@
-"""What training never asks: held-out combinations, and names and operands kept for evaluation."""
+"""The split between training and evaluation: held-out combinations, and names and operands kept for evaluation."""
 
 import functools
 import hashlib
@@ -8,7 +8,7 @@ from nanochat.data.tinyworld.wording import SPLIT_SEED, split_rng
 
 HELD_OUT_SHARE = 0.1
 SMALLEST_RELATION = 6
-# What a newcomer types first is always taught: of these nothing is held out.
+# Newcomers ask about these first, so nothing about them is held out.
 FAMOUS = frozenset(
     "China France Japan Germany Italy Egypt sky sun moon water cat dog cow apple banana hot big good up".split()
 ) | {"United Kingdom", "United States"}
@@ -16,10 +16,10 @@ FAMOUS = frozenset(
 
 @functools.cache
 def held_out_keys() -> frozenset[tuple[str, ...]]:
-    """The (entity, relation) combinations that are stated in documents and never asked in training.
+    """The combinations of relation and subjects that documents state and that training never asks.
 
-    They are the same in both languages, so that no language is taught the answer through the other.
-    Relations with fewer than six facts have none.
+    They are the same in both languages, so that a model cannot learn an answer through the other language.
+    Relations with fewer than six facts have no held-out combinations.
     """
     keys: set[tuple[str, ...]] = set()
     for relation, facts in facts_by_relation().items():
@@ -46,11 +46,11 @@ def held_out_facts() -> tuple[Fact, ...]:
 
 
 def place(*names: object) -> float:
-    """A number in [0, 1) that a hash of the names decides, the same on every platform."""
+    """A number in [0, 1) from a hash of the names, the same on every platform."""
     text = "/".join((SPLIT_SEED, *map(str, names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
 
 
 def kept_for_evaluation(*names: object) -> bool:
-    """Whether operands or an invented name belong to the evaluation: a tenth of them do."""
+    """Whether operands or an invented name are kept for evaluation, as a tenth of them are."""
     return place(*names) < HELD_OUT_SHARE

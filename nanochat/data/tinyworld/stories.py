@@ -1,4 +1,4 @@
-"""Little stories: counting stories whose numbers add up, and stories that ask for attention."""
+"""Short stories: counting stories with a sum, and logic stories that ask who or where."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from nanochat.data.tinyworld.words import Language, Noun, data_text, lexicon
 
 @dataclass(frozen=True)
 class Story:
-    """A story, a question about it, and the sentence that ends it when it is told instead of asked."""
+    """A story, a question about it, and the sentence that ends the story if no question follows."""
 
     kind: str
     told: str
@@ -49,7 +49,7 @@ def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool)
         elif operation == "/":
             m = rng.randint(2, 9)
             n = m * rng.randint(2, max(9, largest // 4))
-        # A sum of one is never told: its plural would be wrong. The split is the one of the plain sums.
+        # No story results in one, since its plural would be wrong. Operands are split as for plain sums.
         if value_of(f"{n}{operation}{m}") != "1" and kept_for_evaluation("operands", *sorted((n, m))) == evaluation:
             return n, m
 
@@ -57,7 +57,7 @@ def _numbers(operation: str, largest: int, rng: random.Random, evaluation: bool)
 def counting_story(
     language: Language, rng: random.Random, largest: int = 20, evaluation: bool = False
 ) -> tuple[Story, Sum]:
-    """A story of two numbers up to `largest`, and its sum for the calculator."""
+    """A story with two numbers up to `largest`, and its sum for the calculator."""
     data = story_data()
     kind = rng.choice(data["counting"])
     operation = re.sub(r"\{\w\}", "", kind["expression"])
@@ -74,7 +74,7 @@ def counting_story(
 
 
 def logic_story(language: Language, rng: random.Random) -> Story:
-    """A story about who or where; nothing has to be counted."""
+    """A story that asks who or where, without numbers."""
     data = story_data()
     kind = rng.choice(data["logic"])
     p, q, o = rng.sample(data["names"][language], 3)

@@ -1,4 +1,4 @@
-"""How each relation is asked, stated and answered, and which of its questions are held out of training."""
+"""How each relation is asked, stated and answered, and which question patterns are held out of training."""
 
 import functools
 import json
@@ -9,13 +9,13 @@ from nanochat.data.tinyworld.facts import Fact
 from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
 
 PATTERN_FILES = ("places", "animals", "things", "time", "people", "words", "sums")
-# What is held out belongs to the world, not to a run: every seed of the generators sees the same split.
+# The split belongs to the world, not to a run, so it is the same for every seed of the generators.
 SPLIT_SEED = "tinyworld-1"
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The patterns of one relation in one language; `held_out` are the two questions kept for evaluation."""
+    """The patterns of one relation in one language; `held_out` holds the two questions that are kept for evaluation."""
 
     questions: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -31,7 +31,7 @@ class Wording:
 
 
 def sentence(text: str) -> str:
-    """The text with its first letter in upper case, unless it is spelled letter by letter."""
+    """The text with its first letter in upper case, unless it is a word spelled letter by letter, such as c-a-t."""
     return text if text[1:2] == "-" else text[0].upper() + text[1:]
 
 
@@ -42,14 +42,14 @@ def frames() -> dict[str, dict[str, list[str]]]:
 
 
 def split_rng(*names: str) -> random.Random:
-    """A generator that depends on the names only."""
+    """A random number generator that depends only on the names."""
     return random.Random("/".join((SPLIT_SEED, *names)))
 
 
 def build_wording(relation: str, language: Language, data: dict) -> Wording:
-    """Questions are the direct ones and the indirect ones in frames; one of each kind is held out.
+    """The patterns of a relation: direct questions, and indirect questions inside frames. One of each kind is held out.
 
-    The first direct question, the plainest, is always trained.
+    The first direct question is the plainest and is never held out.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -78,12 +78,12 @@ def wordings() -> dict[tuple[str, Language], Wording]:
 
 
 def _begin(text: str, language: Language) -> str:
-    """An English text begins with a capital; English words within Chinese stay as they are."""
+    """An English text with a capital at its beginning; a Chinese text unchanged."""
     return sentence(text) if language == "en" else text
 
 
 def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, object]:
-    """What a pattern may name: subjects e and f, value v, and w, the subject that is not the value."""
+    """The slots of a pattern: the subjects e and f, the value v, and w, the subject that is not the value."""
     subjects = [word[language] for word in fact.subjects]
     other = next((word[language] for word in fact.subjects if word != fact.value), None)
     if fact.relation in ("bigger", "faster", "mixture"):
@@ -92,7 +92,7 @@ def _slots(fact: Fact, language: Language, rng: random.Random) -> dict[str, obje
 
 
 def ask(fact: Fact, language: Language, pattern: str, rng: random.Random) -> str:
-    """A question for the fact."""
+    """A question about the fact."""
     return _begin(pattern.format(**_slots(fact, language, rng)), language)
 
 
@@ -106,14 +106,14 @@ def as_typed(question: str, language: Language, rng: random.Random) -> str:
 
 
 def answer(fact: Fact, language: Language) -> str:
-    """The short answer to any question for the fact; it begins with the value."""
+    """The short answer to every question about the fact; it begins with the value."""
     wording = wordings()[fact.relation, language]
     pattern = wording.answer_by_value.get(fact.value.key, wording.answer)
     return _begin(pattern.format(v=fact.value[language], e=fact.subjects[0][language]), language)
 
 
 def state(fact: Fact, language: Language, rng: random.Random, framed: float = 0.15) -> str:
-    """A sentence that states the fact, within a frame with the given probability."""
+    """A sentence that states the fact; with probability `framed` it stands inside a frame."""
     wording = wordings()[fact.relation, language]
     patterns = wording.statements_by_value.get(fact.value.key, wording.statements)
     text = rng.choice(patterns).format(**_slots(fact, language, rng))

@@ -1,4 +1,4 @@
-"""The words of the world: each once, in English and Chinese, with the forms that sentences need."""
+"""The words of the world in English and Chinese, with the forms that sentences need."""
 
 import functools
 import re
@@ -18,10 +18,10 @@ TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 @dataclass(frozen=True)
 class Noun:
-    """A word in one language. In a pattern `{e}` is its usual form, `{e:n}` the bare word.
+    """A word in one language. In a pattern, `{e}` is the usual form and `{e:n}` the bare word.
 
-    English: the usual form has the article, `{e:s}` is the plural. Chinese: `{e:c}` is measure word and word,
-    `{e:m}` the same after one.
+    In English the usual form has the article, and `{e:s}` is the plural. In Chinese `{e:c}` is the word after its
+    measure word, and `{e:m}` puts 一 before both.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Noun:
 
 @dataclass(frozen=True)
 class Word:
-    """A word in both languages; `key` tells it apart from all others."""
+    """A word in both languages, with a unique key."""
 
     key: str
     en: Noun
@@ -56,7 +56,7 @@ class Word:
 
 
 def data_text(path: str) -> str:
-    """The text of a data file of this package."""
+    """The text of a data file in this package."""
     return resources.files("nanochat.data.tinyworld").joinpath(f"data/{path}").read_text(encoding="utf-8")
 
 
@@ -67,13 +67,13 @@ def data_rows(path: str) -> list[list[str]]:
 
 
 def article(name: str) -> str:
-    """a or an, by the first sound: an hour, a unicorn."""
+    """The article "a" or "an", by the first sound: an hour, a unicorn."""
     vowel = name[0].lower() in "aeiou" and not re.match(r"(?i)(uni|use|eu|one)", name)
     return "an" if vowel or re.match(r"(?i)hour|hon(est|our)", name) else "a"
 
 
 def plural(name: str) -> str:
-    """The regular plural; the irregular ones stand in the data."""
+    """The regular plural; irregular plurals are in the data."""
     if re.search(r"(s|x|sh|ch)$", name):
         return name + "es"
     if re.search(r"[^aeiou]y$", name):
@@ -89,7 +89,7 @@ def english(name: str, kind: str, many: str = "") -> Noun:
 
 
 def chinese(name: str, measure: str = "") -> Noun:
-    """A Chinese noun, with its measure word where it is counted."""
+    """A Chinese noun, with its measure word if it can be counted."""
     return Noun(name, name, counted=measure + name if measure else "")
 
 
@@ -101,7 +101,7 @@ def plain(en: str, zh: str | None = None, key: str = "") -> Word:
 
 @functools.cache
 def lexicon() -> dict[str, Word]:
-    """Every word of the data by its key: its English spelling, with `#...` where two are spelled the same."""
+    """Every word of the data by key. The key is the English spelling, with `#...` if two words are spelled the same."""
     words: dict[str, Word] = {}
     kind = "none"
     for row in data_rows("words.tsv"):
@@ -111,7 +111,7 @@ def lexicon() -> dict[str, Word]:
         key, _, many = row[0].partition("/")
         zh, _, measure = row[1].partition("/")
         if key in words:
-            raise ValueError(f"words.tsv holds every word once; {key!r} stands there twice")
+            raise ValueError(f"words.tsv must hold every word once, but holds {key!r} twice")
         words[key] = Word(key, english(key.partition("#")[0], kind, many), chinese(zh, measure))
     return words
 

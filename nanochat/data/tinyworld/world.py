@@ -1,4 +1,4 @@
-"""TinyWorld: a small bilingual world of true facts, its documents, conversations and questions."""
+"""TinyWorld: a small bilingual world of true facts, with documents, conversations and questions about it."""
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations
