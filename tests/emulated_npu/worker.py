@@ -68,7 +68,7 @@ class _Worker:
         self.folder = tempfile.TemporaryDirectory(prefix="emulated-npu-")
         self.here, there = Pipe()
         env = {**npu_environment(Path(self.folder.name), chip, devices), **environment}
-        command = [sys.executable, "-m", "emulated_npu.worker", str(there.fileno())]
+        command = [sys.executable, "-m", "tests.emulated_npu.worker", str(there.fileno())]
         self.process = subprocess.Popen(command, env=env, pass_fds=[there.fileno()])
         there.close()
 
@@ -109,7 +109,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
         base["WORLD_SIZE"] = str(world_size)
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "emulated_npu.worker", "rank", str(folder)],
+                [sys.executable, "-m", "tests.emulated_npu.worker", "rank", str(folder)],
                 env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world_size)
