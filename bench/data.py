@@ -139,7 +139,7 @@ def copy_speed(token_set: TokenSet) -> float:
 
 def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> float:
     """The part of a training step that is spent in waiting for its rows; a small model, one thread."""
-    model = GPT(D4, compute.dtype)
+    model = GPT(D4, compute.dtype, operations=compute.operations)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
     scale, stream = loop.LossScale(), dataloader.steps(rows, 0, 8, 8, compute)

@@ -23,7 +23,7 @@ from bench.train_worker import Measured, Plan, Variant, measure
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
 
 STEP_TOKENS = 4096
 MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # of a pass on which memory is compared: upstream's defaults for both

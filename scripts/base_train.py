@@ -85,7 +85,7 @@ def train(cfg: Config, compute: Compute) -> None:
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
                                tokenizer.vocab_size, corpus.name, compute)  # fmt: skip
     with torch.device("meta"):  # without memory, until it is known to fit
-        model = GPT(shape, dtype=compute.dtype)
+        model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
@@ -112,7 +112,7 @@ def train(cfg: Config, compute: Compute) -> None:
     # fp32 masters, sharded over the ranks; AdamW for tables and scalars, Muon for matrices
     model.to_empty(device=compute.device)
     model.init_weights(cfg.seed)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
+    parallel.shard(model, model.shard_groups(), compute, cfg.shard)
     rates = for_run(cfg, batch.tokens_per_step, steps, cfg.target_param_data_ratio)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             schedule.rate_scale(batch.tokens_per_step), compute.dtype,
@@ -123,7 +123,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
-    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.compile_groups())
     stage = loop.Stage("base", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

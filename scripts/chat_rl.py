@@ -85,9 +85,9 @@ def train(cfg: Config, compute: Compute) -> None:
     )
 
     # The sampler is a whole copy of the model in the compute dtype; the trained one may be sharded.
-    sampler = GPT(shape, dtype=compute.dtype).to(compute.device).eval()
+    sampler = GPT(shape, dtype=compute.dtype, operations=compute.operations).to(compute.device).eval()
     held_in(sampler, compute.dtype)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
+    parallel.shard(model, model.shard_groups(), compute, cfg.shard)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, cfg, cfg.init_lr_frac, compute.dtype)
     resumed = resume_stage(folder, model, optimizers, wanted, compute, task_key, cfg.resume, cfg.other_code)
     replies = cfg.examples_per_step * cfg.num_samples

@@ -76,14 +76,14 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.num_iterations or max(int(cfg.num_epochs * rows.count) // batch.rows_per_step, 1)
     log(f"mixture: {mixture.name}, {rows.count:,} rows of {T} tokens; {steps:,} steps")
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
+    parallel.shard(model, model.shard_groups(), compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates, cfg.init_lr_frac, compute.dtype)
     resumed = resume_stage(folder, model, optimizers, wanted, compute, rows.key, cfg.resume, cfg.other_code)
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
-    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.compile_groups())
     stage = loop.Stage("sft", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -86,7 +86,7 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
         f"{rows.count:,} rows of {T} tokens; {steps:,} steps")  # fmt: skip
 
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, cfg.shard)
+    parallel.shard(model, model.shard_groups(), compute, cfg.shard)
     rates = dataclasses.replace(cfg, scalar_lr=cfg.scalar_lr * schedule.scalar_scale(batch.tokens_per_step))
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, rates,
                             cfg.init_lr_frac * schedule.rate_scale(batch.tokens_per_step), compute.dtype)  # fmt: skip
@@ -94,7 +94,7 @@ def train(cfg: Config, compute: Compute) -> None:
     step, meter = resumed.step, loop.Meter.start(steps, batch.tokens_per_step, flops, compute, resumed.state)
     scale, spikes = loop.LossScale.start(compute, resumed.state), loop.Spikes.start(resumed.state)
     batch = probe.fit(batch, model, optimizers, T, compute)
-    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, cfg.compile, (batch.device_batch_size, T), compute, model.compile_groups())
     stage = loop.Stage("mid", folder, cfg, meter, step, compute, resumed.state)
     batches = dataloader.steps(rows, step * batch.rows_per_step, batch.rows_per_step, batch.device_batch_size, compute)
 

@@ -68,7 +68,7 @@ def load_model(
             "before, or name another step"
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
-    model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype)
+    model = GPT(GPTConfig(**meta["model"]), dtype=compute.dtype, operations=compute.operations)
     tokenizer = Tokenizer.load(where)
     if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
         raise UserError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanochat.common import UserError, base_dir, fsync_path, log
 from nanochat.data import download
 from nanochat.device import Compute
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -235,7 +235,7 @@ def batches(rows: Sequence[Row], tokens_per_batch: int) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def score_rows(model: GPT, rows: Sequence[Row], greedy: bool, pad: int) -> list[float]:
+def score_rows(model: Model, rows: Sequence[Row], greedy: bool, pad: int) -> list[float]:
     """The mean nats of each row's judged tokens; with `greedy` 0.0 if all are the model's first choice, else 1.0."""
     longest = max(len(row.tokens) for row in rows)
     idx = torch.full((len(rows), longest), pad)
@@ -252,7 +252,7 @@ def score_rows(model: GPT, rows: Sequence[Row], greedy: bool, pad: int) -> list[
         ]
         values = torch.cat(wrong).float().cpu()
         return [float(part.any()) for part in values.split([len(place) for place in places])]
-    values = model.lm_head(hidden, targets, each=True).double().cpu()
+    values = model.token_losses(hidden, targets).double().cpu()
     if not values.isfinite().all():
         raise UserError("the model's loss is not finite: training has diverged; evaluate an earlier step")
     return [float(part.mean()) for part in values.split([len(place) for place in places])]
@@ -262,7 +262,7 @@ def judge(
     task: IclTask,
     problems: Sequence[dict[str, Any]],
     numbers: Sequence[int],
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     tokens_per_batch: int,
 ) -> list[bool]:
@@ -290,7 +290,7 @@ def judge(
 
 
 def evaluate_task(
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     task: IclTask,
     compute: Compute,
@@ -310,7 +310,7 @@ def evaluate_task(
 
 
 def evaluate_core(
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     folder: Path,
     compute: Compute,

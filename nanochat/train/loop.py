@@ -14,11 +14,9 @@ from torch import Tensor
 from nanochat import device
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
-from nanochat.nn import kernels
-from nanochat.nn.kernels import Asked
+from nanochat.nn.operations import Asked
 from nanochat.runtime import parallel, profiling, signals
-from nanochat.runtime.parallel import Sharding
-from nanochat.runtime.placement import place_of
+from nanochat.runtime.parallel import Sharding, place_of
 from nanochat.runtime.tracking import Tracker, progress_on_terminal
 from nanochat.train import memory
 from nanochat.train.guards import LossScale, Spikes
@@ -90,7 +88,7 @@ def _update(
         loss_sum += loss.detach()
     profiling.mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
-    figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
+    figures = torch.cat((compute.operations.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one host sync
     norm_square, loss_total, overflows = parallel.total(
         [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
@@ -287,13 +285,9 @@ class StageFlags:
 
 
 def begin(flags: StageFlags, compute: Compute) -> None:
-    """Refuse a device that cannot train, and choose the kernels; before anything is computed."""
-    if compute.chip is not None and not compute.chip.trains:
-        raise UserError(
-            f"a {compute.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
-            "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here."
-        )
-    kernels.select(flags.kernels, compute)
+    """Refuse a device that cannot train, before anything is computed."""
+    if why := compute.platform.cannot_train():
+        raise UserError(why)
 
 
 class Stage:

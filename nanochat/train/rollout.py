@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
 from nanochat.evals.chat import grader
 from nanochat.generate.sampling import Sampling
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel, signals
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import policy
@@ -52,7 +52,7 @@ def task_key(task: Task) -> str:
 
 
 def roll_out(
-    task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: GPT,
+    task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
     tokenizer: Tokenizer, compute: Compute, shuffle: bool = False,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to problems `numbers` of a task, this rank's share of them, and weigh their tokens.

@@ -9,7 +9,7 @@ from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.runtime import parallel
 from nanochat.train import schedule
-from nanochat.train.memory import CPU_PASS_TOKENS, reachable
+from nanochat.train.memory import reachable
 
 Auto = Literal["auto"]
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient, a moment
@@ -32,9 +32,8 @@ def model_config(
         raise UserError(f"model_dim must be a multiple of head_dim, got {dim} and {head}", exit_code=2)
     length = max_seq_len
     if length == "auto":
-        length, why = (256, "TinyWorld's documents are short") if corpus == "tinyworld" else (2048, "the default")
-        if corpus != "tinyworld" and compute.device_type == "cpu":
-            length, why = 512, "a CPU"
+        tinyworld = 256, "TinyWorld's documents are short"
+        length, why = tinyworld if corpus == "tinyworld" else compute.platform.context
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
@@ -43,7 +42,7 @@ def model_config(
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
     """UserError where the parameters of a model and what training keeps beside them exceed the device's memory."""
     _, shards = parallel.mesh_shape(mode, compute)
-    sharers = parallel.ranks_per_host(compute) if compute.device_type == "cpu" else 1  # ranks in one memory
+    sharers = parallel.ranks_per_host(compute) if compute.platform.is_host else 1  # ranks in one memory
     needed, total = STATE_BYTES * parameters / shards * sharers, device.memory_total(compute)
     free = reachable(compute)
     if free < needed <= total:
@@ -52,11 +51,11 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
             f"{total / 2**30:,.1f} GiB are free: other processes hold the rest. End them, or choose another device."
         )
     if needed > total:
-        whose = "this host" if compute.device_type == "cpu" else "a device"
+        whose = "this host" if compute.platform.is_host else "a device"
         raise UserError(
             f"depth {depth} makes {parameters:,} parameters, which take at least {needed / 2**30:,.0f} GiB to train; "
             f"{whose} has {total / 2**30:,.0f} GiB. Take a smaller --depth or --model_dim"
-            + ("." if compute.device_type == "cpu" else f", or more devices with --shard=full (now {mode})."),
+            + ("." if compute.platform.is_host else f", or more devices with --shard=full (now {mode})."),
             exit_code=2,
         )
 
@@ -126,8 +125,8 @@ def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str
 
 def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:
     """Rows of a pass that fit: on a CPU what its caches like, elsewhere what is left beside 16 bytes a parameter."""
-    if compute.device_type == "cpu":
-        return max(CPU_PASS_TOKENS // shape.sequence_len, 1), f"{CPU_PASS_TOKENS:,} tokens a pass suit a CPU"
+    if suits := compute.platform.pass_tokens:
+        return max(suits // shape.sequence_len, 1), f"{suits:,} tokens a pass suit {compute.platform.context[1]}"
     memory = device.memory_total(compute)
     return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
 

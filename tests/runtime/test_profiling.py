@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from nanochat import report
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
+from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
 from nanochat.runtime.tracking import read_metrics
@@ -20,6 +21,7 @@ from nanochat.train import loop
 from nanochat.train.loop import Meter, Stage, StageFlags
 from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
+from tests.support.tiny_model import pretend
 from tests.support.tiny_training import CPU, Batches, make
 
 PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
@@ -167,7 +169,7 @@ def kind(event: Event, compute: Compute, folder: Path) -> str | None:
 
 
 HOST = torch.autograd.DeviceType.CPU
-GPU = replace(CPU, device_type="cuda", backend="nccl")
+GPU = pretend(Nvidia())
 
 
 @pytest.mark.parametrize(
