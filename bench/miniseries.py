@@ -121,7 +121,7 @@ def prepare(base: Path, corpus: str) -> None:
 
 def train(depth: int, corpus: str, base: Path, cfg: Config, on_cpu: bool) -> None:
     """Train one model on all devices of this host."""
-    module = device.ROWS[device.device_type].module()
+    module = device.PLATFORMS[device.device_type]().module
     count = module.device_count() if module is not None else 1
     start = [sys.executable, "-m"]
     if count > 1:

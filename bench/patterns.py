@@ -136,7 +136,7 @@ def train(base: Path, **flags: Any) -> Path:
 
 def load(step: Path, compute: Compute) -> GPT:
     """Load the model of a checkpoint."""
-    model = GPT(GPTConfig(**read_json(step / "meta.json")["model"]), dtype=compute.dtype)
+    model = GPT(GPTConfig(**read_json(step / "meta.json")["model"]), dtype=compute.dtype, operations=compute.operations)
     parallel.load_whole(model, load_file(step / "model.safetensors"))
     return model.eval()
 

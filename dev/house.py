@@ -31,7 +31,6 @@ FLOORS = (
     ("planner",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-NOT_YET = {("nn", "device"), ("nn", "platforms"), ("platforms", "device"), ("platforms", "runtime")}
 FOR_TASKS = ("common", "data", "evals.sandbox")  # what tasks/ may import
 
 MOST_ENTRIES = 12  # files and folders in a folder

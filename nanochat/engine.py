@@ -24,8 +24,8 @@ from nanochat.data.calculator import calculate
 from nanochat.generate.reply import TextStream as TextStream
 from nanochat.generate.reply import reply_parts as reply_parts
 from nanochat.generate.sampling import Sampling, choose, uniform
-from nanochat.gpt import GPT
 from nanochat.nn.cache import Spans
+from nanochat.nn.model import Model
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
@@ -92,7 +92,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         tokenizer: Tokenizer,
         slots: int = 32,
         length: int | None = None,
@@ -114,7 +114,7 @@ class Engine:
             )
         self.model, self.tokenizer, self.slots = model, tokenizer, slots
         self.prefill_tokens = prefill_tokens
-        self.pad = model.device.type != "cpu" if pad is None else pad
+        self.pad = model.operations.shape_grain > 1 if pad is None else pad
         self.passes = self.prompt_tokens_read = 0  # passes of the model; prompt tokens prefilled, copies not counted
         self._cache = model.new_cache(slots, self.length, dtype)
         self._active: list[_Request] = []  # the request at index i has slot i

@@ -1,7 +1,7 @@
 """The GPT: rotary attention with sliding windows, value embeddings, squared-ReLU MLPs, untied head.
 
-The architecture is that of upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters and are cast to the
-compute dtype where they are used. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
+The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp32 masters, and every use casts them to
+the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.nn import kernels, loss
+from nanochat.nn import loss
 from nanochat.nn.cache import Cache, CacheCall, Spans
+from nanochat.nn.operations import Operations
 
-SMEAR_CHANNELS = 24  # of the embedding, read by the smear gate
-VALUE_GATE_CHANNELS = 12  # of a layer's input, read by the value-embedding gates
-QK_SCALE = 1.2  # sharpens attention, applied to q and to k after their norm
+SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
+VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
+QK_SCALE = 1.2  # sharpens attention: multiplies q and k after their norm
 
 Role = Literal["matrix", "embedding", "value_embedding", "head", "resid", "x0", "smear"]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; what a checkpoint needs to rebuild it."""
+    """The shape of a model: all that a checkpoint needs to rebuild the model."""
 
     sequence_len: int = 2048  # T in training, and the longest context in inference
     vocab_size: int = 32768
@@ -33,7 +34,7 @@ class GPTConfig:
     n_head: int = 6
     n_kv_head: int = 6
     n_embd: int = 768
-    window_pattern: str = "SSSL"  # tiled over layers: L sees everything, S a quarter; the last layer is always L
+    window_pattern: str = "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -53,12 +54,12 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of embedding and head: the vocabulary rounded up to 64, which matrix units like."""
+        """Rows of embedding and head: the vocabulary rounded up to a multiple of 64, which suits matrix units."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """How many keys before its own a query of each layer sees; S is a quarter, rounded up to 128."""
+        """For each layer, how many keys before its own a query sees; S is a quarter, rounded up to 128s."""
         short = -(-self.sequence_len // 4 // 128) * 128
         sizes = {"L": self.sequence_len, "S": min(short, self.sequence_len)}
         pattern = self.window_pattern.upper()
@@ -66,12 +67,12 @@ class GPTConfig:
         return (*tiled[:-1], self.sequence_len)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, the last one among them (value residuals, arXiv 2410.17897)."""
+        """True for every other layer, counted back from the last (value residuals, arXiv 2410.17897)."""
         return layer % 2 == (self.n_layer - 1) % 2
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; the fp32 master is cast to the activation's dtype where it is used."""
+    """A matrix without bias; every use casts the fp32 master to the dtype of the activations."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
@@ -81,11 +82,14 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The matrix to logits. The loss goes through its call too, so that sharding hooks see every use of the weight."""
+    """The matrix that makes logits.
 
-    def __init__(self, config: GPTConfig):
+    The loss is computed in this module too, so that sharding hooks see every use of the weight.
+    """
+
+    def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__(config.n_embd, config.padded_vocab)
-        self.vocab = config.vocab_size
+        self.vocab, self.operations = config.vocab_size, operations
 
     def forward(
         self,
@@ -94,22 +98,25 @@ class Head(Linear):
         weights: Tensor | None = None,  # (...) weight of each token's loss
         each: bool = False,
     ) -> Tensor:
-        """Softcapped fp32 logits (..., V); with targets the weighted sum of losses, or with `each` the loss of
-        every token, (...), without gradient."""
+        """Softcapped fp32 logits (..., V). With targets: the weighted sum of losses, or with `each` the loss of every
+        token, (...), without gradient."""
         if targets is None:
             return loss.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
             return loss.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
-        return loss.chunked_loss(flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten())
+        return loss.chunked_loss(
+            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten(),
+            self.operations.loss_chunk, self.operations.hidden_score,
+        )  # fmt: skip
 
 
 class Attention(nn.Module):
     """Causal self-attention with normed queries and keys, and value embeddings on some layers."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig, layer: int, operations: Operations):
         super().__init__()
-        self.layer = layer
+        self.layer, self.operations = layer, operations
         self.window = config.windows[layer]
         self.head_dim = config.head_dim
         kv_dim = config.n_kv_head * config.head_dim
@@ -129,13 +136,13 @@ class Attention(nn.Module):
         call: CacheCall | None,
     ) -> Tensor:  # (B, T, C)
         matrices = (self.c_q, self.c_k, self.c_v)
-        q, k, v = kernels.heads(x, matrices, self.head_dim, cos, sin, QK_SCALE)
+        q, k, v = self.operations.heads(x, matrices, self.head_dim, cos, sin, QK_SCALE)
         if value is not None and self.ve_gate is not None:
-            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv), in (0, 3)
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv), between 0 and 3
             v = v + gate.unsqueeze(-1) * value.view_as(v)
-        scale = kernels.softmax_scale(x, self.head_dim, QK_SCALE)
+        scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         if call is None:
-            y = kernels.attend(q, k, v, self.window, scale)
+            y = self.operations.attend(q, k, v, self.window, scale)
         else:
             y = call.attend(self.layer, q, k, v, self.window, scale)
         return self.c_proj(y.flatten(2))
@@ -144,37 +151,41 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with a squared ReLU between them."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__()
+        self.operations = operations
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(kernels.squared_relu(self.c_fc(x)))
+        return self.c_proj(self.operations.squared_relu(self.c_fc(x)))
 
 
 class Block(nn.Module):
     """One layer: attention, then MLP, each on the normed residual stream."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig, layer: int, operations: Operations):
         super().__init__()
-        self.attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.operations = operations
+        self.attn = Attention(config, layer, operations)
+        self.mlp = MLP(config, operations)
 
     def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, call: CacheCall | None) -> Tensor:
-        x = x + self.attn(kernels.norm(x), value, cos, sin, call)
-        return x + self.mlp(kernels.norm(x))
+        x = x + self.attn(self.operations.norm(x), value, cos, sin, call)
+        return x + self.mlp(self.operations.norm(x))
 
 
 class GPT(nn.Module):
-    """The model. Build it under `torch.device("meta")` or not, then `init_weights` or load a checkpoint.
+    """The model. Build it, also under `torch.device("meta")`, then call init_weights() or load a checkpoint.
 
-    `dtype` is what it computes in; fp16 and bf16 are cast from the masters, so the same file serves every device.
+    The model computes in `dtype`, to which it casts the fp32 masters: one checkpoint serves every device. `operations`
+    is how the device computes; the default is plain torch.
     """
 
-    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32):
+    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
         super().__init__()
-        self.config, self.dtype = config, dtype
+        operations = operations or Operations()
+        self.config, self.dtype, self.operations = config, dtype, operations
         kv_dim = config.n_kv_head * config.head_dim
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
         self.value_embeds = nn.ModuleDict(
@@ -184,8 +195,8 @@ class GPT(nn.Module):
                 if config.has_value_embedding(i)
             }
         )
-        self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
-        self.lm_head = Head(config)
+        self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
+        self.lm_head = Head(config, operations)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
@@ -200,7 +211,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 42) -> None:
-        """Fill every parameter; the same values on every device and for any number of ranks."""
+        """Fill every parameter, with the same values on every device and for any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
 
@@ -231,35 +242,43 @@ class GPT(nn.Module):
         self.smear_lambda.zero_()
         self.backout_lambda.fill_(0.2)
 
+    def shard_groups(self) -> list[nn.Module]:
+        """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
+        return [*self.value_embeds.values(), self.wte, *self.blocks, self.lm_head]
+
+    def compile_groups(self) -> list[nn.Module]:
+        """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
+        return [*self.blocks, self.lm_head]
+
     @property
     def device(self) -> torch.device:
         return self.wte.weight.device
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables (length, D/2), made once per device."""
+        """Rotary tables of `length` rows, made once per device."""
         if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
             size = max(length, self.config.sequence_len)
             with torch.inference_mode(False):  # tables made while sampling must serve training too
-                self._tables = kernels.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
+                self._tables = self.operations.rotary_tables(size, self.config.head_dim, self.device, self.dtype)
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for `slots` sequences of at most `length` tokens; `dtype` defaults to the compute dtype."""
+        """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c = self.config
         return Cache(
             c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device, dtype=dtype or self.dtype
         )
 
     def _begin(self, idx: Tensor, cache: Cache, slots: slice, spans: Spans | None) -> CacheCall:
-        """Where the tokens of this pass go and what they see."""
+        """Where the tokens of this pass go in the cache, and which keys they see."""
         T = idx.size(1)
-        held = max(spans.held) if spans else int(cache.positions[slots].max())  # unknown, it waits for the device
+        held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
         places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        grain = 1 if idx.device.type == "cpu" else 64  # accelerators do best with few shapes
+        grain = self.operations.shape_grain
         keys = min(-(-(held + T) // grain) * grain, cache.length)
         rows = torch.arange(idx.size(0), device=idx.device)[:, None]
-        return CacheCall(cache, slots, rows, places, keys, spans)
+        return CacheCall(cache, slots, rows, places, keys, spans, self.operations)
 
     def hidden(
         self,
@@ -271,10 +290,10 @@ class GPT(nn.Module):
     ) -> Tensor:  # (B, T, C)
         """The normed activations that the head reads.
 
-        With a cache the tokens continue what the slots hold, and the slots move on by `lengths` (default T).
+        With a cache the tokens continue what the slots hold, and each slot gains `lengths` (default T) tokens.
         """
         T = idx.size(1)
-        x = kernels.norm(self.wte(idx).to(self.dtype))
+        x = self.operations.norm(self.wte(idx).to(self.dtype))
         if cache is None:
             call, before = None, torch.zeros_like(x[:, :1])
             cos, sin = (table[None, :, None] for table in self._rotary(T))
@@ -284,7 +303,7 @@ class GPT(nn.Module):
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
             last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
             cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
-        # Smear: a gated part of the token before; a sequence's first token has none, which `before` says by zeros.
+        # Smear: add a gated part of the previous token. The first token of a sequence has none: `before` is zero there.
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
         x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
         x0 = middle = x
@@ -297,11 +316,15 @@ class GPT(nn.Module):
                 middle = x
         if cache is not None:
             cache.positions[slots] += T if lengths is None else lengths
-        return kernels.norm(x - self.backout_lambda.to(x.dtype) * middle)
+        return self.operations.norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def logits(self, x: Tensor) -> Tensor:
         """Softcapped fp32 logits (..., V) of normed activations (..., C)."""
         return self.lm_head(x)
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss (...) in nats of every target (...), from normed activations (..., C), without gradient."""
+        return self.lm_head(x, targets, each=True)
 
     def forward(
         self,
@@ -317,16 +340,8 @@ class GPT(nn.Module):
         total = self.lm_head(x, targets, weights)
         return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
 
-    def shard_groups(self) -> list[nn.Module]:
-        """The modules whose parameters are gathered and reduced together when the model is sharded."""
-        return [*self.value_embeds.values(), self.wte, *self.blocks, self.lm_head]
-
-    def compile_groups(self) -> list[nn.Module]:
-        """The modules that are compiled one by one where the model is sharded."""
-        return [*self.blocks, self.lm_head]
-
     def parameter_roles(self) -> dict[str, Role]:
-        """What each parameter is; optim.py gives every role its settings."""
+        """The role of each parameter; optim.py has settings for every role."""
         return {name: self._role(name) for name, _ in self.named_parameters()}
 
     @staticmethod
@@ -338,7 +353,7 @@ class GPT(nn.Module):
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters of each role, and `scaling`: the matrices and the head, which scaling laws count."""
+        """How many parameters each role has, `total`, and `scaling`: matrices and head, which scaling laws count."""
         counts: dict[str, int] = {}
         roles = self.parameter_roles()
         for name, parameter in self.named_parameters():
@@ -348,7 +363,8 @@ class GPT(nn.Module):
         return counts
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward for a token: 6 per matrix entry, 12 C per key seen and layer (PaLM, app. B)."""
+        """FLOPs of forward and backward for one token: 6 for each entry of a matrix, and 12 C for each key that a query
+        sees in each layer (PaLM, appendix B)."""
         matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
         seen = sum(min(window, self.config.sequence_len) for window in self.config.windows)
         return 6 * matrices + 12 * self.config.n_embd * seen

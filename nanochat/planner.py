@@ -16,7 +16,7 @@ import torch
 from nanochat import device
 from nanochat.common import UserError, run
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.platforms import ascend
+from nanochat.platforms.base import Chip
 from nanochat.train import sizes
 
 # Operators that reach the device with the fused kernels: python -m bench.npu_ops --layers, on the emulated NPU.
@@ -83,7 +83,7 @@ class Config:
     """print from how many rows of a pass each chip is compute-bound, for several depths"""
 
 
-def plan(cfg: Config, chip: ascend.Chip, ranks: int) -> str:
+def plan(cfg: Config, chip: Chip, ranks: int) -> str:
     """The flags for so many cards of a chip; what they rest on goes to standard error."""
     if not chip.trains:
         raise UserError(f"{chip.name} cards are for inference only: train elsewhere, then chat here")
@@ -117,7 +117,7 @@ def table(vocab_size: int, depths: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32))
         "| chip | TFLOP/s | " + " | ".join(f"d{depth}" for depth in depths) + " |",
         "| --- " * (len(depths) + 2) + "|",
     ]
-    for chip in ascend.CHIPS:
+    for chip in device.planned():
         if chip.trains:
             cells = [
                 f"{least_rows(shape, flops, chip.tflops)} / "
@@ -133,15 +133,17 @@ def main(cfg: Config) -> None:
     if cfg.table:
         print(table(cfg.vocab_size))
         return
-    chip, ranks = next((c for c in ascend.CHIPS if c.name == cfg.chip), None), cfg.ranks
+    known = {chip.name: chip for chip in device.planned()}
+    chip, ranks = known.get(cfg.chip), cfg.ranks
     if cfg.chip and chip is None:
-        known = ", ".join(c.name for c in ascend.CHIPS)
-        raise UserError(f"--chip must be one of {known}, got {cfg.chip!r}", exit_code=2)
+        raise UserError(f"--chip must be one of {', '.join(known)}, got {cfg.chip!r}", exit_code=2)
     if chip is None or ranks < 1:
         found, count = device.cards()
         chip, ranks = chip or found, ranks or count
     if chip is None:
-        raise UserError("this host has no Ascend card whose SoC version is known; name one with --chip and --ranks")
+        raise UserError(
+            "this host has no card of a known kind; name a kind with --chip and a number of cards with --ranks"
+        )
     print(plan(cfg, chip, max(ranks, 1)))
 
 

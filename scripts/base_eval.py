@@ -62,7 +62,7 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
         )
         return None
     length = loaded.model.config.sequence_len
-    rows = (4 if compute.device_type == "cpu" else 32) if cfg.device_batch_size == "auto" else cfg.device_batch_size
+    rows = compute.platform.evaluation_rows if cfg.device_batch_size == "auto" else cfg.device_batch_size
     limit = cfg.max_per_task if cfg.max_per_task > 0 else None
     core = core_eval.evaluate_core(loaded.model, loaded.tokenizer, bundle, compute, limit, rows * length)
     if compute.main:

@@ -62,7 +62,7 @@ def train(cfg: Config, compute: Compute) -> None:
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
                                tokenizer.vocab_size, corpus.name, compute)  # fmt: skip
     with torch.device("meta"):  # takes no memory until the model is known to fit
-        model = GPT(shape, dtype=compute.dtype)
+        model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]

@@ -64,7 +64,7 @@ def train(cfg: Config, compute: Compute) -> None:
         "replies")  # fmt: skip
 
     # The sampler is a whole copy of the model in the compute dtype; the model that is trained may be sharded
-    sampler = GPT(model.config, dtype=compute.dtype).to(compute.device).eval()
+    sampler = GPT(model.config, dtype=compute.dtype, operations=compute.operations).to(compute.device).eval()
     held_in(sampler, compute.dtype)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)

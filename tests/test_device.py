@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,10 @@ import torch
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
+from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.nvidia import Nvidia
+from tests.support.tiny_model import pretend
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
@@ -43,7 +45,7 @@ def available(monkeypatch: pytest.MonkeyPatch, *usable: str) -> None:
     """Pretend that of npu and cuda only these can be used."""
     for name in ("npu", "cuda"):
         why = "" if name in usable else f"{name} is broken"
-        monkeypatch.setitem(device.ROWS, name, replace(device.ROWS[name], unavailable=lambda why=why: why))
+        monkeypatch.setattr(device.PLATFORMS[name], "unavailable", lambda self, why=why: why)
 
 
 # --- the choice ----------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: str) -> None:
     (site / "torch_npu.py").write_text(code)
-    assert device.ROWS["npu"].unavailable() == reason
+    assert Ascend().unavailable() == reason
     name, _, why = choose(None)
     assert name != "npu"
     assert f"no npu: {reason}" in why
@@ -159,7 +161,6 @@ def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: 
 FRESH = """
 import threading
 from nanochat import device
-from nanochat.platforms import cpu as host
 import torch, torch.distributed
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
@@ -212,7 +213,7 @@ def test_a_gpu_computes_in_what_its_generation_has(
     capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert device.ROWS["cuda"].best_dtype()[0] == expected
+    assert Nvidia().best_dtype()[0] == expected
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
@@ -221,7 +222,7 @@ def test_an_npu_computes_in_bf16_or_fp16(
 ) -> None:
     npu = SimpleNamespace(is_bf16_supported=lambda: has_bf16, get_soc_version=lambda: 223 if has_bf16 else 102)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
-    assert device.ROWS["npu"].best_dtype()[0] == expected
+    assert Ascend().best_dtype()[0] == expected
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -262,8 +263,7 @@ def test_one_process_needs_no_process_group(
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, "cuda")
-    module = SimpleNamespace(device_count=lambda: 2)
-    monkeypatch.setitem(device.ROWS, "cuda", replace(device.ROWS["cuda"], module=lambda: module))
+    monkeypatch.setattr(Nvidia, "module", SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match=r"shows 2 cuda device\(s\).*local rank 2; use --nproc_per_node=2"):
         compute_init("cuda")
@@ -292,7 +292,7 @@ def test_the_peak_is_measured_on_a_host_and_read_for_a_known_gpu(monkeypatch: py
     flops, source = device.peak_flops(CPU)
     assert 1e8 < flops < 1e14
     assert "measured at start" in source
-    gpu = replace(CPU, device_type="cuda")
+    gpu = pretend(Nvidia())
     for name, tflops in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank, name=name: name)
         assert device.peak_flops(gpu) == (tflops * 1e12, f"{name}, data sheet, bf16 dense")
@@ -322,8 +322,8 @@ def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "python3-dev" in device.compiler_missing(CPU)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     assert device.compiler_missing(CPU) == ""
-    assert device.compiler_missing(replace(CPU, device_type="npu")) == "off on NPUs"
-    assert device.compiler_missing(replace(CPU, device_type="cuda")) == ""
+    assert device.compiler_missing(pretend(Ascend())) == "off on NPUs"
+    assert device.compiler_missing(pretend(Nvidia())) == ""
 
 
 # --- several processes ---------------------------------------------------------------------------
@@ -334,7 +334,6 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch.distributed as dist
 from nanochat import device
-from nanochat.platforms import cpu as host
 from nanochat.common import run
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
 from nanochat.nn.cache import Cache, Spans
+from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -26,6 +27,7 @@ class Scripted:
             sequence_len=64, vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_kv_head=1, n_embd=24
         )
         self.device, self.dtype, self.scripts = torch.device("cpu"), torch.float32, scripts
+        self.operations = Operations()
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         return Cache(1, slots, length, 1, 24, 24, self.device, dtype or self.dtype)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn import kernels
 from nanochat.nn.cache import Spans
+from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_gpt
 
 VOCAB = 70  # padded to 128
@@ -272,7 +272,7 @@ def test_a_layer_reaches_back_exactly_its_window(layer: int, reach: int) -> None
     T = 160
     model = random_gpt()
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    cos, sin = (table[None, :, None] for table in kernels.rotary_tables(T, 8, x.device, x.dtype))
+    cos, sin = (table[None, :, None] for table in Operations().rotary_tables(T, 8, x.device, x.dtype))
     model.blocks[layer].attn(x, None, cos, sin, None)[0, T - 1].sum().backward()
     felt = x.grad[0].abs().sum(dim=-1)
     first = max(T - 1 - reach, 0)

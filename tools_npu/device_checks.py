@@ -56,7 +56,7 @@ def first_line(failure: BaseException) -> str:
 
 def load(out: Output, cann: str) -> str:
     """Import torch and torch_npu and check that they fit; returns the version of torch_npu, "" if it is unusable."""
-    from nanochat.platforms import ascend
+    from nanochat.platforms import ascend_errors
 
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # otherwise `import torch` itself fails if CANN is missing
     out.begin("torch")
@@ -72,7 +72,7 @@ def load(out: Output, cann: str) -> str:
         import torch_npu
     except Exception as failure:  # see above
         traceback.print_exc()
-        english, chinese, remedy = ascend.why_not_loaded(str(failure))
+        english, chinese, remedy = ascend_errors.why_not_loaded(str(failure))
         told = first_line(failure)
         out.line(Line("torch_npu", FAIL, f"{english}: {told}" if english else told,
                       f"{chinese}：{told}" if chinese else told, remedy or "bash setup_ascend.sh --fix"))  # fmt: skip
@@ -93,7 +93,7 @@ def open_card(out: Output) -> int:
     """Compute on the first card; returns how many cards are visible, 0 if none can be used."""
     import torch
 
-    from nanochat.platforms import ascend
+    from nanochat.platforms import ascend_chips, ascend_errors
 
     out.begin("npu:0")
     try:
@@ -108,11 +108,11 @@ def open_card(out: Output) -> int:
         free, memory = torch.npu.mem_get_info(0)
     except Exception as failure:  # whatever the driver reports is the finding
         told = first_line(failure)
-        words = (ascend.explain(str(failure)), ascend.explain(str(failure), "zh"))
+        words = (ascend_errors.explain(str(failure)), ascend_errors.explain(str(failure), "zh"))
         remedy = words if words[0] else "npu-smi info"
         out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", remedy))
         return 0
-    chip = ascend.chip_of(soc)
+    chip = ascend_chips.chip_of(soc)
     known = chip.name if chip else "?"
     status = FAIL if total != 4950 else PASS if chip else WARN
     data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1)}
@@ -120,8 +120,8 @@ def open_card(out: Output) -> int:
     english = what + ("" if total == 4950 else f"; it computed 0 + ... + 99 = {total:g} instead of 4950")
     chinese = what + ("" if total == 4950 else f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950")
     out.line(Line("npu:0", status, english, chinese, "npu-smi info", data))
-    if words := ascend.in_use(0, free, memory):
-        chinese = ascend.in_use(0, free, memory, "zh")
+    if words := ascend_errors.in_use(0, free, memory):
+        chinese = ascend_errors.in_use(0, free, memory, "zh")
         out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
     return count
 
@@ -233,8 +233,9 @@ def check_bench(out: Output, dtype: Any) -> None:
     """--bench: report launch cost, copies in both directions, memory bandwidth and the speed of attention."""
     import torch
 
-    from nanochat.nn import kernels
+    from tools_npu import numerics as check
 
+    operations = check.operations()
     x = torch.ones(64, device="npu:0")
 
     def launches() -> None:
@@ -261,7 +262,7 @@ def check_bench(out: Output, dtype: Any) -> None:
     flops = 3.5 * 4 * shape[1] ** 2 / 2 * shape[2] * shape[3]
 
     def both() -> None:
-        kernels.attend(q, k, v, shape[1]).sum().backward()
+        operations.attend(q, k, v, shape[1]).sum().backward()
 
     both()
     tflops = flops / seconds_of(both, 3) / 1e12
@@ -282,13 +283,14 @@ def free_port() -> int:
 
 def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
     """Check each HCCL collective over all visible cards for its known answer, and measure all_reduce."""
-    from nanochat.platforms import ascend
+    from nanochat.platforms.ascend_environment import PortBlocks
 
     if ranks < 2:
         out.line(Line("hccl", SKIP, "only one card is visible", "只有一张可见的卡"))
         return
     out.begin("hccl")
-    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ascend.free_block(hold=True))}
+    ports = PortBlocks()  # held until the ranks have answered
+    env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ports.free(hold=True))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     port = str(free_port())
@@ -311,14 +313,14 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
 
 def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> None:
     """Report the results of all ranks, or the first rank that failed."""
-    from nanochat.platforms import ascend
+    from nanochat.platforms import ascend_errors
 
     broken = [answer for answer in answers if answer[1] != 0]
     if broken:
         rank, code, _, failed = broken[0]
         sys.stderr.write(failed)
         last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
-        words = (ascend.explain(failed), ascend.explain(failed, "zh"))
+        words = (ascend_errors.explain(failed), ascend_errors.explain(failed, "zh"))
         general = ("source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
                    "先 source setup_ascend.sh；再检查端口、HCCL_IF_IP 和 HCCL_SOCKET_IFNAME")  # fmt: skip
         out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", words if words[0] else general))
@@ -349,9 +351,9 @@ def main() -> None:
     if count:
         import torch
 
-        from nanochat.platforms import ascend
+        from nanochat.platforms import ascend_chips
 
-        chip = ascend.chip_of(int(torch.npu.get_soc_version()))
+        chip = ascend_chips.chip_of(int(torch.npu.get_soc_version()))
         dtype = torch.bfloat16 if torch.npu.is_bf16_supported() else torch.float16
         check_numerics(out, chip, dtype)
         check_speed(out, chip, dtype)

@@ -7,11 +7,20 @@ from collections.abc import Callable
 import torch
 
 from nanochat.nn.loss import chunked_loss
+from nanochat.nn.operations import Operations
+from nanochat.nn.plain_attention import cache_mask
+from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.base import kernels_asked
 
 DEVICE = "npu:0"
 # The largest allowed error, relative to the largest value: one rounding step times the growth of the error in sums.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Tensors = tuple[torch.Tensor, ...]
+
+
+def operations() -> Operations:
+    """What the project computes with on the card; UserError where the chip's operators are missing."""
+    return Operations() if DEVICE == "cpu" else Ascend().operations(kernels_asked("auto"))
 
 
 def error(found: Tensors, expected: Tensors) -> float:
@@ -94,24 +103,17 @@ def there_and_back() -> float:
 
 
 def attend(dtype: torch.dtype, window: int, kv_heads: int = 4) -> float:
-    """The attention that training uses, forward and backward; a `window` below 255 makes it banded."""
-    from nanochat.nn import kernels
-
+    """The project's training attention, forward and backward; `window` below 255 is a band."""
+    made = operations()
     q, k, v = inputs(3, (2, 256, 4, 64), (2, 256, kv_heads, 64), (2, 256, kv_heads, 64))
-    return compare(lambda *x: kernels.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype)
+    return compare(lambda *x: made.attend(*x, window), lambda *x: attention(*x, window), [q, k, v], dtype)
 
 
 def norm(dtype: torch.dtype) -> float:
-    """The norm that training uses, forward and backward."""
-    from nanochat.nn import kernels
-
-    return compare(kernels.norm, rms, inputs(4, (4, 128, 768)), dtype)
+    return compare(operations().norm, rms, inputs(4, (4, 128, 768)), dtype)
 
 
 def rotary(dtype: torch.dtype) -> float:
-    """The rotary embedding that training uses, forward and backward."""
-    from nanochat.nn import kernels
-
     (x,) = inputs(5, (2, 128, 4, 64))
     angle = torch.outer(torch.arange(128.0), 100_000 ** (-torch.arange(0, 64, 2.0) / 64))[:, None]
 
@@ -120,8 +122,9 @@ def rotary(dtype: torch.dtype) -> float:
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
-    cos, sin = (table[None, :, None] for table in kernels.rotary_tables(128, 64, torch.device(DEVICE), dtype))
-    return compare(lambda x: kernels.rotary(x, cos, sin), reference, [x], dtype)
+    made = operations()
+    cos, sin = (table[None, :, None] for table in made.rotary_tables(128, 64, torch.device(DEVICE), dtype))
+    return compare(lambda x: made.rotary(x, cos, sin), reference, [x], dtype)
 
 
 def loss(dtype: torch.dtype) -> float:
@@ -134,8 +137,10 @@ def loss(dtype: torch.dtype) -> float:
         logits = 15 * torch.tanh((x @ weight.mT)[:, :250] / 15)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
-    there = targets.to(DEVICE)
-    return compare(lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32), reference, [x, weight], dtype)
+    there, hidden = targets.to(DEVICE), operations().hidden_score
+    return compare(
+        lambda x, weight: chunked_loss(x, weight, there, 250, chunk=32, hidden=hidden), reference, [x, weight], dtype
+    )
 
 
 def adamw() -> float:
@@ -154,16 +159,15 @@ def adamw() -> float:
 
 
 def decode(dtype: torch.dtype, window: int = 95) -> float:
-    """The attention over the cache for one new token in each of two sequences of different lengths."""
-    from nanochat.nn import kernels
-
+    """The cached attention of one new token in two sequences of different lengths."""
     ends = [96, 40]
     here = [x.to(dtype) for x in inputs(9, (2, 1, 4, 64), (2, 96, 4, 64), (2, 96, 4, 64))]
     rows = [attention(*(x[i : i + 1, :end].float() for x in here), window) for i, end in enumerate(ends)]
     q, k, v = (x.to(DEVICE) for x in here)
-    if kernels.takes_lengths(q):
-        found = kernels.attend_lengths(q, k, v, [1, 1], ends, None, window)
+    made = operations()
+    if made.takes_lengths(q):
+        found = made.attend_lengths(q, k, v, [1, 1], ends, None, window)
     else:
         places = torch.tensor(ends, device=DEVICE)[:, None] - 1
-        found = kernels.attend_cached(q, k, v, kernels.cache_mask(places, 96, window))
+        found = made.attend_cached(q, k, v, cache_mask(places, 96, window))
     return error((found,), (torch.cat(rows),))

@@ -140,7 +140,7 @@ def copy_speed(token_set: TokenSet) -> float:
 
 def waiting_share(rows: dataloader.Source, compute: Compute, steps: int) -> float:
     """The share of a training step spent waiting for its rows, with a small model on one thread; the median step."""
-    model = GPT(D4, compute.dtype)
+    model = GPT(D4, compute.dtype, operations=compute.operations)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), D4.n_embd, Rates(), 1.0, compute.dtype)
     scale, stream = LossScale(), dataloader.steps(rows, 0, 8, 8, compute)

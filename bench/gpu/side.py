@@ -39,24 +39,19 @@ def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, with the calls that base_train makes."""
     from nanochat import device
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.nn import kernels
-    from nanochat.platforms import nvidia_attention as gpu_attention
     from nanochat.train import compile as compiling
     from nanochat.train.optim import Optimizers, Rates
     from nanochat.train.update import LossScale, update
 
     compute = device.compute_init(task["device"])
-    kernels.select("auto", compute)
     shape = GPTConfig(**task["shape"])
     with torch.device("meta"):
-        model = GPT(shape, dtype=compute.dtype)
+        model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     model.to_empty(device=compute.device)
     model.init_weights()
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     wanted = None if task["compile"] else False  # None: compile where it works
-    fast = compiling.compiled(
-        model, wanted, (task["rows"], shape.sequence_len), compute, [*model.blocks, model.lm_head]
-    )
+    fast = compiling.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups())
     scale = LossScale.start(compute, {})
 
     def step(batches: Batches) -> float:
@@ -64,7 +59,7 @@ def ours(task: dict[str, Any]) -> Side:
         return update(fast, optimizers, work, scale, compute).loss
 
     peak, _ = device.peak_flops(compute)
-    chosen = gpu_attention.chosen() if compute.device_type == "cuda" else "the device's own"
+    chosen = compute.operations.name if compute.device_type == "cuda" else "the device's own"
     return Side(step, chosen, {"peak_flops": peak, "device": device.describe(compute)})
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn import kernels
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
 
@@ -36,11 +35,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     from tests.emulated_npu import log
 
     torch.set_num_threads(1)
-    compute = replace(device.compute_init("npu"), rank=1)  # only rank 0 logs, and the output here must be numbers only
-    kernels.select(task["kernels"], compute)
+    # Only rank 0 logs, and the output here must be numbers only.
+    compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
     heads = task["width"] // 128
     shape = GPTConfig(task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"])
-    model = GPT(shape, dtype=compute.dtype)
+    model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     model.init_weights()
     model.to(compute.device)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
@@ -60,7 +59,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         return watch
 
     optimizers.step = watched(optimizers.step)  # type: ignore[method-assign]
-    kernels.square_sums = watched(kernels.square_sums)
+    compute.operations.square_sums = watched(compute.operations.square_sums)
     batch = Batch(shape, compute, 3)
     device.synchronize(compute)
     with log.record() as seen:

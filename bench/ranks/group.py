@@ -18,7 +18,7 @@ from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import compile as compiling
@@ -121,14 +121,14 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
 
 def training_step(task: Task, compute: Compute) -> Any:
     """A function that takes step `number` and returns how many bytes this rank sent per parameter."""
-    model = GPT(task.shape, compute.dtype)
+    model = GPT(task.shape, compute.dtype, operations=compute.operations)
     model.init_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, task.mode)
+    parallel.shard(model, model.shard_groups(), compute, task.mode)
     optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
     T, scale = task.shape.sequence_len, LossScale()
     rows = task.tokens // T // compute.world_size // task.passes
-    fast = compiling.compiled(model, task.compiled, (rows, T), compute, [*model.blocks, model.lm_head])
+    fast = compiling.compiled(model, task.compiled, (rows, T), compute, model.compile_groups())
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number * compute.world_size + compute.rank)

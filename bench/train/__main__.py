@@ -24,7 +24,7 @@ from bench.train.worker import Measured, Plan, Variant, measure
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
 
 STEP_TOKENS = 4096
 MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # the pass on which memory is compared; both numbers are upstream's defaults

@@ -74,7 +74,7 @@ def ours(task: dict[str, Any]) -> Side:
 
     compute, cfg = device.compute_init("cpu"), Config()
     config = GPTConfig(**task["shape"])
-    model = GPT(config, compute.dtype)
+    model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights()
     shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]
     tokens, factor = shape[0] * shape[1], 1.0

@@ -14,7 +14,7 @@ from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class Score:
 
 def evaluate(
     task: Task,
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     compute: Compute,
     sampling: Sampling = GREEDY,
@@ -128,7 +128,7 @@ def _progress(title: str, total: int, compute: Compute) -> Iterator[Advance]:
 def _choose(
     task: Task,
     prompts: Mapping[int, Sequence[int]],
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     batch_size: int,
     advance: Advance,
@@ -173,7 +173,7 @@ def _letter(tokenizer: Tokenizer, letter: str) -> int:
 def _write(
     task: Task,
     prompts: Mapping[int, Sequence[int]],
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     sampling: Sampling,
     samples: int,

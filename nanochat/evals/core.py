@@ -23,7 +23,7 @@ from torch import Tensor
 from nanochat.common import UserError, base_dir, fsync_path, log
 from nanochat.data import download
 from nanochat.device import Compute
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -249,7 +249,7 @@ def batches(rows: Sequence[PromptRow], tokens_per_batch: int) -> Iterator[list[i
 
 
 @torch.no_grad()
-def score_rows(model: GPT, rows: Sequence[PromptRow], greedy: bool, pad: int) -> list[float]:
+def score_rows(model: Model, rows: Sequence[PromptRow], greedy: bool, pad: int) -> list[float]:
     """Each row's mean loss in nats over its scored tokens; if `greedy`, 0.0 if argmax predicts them all, else 1.0."""
     longest = max(len(row.tokens) for row in rows)
     idx = torch.full((len(rows), longest), pad)
@@ -266,7 +266,7 @@ def score_rows(model: GPT, rows: Sequence[PromptRow], greedy: bool, pad: int) ->
         ]
         values = torch.cat(wrong).float().cpu()
         return [float(part.any()) for part in values.split([len(place) for place in places])]
-    values = model.lm_head(hidden, targets, each=True).double().cpu()
+    values = model.token_losses(hidden, targets).double().cpu()
     if not values.isfinite().all():
         raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
     return [float(part.mean()) for part in values.split([len(place) for place in places])]
@@ -276,7 +276,7 @@ def judge(
     task: IclTask,
     problems: Sequence[dict[str, Any]],
     numbers: Sequence[int],
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     tokens_per_batch: int,
 ) -> list[bool]:
@@ -304,7 +304,7 @@ def judge(
 
 
 def evaluate_task(
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     task: IclTask,
     compute: Compute,
@@ -324,7 +324,7 @@ def evaluate_task(
 
 
 def evaluate_core(
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     folder: Path,
     compute: Compute,

@@ -13,7 +13,7 @@ from nanochat import dataloader
 from nanochat.common import UserError
 from nanochat.data.mixing import Data
 from nanochat.device import Compute, to_device
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel, signals
 from nanochat.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ def bits_per_byte(
 
 
 def evaluate_split(
-    model: GPT,
+    model: Model,
     tokenizer: Tokenizer,
     data: Data,
     split: Literal["train", "val"],
@@ -90,11 +90,12 @@ def evaluate_split(
 
     auto means 10 M tokens and 32 rows per pass, or, on a CPU, 262,144 tokens and 4,096 tokens per pass.
     """
-    length, slow = model.config.sequence_len, compute.device_type == "cpu"
+    length, platform = model.config.sequence_len, compute.platform
     if tokens == "auto":
-        tokens = 1 << 18 if slow else 10 << 20
+        tokens = platform.split_tokens
     if device_batch_size == "auto":
-        device_batch_size = max(4096 // length, 1) if slow else 32
+        per_pass = platform.pass_tokens
+        device_batch_size = platform.evaluation_rows if per_pass is None else max(per_pass // length, 1)
     if tokens < 1 or device_batch_size < 1:
         raise UserError(
             f"split_tokens and device_batch_size must be at least 1, got {tokens} and {device_batch_size}", exit_code=2

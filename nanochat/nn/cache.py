@@ -1,4 +1,4 @@
-"""The key-value cache: what a model keeps of the sequences in flight."""
+"""The key-value cache: keys and values of the sequences that a model is generating."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanochat.nn import kernels
+from nanochat.nn.operations import Operations
+from nanochat.nn.plain_attention import cache_mask
 
 
 class Cache:
-    """Keys, values and places of the sequences in flight: one slot each, of different lengths.
+    """Keys, values and lengths of the sequences in flight, one sequence in each slot.
 
-    k and v are [layers, slots, T, Hkv, D]; `positions` (slots,) counts the tokens a slot holds; `previous` (slots, C)
-    is the embedding of its last token before smearing. A forward pass reads and writes a contiguous range of slots.
+    k and v are [layers, slots, T, Hkv, D]. `positions` (slots,) counts the tokens that a slot holds, and `previous`
+    (slots, C) is the embedding of the slot's last token before smearing. A forward pass reads and writes a contiguous
+    range of slots.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Spans:
-    """What the host knows of the rows of a pass: the tokens that each held before, and how many it gains."""
+    """What the host knows about the rows of a pass: how many tokens each row held before, and how many it gains."""
 
     held: Sequence[int]
     fresh: Sequence[int]
@@ -50,29 +52,31 @@ class Spans:
 
 @dataclass
 class CacheCall:
-    """What one forward pass over a cache shares between layers."""
+    """What the layers of a model share in one forward pass over a cache."""
 
     cache: Cache
     slots: slice
     rows: Tensor  # (B, 1) 0, 1, ... B - 1
     places: Tensor  # (B, T) where each new token goes
-    keys: int  # K, how much of the cache is looked at
+    keys: int  # K, how many places of the cache attention reads
     spans: Spans | None
-    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys are seen
-    last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of the last keys
+    operations: Operations
+    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys each query sees
+    last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of each row's last keys
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-        """Write new keys and values, and attend to what the rows then hold; shapes as in kernels.attend."""
+        """Write the new keys and values, then attend to all that the rows hold; shapes as in Operations.attend."""
         held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         held_k[self.rows, self.places] = k
         held_v[self.rows, self.places] = v
-        if self.spans is None or not kernels.takes_lengths(q):
+        if self.spans is None or not self.operations.takes_lengths(q):
             if window not in self.masks:
-                self.masks[window] = kernels.cache_mask(self.places, self.keys, window)
+                self.masks[window] = cache_mask(self.places, self.keys, window)
             k, v = held_k[:, : self.keys], held_v[:, : self.keys]
-            return kernels.attend_cached(q, k, v, self.masks[window], scale)
+            return self.operations.attend_cached(q, k, v, self.masks[window], scale)
         if q.size(1) == 1 and window not in self.last:
             first = (self.places - window).clamp_min(0)
             self.last[window] = first + torch.arange(min(window + 1, held_k.size(1)), device=q.device)
         ends = [held + fresh for held, fresh in zip(self.spans.held, self.spans.fresh, strict=True)]
-        return kernels.attend_lengths(q, held_k, held_v, self.spans.fresh, ends, self.last.get(window), window, scale)
+        last = self.last.get(window)
+        return self.operations.attend_lengths(q, held_k, held_v, self.spans.fresh, ends, last, window, scale)

@@ -1,4 +1,4 @@
-"""Softcapped logits, and their cross-entropy in chunks: the logits of a whole batch never exist at once."""
+"""Softcapped logits, and their cross-entropy in chunks, so that the logits of a whole batch never exist at once."""
 
 from typing import Any
 
@@ -6,10 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn import kernels
-from nanochat.nn.blocked_attention import hidden_score
-
-SOFTCAP = 15.0  # logits are squashed to (-15, 15) by 15 tanh(l / 15)
+SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
 
 
 def softcap(logits: Tensor) -> Tensor:
@@ -24,7 +21,7 @@ def token_losses(
     vocab: int,
     chunk: int = 2048,
 ) -> Tensor:  # (N,) fp32 nats, 0 where ignored
-    """Cross-entropy of each token, without gradient and without holding all logits at once."""
+    """The cross-entropy of each token, without gradient; only a chunk's logits exist at one time."""
     weight = weight.to(x.dtype)
     losses = [
         F.cross_entropy(softcap(F.linear(x[i : i + chunk], weight)[:, :vocab]), targets[i : i + chunk],
@@ -40,35 +37,38 @@ def _chunk_loss(
     targets: Tensor,  # (n,)
     scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
     vocab: int,
+    hidden: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted loss of a chunk, (), and its gradient by the logits, (n, V')."""
+    """The weighted loss of a chunk, (), and its gradient with respect to the logits, (n, V')."""
     raw = F.linear(x, weight)
     squashed = torch.tanh(raw.float() / SOFTCAP)
     logits = SOFTCAP * squashed
-    if vocab < weight.size(0):  # the padded rows of the head are no tokens
-        logits = logits.masked_fill(torch.arange(weight.size(0), device=x.device) >= vocab, hidden_score(x))
+    if vocab < weight.size(0):  # the padded rows of the head stand for no token
+        logits = logits.masked_fill(torch.arange(weight.size(0), device=x.device) >= vocab, hidden)
     top = logits.amax(dim=1, keepdim=True)
     exponent = torch.exp(logits - top)
     total = exponent.sum(dim=1, keepdim=True)
     index = targets.clamp_min(0)[:, None]
     nll = (total.log() + top - logits.gather(1, index)).squeeze(1)
     one_hot = torch.arange(weight.size(0), device=x.device)[None] == index
-    slope = (1 - squashed * squashed) * scale[:, None]  # of the softcap, times the token's weight
+    slope = (1 - squashed * squashed) * scale[:, None]  # the derivative of the softcap, times the token's weight
     gradient = (exponent / total - one_hot.to(exponent.dtype)) * slope
     return (nll * scale).sum(), gradient.to(x.dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss and both gradients in one pass over chunks of tokens, so that only a chunk's logits ever exist."""
+    """The loss and both gradients in one pass over chunks of tokens; only a chunk's logits exist at one time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab: int, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab: int, chunk: int, hidden: float
+    ) -> Tensor:
         head = weight.to(x.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         x_grads, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
         for i in range(0, x.size(0), chunk):
             part = x[i : i + chunk]
-            chunk_loss, gradient = _chunk_loss(part, head, targets[i : i + chunk], scale[i : i + chunk], vocab)
+            chunk_loss, gradient = _chunk_loss(part, head, targets[i : i + chunk], scale[i : i + chunk], vocab, hidden)
             loss = loss + chunk_loss
             x_grads.append(gradient @ head)
             weight_grad += gradient.mT @ part
@@ -79,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         (upstream,) = grads
-        return x_grad * upstream.to(x_grad.dtype), weight_grad * upstream.to(weight_grad.dtype), None, None, None, None
+        return x_grad * upstream.to(x_grad.dtype), weight_grad * upstream.to(weight_grad.dtype), *[None] * 5
 
 
 def chunked_loss(
@@ -88,15 +88,14 @@ def chunked_loss(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
-    chunk: int | None = None,  # tokens at a time, default 1,024, on NPUs 2,048, on GPUs 8,192
+    chunk: int = 1024,  # tokens at a time
+    hidden: float = float("-inf"),  # the score of the padded rows of the head
 ) -> Tensor:  # () fp32
-    """The sum over tokens of weight times cross-entropy in nats, of softcapped logits, with its gradient.
+    """The sum over tokens of weight times cross-entropy in nats of the softcapped logits, with gradients.
 
-    Gradients are formed in the forward pass, chunk by chunk: memory is chunk x V, not N x V.
+    The forward pass computes the gradients too, chunk by chunk: this takes memory for chunk x V logits, not N x V.
     """
-    if chunk is None:
-        chunk = kernels.loss_chunk(x)
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)))  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden)  # type: ignore[no-any-return]

@@ -1,12 +1,37 @@
-"""Attention by torch's own operator, on every device; kernels.py says where."""
-
-from functools import lru_cache
+"""Attention by torch's own operator, which every device has, and the masks that it needs."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HIDDEN = -3e4  # a score that no fp16 softmax sees, and that stays finite with any other added to it
+from nanochat.nn.kept import Kept
+
+HIDDEN = -3e4  # a score that no fp16 softmax sees, and that stays finite when another score is added to it
+
+
+class Masks:
+    """The masks of causal and windowed attention, each made once and shared by all layers."""
+
+    def __init__(self) -> None:
+        self.bands = Kept(16)
+        self.triangles = Kept(4)
+
+    def band(self, window: int, device: torch.device) -> Tensor:
+        """(W, 2W) bool: query r of a block sees keys r .. r + W of the block before and its own, W + 1 keys."""
+
+        def make() -> Tensor:
+            offset = torch.arange(2 * window, device=device)[None] - torch.arange(window, device=device)[:, None]
+            return (offset >= 0) & (offset <= window)
+
+        return self.bands.get((window, device), make)
+
+    def lower_triangle(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """(T, T) finite scores that hide every key after the query."""
+
+        def make() -> Tensor:
+            return scores(torch.ones(length, length, dtype=torch.bool, device=device).tril(), dtype)
+
+        return self.triangles.get((length, device, dtype), make)
 
 
 def attend(
@@ -15,23 +40,24 @@ def attend(
     v: Tensor,  # (B, T, Hkv, D)
     window: int,
     scale: float | None,  # of the scores, default 1/sqrt(D)
-    finite: bool,  # mask with numbers instead of inf
+    masks: Masks,
+    finite: bool,  # mask with numbers instead of -inf
 ) -> Tensor:  # (B, T, H, D)
     """Causal attention in which a query also sees at most `window` keys before its own.
 
-    A short window is computed in blocks of W queries against 2W keys, so that neither time nor any mask grows
-    with T squared; the one (W, 2W) mask is shared by all blocks and layers.
+    A short window is computed in blocks of W queries against 2W keys, so that neither the time nor any mask grows with
+    T squared. All blocks and layers share one (W, 2W) mask.
     """
     B, T, H, _ = q.shape
     grouped = k.size(2) != H
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     if window >= T - 1:
-        return _causal(q, k, v, scale, grouped, finite).transpose(1, 2)
+        return _causal(q, k, v, scale, grouped, masks, finite).transpose(1, 2)
     W = window
     blocks = -(-T // W)
-    if pad := blocks * W - T:  # padded keys come after every real query, so causality hides them
+    if pad := blocks * W - T:  # padded keys come after every real query, so that causality hides them
         q, k, v = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
-    first = _causal(q[:, :, :W], k[:, :, :W], v[:, :, :W], scale, grouped, finite)
+    first = _causal(q[:, :, :W], k[:, :, :W], v[:, :, :W], scale, grouped, masks, finite)
 
     def later(x: Tensor) -> Tensor:  # blocks 1.. as a batch: (B * (blocks - 1), H, W, D)
         return x[:, :, W:].unflatten(2, (blocks - 1, W)).transpose(1, 2).flatten(0, 1)
@@ -40,7 +66,8 @@ def attend(
         x = x.unflatten(2, (blocks, W))
         return torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
 
-    mask = scores(_band(W, q.device), q.dtype) if finite else _band(W, q.device)
+    seen = masks.band(W, q.device)
+    mask = scores(seen, q.dtype) if finite else seen
     rest = F.scaled_dot_product_attention(later(q), pairs(k), pairs(v), attn_mask=mask, scale=scale, enable_gqa=grouped)
     rest = rest.unflatten(0, (B, blocks - 1)).transpose(1, 2).flatten(2, 3)  # (B, H, T - W, D)
     return torch.cat((first, rest), dim=2)[:, :, :T].transpose(1, 2)
@@ -54,7 +81,7 @@ def masked(
     scale: float | None,
     finite: bool,
 ) -> Tensor:  # (B, T, H, D)
-    """Attention of queries over the keys that a mask leaves them."""
+    """Attention of queries over the keys that a mask lets them see."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale, enable_gqa=k.size(2) != q.size(2),
         attn_mask=scores(mask, q.dtype) if finite else mask,
@@ -62,8 +89,18 @@ def masked(
     return out.transpose(1, 2)
 
 
+def cache_mask(
+    positions: Tensor,  # (B, T) the place of each query in its sequence
+    keys: int,  # how many places of the cache attention reads
+    window: int,
+) -> Tensor:  # (B, 1, T, keys) bool, True = seen
+    """Which cached keys each query sees: none after its own place, at most `window` before it."""
+    distance = positions[:, :, None] - torch.arange(keys, device=positions.device)
+    return ((distance >= 0) & (distance <= window))[:, None]
+
+
 def scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores to hide what is not seen: 0 or a large negative number, never inf."""
+    """What to add to scores: 0 where a key is seen, and a large negative number, never -inf, where it is not."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, HIDDEN)
 
 
@@ -73,22 +110,10 @@ def _causal(
     v: Tensor,  # (B, Hkv, T, D)
     scale: float | None,
     grouped: bool,
+    masks: Masks,
     finite: bool,
 ) -> Tensor:  # (B, H, T, D)
     if not finite:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    mask = _lower_triangle(q.size(2), q.device, q.dtype)
+    mask = masks.lower_triangle(q.size(2), q.device, q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-
-
-@lru_cache(maxsize=4)
-def _lower_triangle(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(T, T), shared by all layers."""
-    return scores(torch.ones(length, length, dtype=torch.bool, device=device).tril(), dtype)
-
-
-@lru_cache(maxsize=16)
-def _band(window: int, device: torch.device) -> Tensor:
-    """(W, 2W): query r of a block sees keys r .. r + W of the previous block and its own, W + 1 keys."""
-    offset = torch.arange(2 * window, device=device)[None] - torch.arange(window, device=device)[:, None]
-    return (offset >= 0) & (offset <= window)

@@ -1,17 +1,25 @@
-"""What Ascend NPUs compute with operators of their own: attention, norm, rotary embedding; chosen in kernels.py.
+"""How Ascend NPUs compute: with torch's own operators, in blocks of matmuls, or with torch_npu's fused operators.
 
-torch_npu is imported where it is used: only where a tensor lies on an NPU. Its masks are True where a key is hidden.
+torch_npu is imported where it is used, that is, only where a tensor lies on an NPU. Its masks are True where a key is
+hidden.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import cast
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
+
+from nanochat.nn.blocked_attention import BlockedAttention
+from nanochat.nn.kept import Kept
+from nanochat.nn.operations import Operations, square_sums_in_few_launches, squared_relu_in_few_launches
+from nanochat.nn.plain_attention import cache_mask
 
 EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format
 WHOLE = 2147483647  # a window without end
-NEEDS = {  # the operators that each kind of chip computes with, of torch_npu
+NEEDS = {  # the operators of torch_npu that each kind of chip computes with
     "fused": ("npu_fusion_attention", "npu_fused_infer_attention_score", "npu_rms_norm", "npu_rotary_mul"),
     "chunked": (),
     "inference": ("npu_prompt_flash_attention", "npu_incre_flash_attention"),
@@ -25,87 +33,249 @@ def missing(kind: str) -> list[str]:
     return [name for name in NEEDS[kind] if not hasattr(torch_npu, name)]
 
 
-@lru_cache(maxsize=4)
-def causal_mask(device: torch.device) -> Tensor:
-    """(2048, 2048) bool, True above the diagonal: the one mask of all causal and banded attention, at any length."""
-    with torch.inference_mode(False):  # made while sampling, it must serve training too
-        places = torch.arange(2048, device=device)
-        return places[None] > places[:, None]
+class AscendPlain(Operations):
+    """torch's own operators on an NPU."""
+
+    name = "plain"
+    hidden_score = -1e30  # some chips have no inf
+    shape_grain = 64
+    launches_are_dear = True
+
+    def __init__(self, stacks_matrices: bool = True, saturates: bool = False):
+        """`saturates`: the chip would take the inf of an fp16 mask for an overflow."""
+        super().__init__(stacks_matrices)
+        self.saturates = saturates
+        self.kept = Kept(16)  # masks and vectors of ones
+
+    def finite(self, x: Tensor) -> bool:
+        """See Operations.finite."""
+        return self.saturates and x.dtype == torch.float16
 
 
-@lru_cache(maxsize=8)
-def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(size, dtype=dtype, device=device)
+class AscendChunked(AscendPlain):
+    """For chips without fused attention (910A): attention is made of matmuls, and launches are saved elsewhere."""
+
+    name = "chunked"
+    loss_chunk = 2048
+
+    def heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Sequence[nn.Module],
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        """See Operations.heads. One matmul makes all heads, and queries and keys are rotated and normed together."""
+        weights = [cast(Tensor, matrix.weight) for matrix in matrices]
+        counts = [weight.size(0) // head_dim for weight in weights]
+        both = F.linear(x, torch.cat(weights).to(x.dtype)).unflatten(-1, (-1, head_dim))
+        qk, v = both.split((counts[0] + counts[1], counts[2]), dim=2)
+        q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split((counts[0], counts[1]), dim=2)
+        return q, k, v
+
+    def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
+        """Queries and keys times `sharpen`."""
+        return qk * sharpen
+
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """See Operations.squared_relu."""
+        return squared_relu_in_few_launches(x)
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
+        """See Operations.square_sums."""
+        return square_sums_in_few_launches(gradients)
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend."""
+        k, v = _ungrouped(q, k, v)
+        return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, without parameters."""
-    import torch_npu  # pyright: ignore[reportMissingImports]
+class AscendInference(AscendChunked):
+    """For inference cards (310P), by their own attention operators: no gradients, fp16, no grouped heads."""
 
-    return torch_npu.npu_rms_norm(x, _ones(x.size(-1), x.dtype, x.device), EPSILON)[0]
+    name = "inference"
 
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend."""
+        length, device = q.size(1), q.device
 
-def rotary(
-    x: Tensor,  # (B, T, H, D)
-    cos: Tensor,  # (1 or B, T, 1, D) both halves alike
-    minus_sin: Tensor,  # (1 or B, T, 1, D)
-) -> Tensor:
-    """Rotate by -theta: the operator gives cos * x + sin * (-second half, first half)."""
-    import torch_npu  # pyright: ignore[reportMissingImports]
+        def causal() -> Tensor:  # (1, 1, T, T) which keys each query sees
+            return cache_mask(torch.arange(length, device=device)[None], length, window)
 
-    return torch_npu.npu_rotary_mul(x, cos, minus_sin)
+        return prompt(q, k, v, self.kept.get((length, window, device), causal))
 
+    def attend_cached(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        mask: Tensor,  # (B, 1, T, K)
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend_cached."""
+        if q.dtype == torch.float16:
+            return prompt(q, k, v, mask)
+        return super().attend_cached(q, k, v, mask, scale)
 
-def attend(
-    q: Tensor,  # (B, T, H, D)
-    k: Tensor,  # (B, T, Hkv, D)
-    v: Tensor,  # (B, T, Hkv, D)
-    window: int,
-    scale: float,
-) -> Tensor:  # (B, T, H, D)
-    """Causal attention with a backward pass; a window is a band of the mask that ends at the diagonal."""
-    import torch_npu  # pyright: ignore[reportMissingImports]
+    def takes_lengths(self, q: Tensor) -> bool:
+        """See Operations.takes_lengths. The card's operator multiplies 16-bit numbers of one query, in units of 16
+        channels."""
+        return q.element_size() == 2 and not q.size(3) % 16 and q.size(1) == 1
 
-    short = window < k.size(1) - 1
-    return torch_npu.npu_fusion_attention(
-        q, k, v, q.size(2), "BSND", atten_mask=causal_mask(q.device), scale=scale,
-        pre_tockens=window if short else WHOLE, next_tockens=0, sparse_mode=4 if short else 3,
-    )[0]  # fmt: skip
-
-
-def attend_lengths(
-    q: Tensor,  # (B, T, H, D)
-    k: Tensor,  # (B, K, Hkv, D) cached keys
-    v: Tensor,  # (B, K, Hkv, D)
-    fresh: Sequence[int],  # of each row, how many of the T queries are real
-    ends: Sequence[int],  # of each row, how many keys it holds, the new ones included
-    window: int,
-    scale: float,
-) -> Tensor:  # (B, T, H, D)
-    """Attention over a cache of rows of different lengths, without gradient.
-
-    With one query the operator knows no window: the caller gives the last W + 1 keys alone.
-    """
-    import torch_npu  # pyright: ignore[reportMissingImports]
-
-    heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "scale": scale, "input_layout": "BSND"}
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if q.size(1) == 1:
-        return torch_npu.npu_fused_infer_attention_score(q, k, v, actual_seq_lengths_kv=list(ends), **heads)[0]
-    short = window < max(ends) - 1
-    return torch_npu.npu_fused_infer_attention_score(
-        q, k, v, atten_mask=causal_mask(q.device), actual_seq_lengths=list(fresh), actual_seq_lengths_kv=list(ends),
-        pre_tokens=window if short else WHOLE, next_tokens=0, sparse_mode=4 if short else 3, **heads,
-    )[0]  # fmt: skip
+    def attend_lengths(
+        self,
+        q: Tensor,  # (B, 1, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        fresh: Sequence[int],
+        ends: Sequence[int],
+        last: Tensor | None,
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, 1, H, D)
+        """See Operations.attend_lengths."""
+        return decode(q, *_last_keys(k, v, ends, last, window))
 
 
-def _ungroup(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A key head for every query head: inference cards know no groups."""
+class AscendFused(AscendChunked):
+    """For the second generation (910B, 910C), by torch_npu's fused operators."""
+
+    name = "fused"
+
+    def causal_mask(self, device: torch.device) -> Tensor:
+        """(2048, 2048) bool, True above the diagonal: one mask for causal and banded attention of any length."""
+
+        def make() -> Tensor:
+            places = torch.arange(2048, device=device)
+            return places[None] > places[:, None]
+
+        return self.kept.get(device, make)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """See Operations.norm."""
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        size, dtype, device = x.size(-1), x.dtype, x.device
+        ones = self.kept.get((size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
+        return torch_npu.npu_rms_norm(x, ones, EPSILON)[0]
+
+    def rotary_tables(
+        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines negated, each (length, D) with both halves alike, as the fused operator reads them."""
+        cos, sin = super().rotary_tables(length, head_dim, device, dtype)
+        return torch.cat((cos, cos), dim=-1), -torch.cat((sin, sin), dim=-1)
+
+    def rotary(
+        self,
+        x: Tensor,  # (B, T, H, D)
+        cos: Tensor,  # (1 or B, T, 1, D), from rotary_tables
+        sin: Tensor,  # (1 or B, T, 1, D)
+    ) -> Tensor:
+        """See Operations.rotary. The operator gives cos * x + sin * (-second half, first half)."""
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        return torch_npu.npu_rotary_mul(x, cos, sin)
+
+    def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
+        """Queries and keys as they are: softmax_scale() sharpens the scores."""
+        return qk
+
+    def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
+        """See Operations.softmax_scale."""
+        return sharpen**2 * head_dim**-0.5
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend. A window is a band of the mask that ends at the diagonal."""
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        short = window < k.size(1) - 1
+        return torch_npu.npu_fusion_attention(
+            q, k, v, q.size(2), "BSND", atten_mask=self.causal_mask(q.device), scale=_scale(q, scale),
+            pre_tockens=window if short else WHOLE, next_tockens=0, sparse_mode=4 if short else 3,
+        )[0]  # fmt: skip
+
+    def takes_lengths(self, q: Tensor) -> bool:
+        """See Operations.takes_lengths. The operator multiplies 16-bit numbers, in units of 16 channels."""
+        return q.element_size() == 2 and not q.size(3) % 16
+
+    def attend_lengths(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        fresh: Sequence[int],
+        ends: Sequence[int],
+        last: Tensor | None,
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend_lengths. With one query the operator knows no window, and is given the last W + 1 keys
+        alone."""
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        k, v, ends = _last_keys(k, v, ends, last, window)
+        scale = _scale(q, scale)
+        heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "scale": scale, "input_layout": "BSND"}
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if q.size(1) == 1:
+            return torch_npu.npu_fused_infer_attention_score(q, k, v, actual_seq_lengths_kv=list(ends), **heads)[0]
+        short = window < max(ends) - 1
+        return torch_npu.npu_fused_infer_attention_score(
+            q, k, v, atten_mask=self.causal_mask(q.device), actual_seq_lengths=list(fresh),
+            actual_seq_lengths_kv=list(ends), pre_tokens=window if short else WHOLE, next_tokens=0,
+            sparse_mode=4 if short else 3, **heads,
+        )[0]  # fmt: skip
+
+
+KINDS: dict[str, type[AscendPlain]] = {
+    made.name: made for made in (AscendPlain, AscendChunked, AscendInference, AscendFused)
+}
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    """The factor of the scores, 1/sqrt(D) by default."""
+    return q.size(3) ** -0.5 if scale is None else scale
+
+
+def _last_keys(
+    k: Tensor, v: Tensor, ends: Sequence[int], last: Tensor | None, window: int
+) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Keys, values and their counts, cut to the window of one query where that is shorter than what the rows hold."""
+    if last is None or max(ends) <= window + 1:
+        return k, v, ends
+    rows = torch.arange(k.size(0), device=k.device)[:, None]
+    return k[rows, last], v[rows, last], [min(end, window + 1) for end in ends]
+
+
+def _ungrouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A key head and a value head for every query head."""
     group = q.size(2) // k.size(2)
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    return q.contiguous(), k.contiguous(), v.contiguous()
+    return (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)) if group > 1 else (k, v)
 
 
 def prompt(
@@ -117,7 +287,8 @@ def prompt(
     """Attention of many queries on an inference card, which takes whole masks only."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    q, k, v = _ungroup(q, k, v)
+    k, v = _ungrouped(q, k, v)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_prompt_flash_attention(
         q, k, v, atten_mask=~seen, num_heads=q.size(2), scale_value=q.size(3) ** -0.5, next_tokens=WHOLE,
         input_layout="BSND",
@@ -134,7 +305,8 @@ def decode(
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     longest = max(ends)
-    q, k, v = _ungroup(q, k[:, :longest], v[:, :longest])
+    k, v = _ungrouped(q, k[:, :longest], v[:, :longest])
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_incre_flash_attention(
         q, k, v, actual_seq_lengths=list(ends), num_heads=q.size(2), scale_value=q.size(3) ** -0.5,
         input_layout="BSND",

@@ -1,7 +1,7 @@
-"""Traces of an Ascend NPU, by torch_npu's profiler: it leaves a folder of tables and a Chrome trace; profiling.py asks.
+"""Traces of an Ascend NPU by torch_npu's profiler, which leaves a folder of tables and a Chrome trace.
 
-torch_npu is imported where it is used. Its profiler reports what fails on the screen and goes on: so what it should
-have left is looked for.
+torch_npu is imported where it is used. Its profiler only prints what fails, so this module checks that the tables are
+there.
 """
 
 import csv
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError
-from nanochat.device import Compute
-from nanochat.runtime.timeline import Span, Traced, top, total_times
+from nanochat.platforms.base import Trace
 
 # Files of the folder that the profiler's analysis leaves, and their columns that are read, all in microseconds.
 OUTPUT = "ASCEND_PROFILER_OUTPUT"
@@ -19,18 +18,13 @@ STEP_COLUMNS = ("Computing", "Communication(Not Overlapped)", "Communication", "
 KERNEL_COLUMNS = ("Name", "Type", "Duration(us)")
 
 
-def traces(compute: Compute) -> bool:
-    """Whether this device is traced by torch_npu's profiler and not by torch's."""
-    return compute.device_type == "npu"
+class AscendTracer:
+    """Traces `steps` steps of one rank, after a step in which the profiler settles."""
 
-
-class Tracer:
-    """Traces `steps` steps after one to settle, of one rank."""
-
-    def __init__(self, folder: Path, compute: Compute, steps: int):
+    def __init__(self, folder: Path, name: str, steps: int):
         from torch_npu import profiler  # pyright: ignore[reportMissingImports]
 
-        self.folder, self.name, self.steps = folder, f"rank{compute.rank}", steps
+        self.folder, self.name = folder, name
         self._profiler: Any = profiler.profile(
             activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
             schedule=profiler.schedule(wait=0, active=steps, warmup=1, repeat=1),
@@ -41,15 +35,15 @@ class Tracer:
         )
 
     def start(self) -> None:
-        """The step to settle begins."""
+        """The step in which the profiler settles begins."""
         self._profiler.start()
 
     def step(self) -> None:
         """A step has ended; after the last one the profiler writes its files."""
         self._profiler.step()
 
-    def finish(self) -> tuple[Traced, Path]:
-        """What was traced, and the folder of the files; UserError where the profiler has not left them."""
+    def finish(self) -> Trace:
+        """What was traced; UserError where the profiler has not left its files."""
         self._profiler.stop()
         folders = sorted(self.folder.glob(f"{self.name}_*_ascend_pt/{OUTPUT}"))
         if not folders:
@@ -58,13 +52,10 @@ class Tracer:
         computing, exposed, communication, free = (
             sum(float(row[column]) for row in steps) / len(steps) / 1000 for column in STEP_COLUMNS
         )
-        kernels = [
-            Span(_kernel_name(row), 0.0, float(row["Duration(us)"]))
-            for row in _read(folders[-1] / KERNELS, KERNEL_COLUMNS)
+        operators = [
+            (_kernel_name(row), float(row["Duration(us)"])) for row in _read(folders[-1] / KERNELS, KERNEL_COLUMNS)
         ]
-        operators = top(total_times(kernels), self.steps)
-        whole = computing + exposed + free
-        return Traced(whole, computing, communication, exposed, free, operators), folders[-1] / TRACE
+        return Trace(computing, communication, exposed, free, operators, folders[-1] / TRACE)
 
 
 def _kernel_name(row: dict[str, str]) -> str:
@@ -73,7 +64,7 @@ def _kernel_name(row: dict[str, str]) -> str:
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of one of the profiler's tables; UserError where it is not what it should be."""
+    """The rows of one of the profiler's tables; UserError where the table or a column is missing."""
     rows: list[dict[str, str]] = []
     if path.exists():
         with open(path, encoding="utf-8", newline="") as file:

@@ -1,4 +1,11 @@
-"""NVIDIA GPUs by name: their peaks, and what to say of one that is taken; ascend.py is the same for NPUs."""
+"""NVIDIA GPUs: their peaks by name, and messages for a GPU that cannot be opened or is in use."""
+
+import torch
+
+from nanochat.common import log
+from nanochat.nn.operations import Asked, Operations
+from nanochat.platforms.base import Platform
+from nanochat.platforms.nvidia_attention import NvidiaOperations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {
@@ -9,24 +16,55 @@ PEAKS = {
 
 
 def peak_tflops(name: str) -> float | None:
-    """The peak of a device by its full name; None for one that is not known."""
+    """The peak of a GPU by its full name; None for an unknown GPU."""
     return next((tflops for part, tflops in PEAKS.items() if part in name), None)
 
 
-def in_use(card: int, free: int, total: int) -> str:
-    """What to say of a GPU of which another process holds memory; "" if it is as good as empty."""
-    if free >= 0.8 * total:
-        return ""
-    return (
-        f"GPU {card} is in use: {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free. `nvidia-smi` shows by which "
-        "process; CUDA_VISIBLE_DEVICES chooses another"
-    )
+class Nvidia(Platform):
+    """A GPU under CUDA."""
 
+    name = "cuda"
+    backend = "nccl"
 
-def cannot_open(card: int, failure: str) -> str:
-    """Why a GPU could not be taken, with what may help."""
-    first = (failure.splitlines() or ["no reason given"])[0]
-    return (
-        f"GPU {card} cannot be opened: {first}. Another process may hold it alone, or all of its memory: look at "
-        "`nvidia-smi`, or choose another with CUDA_VISIBLE_DEVICES."
-    )
+    def unavailable(self) -> str:
+        """Why no GPU can be used."""
+        return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+    def best_dtype(self) -> tuple[torch.dtype, str]:
+        """What the GPU's generation multiplies fast."""
+        major, minor = torch.cuda.get_device_capability()
+        if major >= 8:
+            return torch.bfloat16, f"compute capability {major}.{minor}"
+        if major >= 7:
+            return torch.float16, f"compute capability {major}.{minor} has no bf16; a gradient scaler is used"
+        return torch.float32, f"compute capability {major}.{minor}"
+
+    def cannot_open(self, failure: str) -> str:
+        """Why the GPU could not be opened, and what may help."""
+        first = (failure.splitlines() or ["no reason given"])[0]
+        return (
+            f"GPU {self.index} cannot be opened: {first}. Another process may hold it alone, or all of its memory: "
+            "look at `nvidia-smi`, or choose another with CUDA_VISIBLE_DEVICES."
+        )
+
+    def in_use(self, free: int, total: int) -> str:
+        """A warning if less than 80 % of the GPU's memory is free."""
+        if free >= 0.8 * total:
+            return ""
+        return (
+            f"GPU {self.index} is in use: {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free. `nvidia-smi` shows "
+            "by which process; CUDA_VISIBLE_DEVICES chooses another"
+        )
+
+    def operations(self, asked: Asked) -> Operations:
+        """The fastest attention with windows that this host has; torch's own where plain was asked for."""
+        self.refuse_fused(asked)
+        made = NvidiaOperations(torch.cuda.get_device_capability()[0], plain=asked == "plain")
+        log(f"attention: {made.name}")
+        return made
+
+    def peak_flops(self) -> tuple[float, str] | None:
+        """The data sheet's dense bf16 peak of a known GPU."""
+        name = torch.cuda.get_device_name(self.index)
+        tflops = peak_tflops(name)
+        return None if tflops is None else (tflops * 1e12, f"{name}, data sheet, bf16 dense")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
@@ -16,14 +17,47 @@ from torch import Tensor
 
 from nanochat.common import UserError, log
 from nanochat.device import Compute, is_sharded, local
-from nanochat.runtime.placement import place_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
 
 Sharding = Literal["none", "grad", "full"]
 _EVERY_PASS = "reduces_in_every_pass"  # attribute of a sharded model
+
+
+@dataclass(frozen=True)
+class Place:
+    """Share `shard` of `shards` along dimension 0, as copy `replica` of `replicas`; one rank alone has 0 of 1."""
+
+    shards: int = 1
+    shard: int = 0
+    shard_group: ProcessGroup | None = None  # the ranks that together hold the whole
+    replicas: int = 1
+    replica: int = 0
+    replica_group: ProcessGroup | None = None  # the ranks that hold the same rows
+
+    def row_counts(self, rows: int) -> list[int]:
+        """Rows of each share. FSDP2 cuts as torch.chunk does: the last ones may have fewer, or none."""
+        share = -(-rows // self.shards)
+        return [max(min(share, rows - number * share), 0) for number in range(self.shards)]
+
+    def first_row(self, rows: int) -> int:
+        """Where this rank's rows begin."""
+        return sum(self.row_counts(rows)[: self.shard])
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where a parameter lies: over a mesh of ranks, (shards,) or (replicas, shards), or whole on this one."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return Place()
+    *outer, inner = range(mesh.ndim)
+    place = Place(mesh.size(inner), mesh.get_local_rank(inner), mesh.get_group(inner))
+    if not outer:
+        return place
+    return Place(place.shards, place.shard, place.shard_group, mesh.size(0), mesh.get_local_rank(0), mesh.get_group(0))
 
 
 def ranks_per_host(compute: Compute) -> int:
@@ -68,37 +102,10 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     policy = MixedPrecisionPolicy(
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    if compute.backend == "gloo" and not _has_averages():
-        _mend_fsdp_on_hosts()
+    compute.platform.prepare_sharding()
     for module in [*groups, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full")
     setattr(model, _EVERY_PASS, mode == "full")
-
-
-def _has_averages() -> bool:
-    """Whether the host's collectives have an average, which FSDP2 asks for; those of torch 2.7 do not."""
-    try:
-        dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _mend_fsdp_on_hosts() -> None:
-    """Let FSDP2 of torch 2.7 train on CPUs, in both things it lacks there.
-
-    It asks for averages: gloo's all-reduce raises, and its reduce-scatter gives the sum without a word; so it is told
-    to sum and divide, as it does for fp16. And with replicas it insists on an event that a host's stream never gave.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    def factors(
-        scattered: dist.ProcessGroup, replicated: dist.ProcessGroup | None, *_: object
-    ) -> tuple[float, float]:  # before and after the sum
-        return 1.0, float(scattered.size() * (replicated.size() if replicated is not None else 1))
-
-    _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
-    torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[assignment,method-assign]
 
 
 def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nanochat import device
 from nanochat.common import UserError, log, read_json, warn, write_atomic, write_json
 from nanochat.device import Compute
-from nanochat.platforms import ascend_profiler as npu_profiler
+from nanochat.platforms import base
 from nanochat.runtime import timeline
 from nanochat.runtime.timeline import Span, StepPart, Traced
 
@@ -48,7 +48,7 @@ class TorchTracer:
     def __init__(self, folder: Path, compute: Compute, steps: int):
         self.compute, self.steps = compute, steps
         self.path = folder / f"trace-rank-{compute.rank}.json.gz"
-        if compute.device_type == "cpu":  # otherwise it complains that there is no other device
+        if compute.platform.is_host:  # otherwise it complains that there is no other device
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule)
@@ -75,8 +75,8 @@ class TorchTracer:
         """The device time of an event; None for an event of the host beside the device, or a mark."""
         here = (event.start_ns() / 1000, event.end_ns() / 1000)
         name = event.name()
-        moves = self.compute.backend in name.lower()
-        if _on_host(event) != (self.compute.device_type == "cpu"):
+        moves = self.compute.platform.communicates(name)
+        if _on_host(event) != self.compute.platform.is_host:
             return None
         if not _on_host(event):
             return None if event.is_user_annotation() else Span(name, *here, "communication" if moves else "computing")
@@ -86,15 +86,46 @@ class TorchTracer:
 
     def _times(self, spans: Sequence[Span]) -> dict[str, tuple[int, float]]:
         """Calls and microseconds of operators; on a CPU, without the time of the operators that they call."""
-        if self.compute.device_type != "cpu":
+        if not self.compute.platform.is_host:
             return timeline.total_times(spans)
-        times = {name: took for name, took in timeline.total_times(spans).items() if self.compute.backend in name}
+        moves = self.compute.platform.communicates
+        times = {name: took for name, took in timeline.total_times(spans).items() if moves(name)}
         for average in self._profiler.key_averages():
             if not average.is_user_annotation:
                 name = FUSED if average.key.startswith("## Call CompiledFxGraph") else average.key
                 calls, took = times.get(name, (0, 0.0))
                 times[name] = (calls + average.count, took + average.self_cpu_time_total)
         return times
+
+
+class PlatformTracer:
+    """A vendor's own profiler."""
+
+    def __init__(self, tracer: base.Tracer, steps: int):
+        self._tracer, self.steps = tracer, steps
+
+    def start(self) -> None:
+        """The step in which the profiler settles begins."""
+        self._tracer.start()
+
+    def step(self) -> None:
+        """A step has ended; after the last step the profiler writes its files."""
+        self._tracer.step()
+
+    def finish(self) -> tuple[Traced, Path]:
+        """What was traced, and the file of the trace; UserError where the profiler has not left its files."""
+        trace = self._tracer.finish()
+        spans = [Span(name, 0.0, microseconds) for name, microseconds in trace.operators]
+        operators = timeline.top(timeline.total_times(spans), self.steps)
+        whole = trace.computing_ms + trace.exposed_ms + trace.idle_ms
+        traced = Traced(whole, trace.computing_ms, trace.communication_ms, trace.exposed_ms, trace.idle_ms, operators)
+        return traced, trace.path
+
+
+def tracer_of(folder: Path, compute: Compute, steps: int) -> Tracer:
+    """The profiler that traces this rank: the vendor's own where there is one, else torch's."""
+    own = compute.platform.tracer(folder, f"rank{compute.rank}", steps)
+    return TorchTracer(folder, compute, steps) if own is None else PlatformTracer(own, steps)
 
 
 def _on_host(event: Any) -> bool:
@@ -122,7 +153,7 @@ class Profile:
                 exit_code=2,
             )
         self.stage, self.folder, self.compute = stage, folder, compute
-        self.module = device.ROWS[compute.device_type].module()
+        self.module = compute.platform.module
         self.number = 0  # steps since the start
         self.timed: list[_Step] = []
         self.traced_seconds: list[float] = []
@@ -136,8 +167,7 @@ class Profile:
             return
         if self.number == NEEDED - TRACED - 1 and self.compute.rank < TRACING_RANKS:
             self.folder.mkdir(parents=True, exist_ok=True)
-            kind = npu_profiler.Tracer if npu_profiler.traces(self.compute) else TorchTracer
-            self.tracer = kind(self.folder, self.compute, TRACED)
+            self.tracer = tracer_of(self.folder, self.compute, TRACED)
             self.tracer.start()
         self._start = time.perf_counter()
         if self._is_timed():

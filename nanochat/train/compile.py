@@ -1,4 +1,4 @@
-"""torch.compile where it works and pays; eager, with the reason, where it does not."""
+"""Compiles a model where torch.compile works and pays; elsewhere the model stays uncompiled, and the log says why."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import torch.nn as nn
 from nanochat import device
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
-from nanochat.platforms import cpu as host
 from nanochat.runtime import parallel
 from nanochat.train import memory
 
@@ -28,13 +27,13 @@ def compiled(
     compute: Compute,
     blocks: Sequence[nn.Module],
 ) -> nn.Module:
-    """The model to train with: compiled where that works, else the model itself, with one line that says why.
+    """The model to train with: compiled if that works, else the model itself, and one line that says why.
 
-    `wanted` None means where it pays: on a CPU or CUDA device with a compiler. The first pass of shape (B, T) runs
-    here, so that a compiler that fails shows now, before any state is touched.
+    `wanted` None means: wherever the device has a compiler. The first pass of shape (B, T) runs here, so that a
+    compiler fails now, before any state is touched. With several ranks each of `blocks` is compiled by itself.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
-    if not parallel.least(int(not why_not), compute):  # the first pass takes all ranks
+    if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
         why_not = why_not or "another rank has no compiler"
     if why_not:
         if wanted:
@@ -42,13 +41,9 @@ def compiled(
         log(f"not compiled: {why_not}")
         return model
     start = time.monotonic()
-    if compute.device_type == "cpu" and torch.get_num_threads() > 1:
-        # Else compiled threads add to a row of a table in any order, and no run is repeated bit for bit.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling new memory is for debugging, and slow.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    compute.platform.prepare_compiling()
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
-    with torch.no_grad():  # what a model makes on its first pass, made while tracing, would trace the second anew
+    with torch.no_grad():  # tables made while tracing would be traced again
         model(tokens[:1])
     try:
         if compute.world_size > 1:
@@ -57,17 +52,19 @@ def compiled(
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
-        with memory.saving(tokens.numel(), compute):
-            fast(tokens, tokens.clone(), "sum").backward()  # a clone: aliased arguments would compile another graph
+        with compute.platform.saving_memory(tokens.numel()):
+            fast(
+                tokens, tokens.clone(), "sum"
+            ).backward()  # a clone, since aliased arguments would compile another graph
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if memory.ran_out(failure):
             raise memory.advice(shape[0], shape[0]) from failure
         if wanted:
             raise
-        warn(f"torch.compile failed, the run goes on uncompiled: {str(failure).splitlines()[0]}")
+        warn(f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}")
         fast = _uncompiled(model, blocks)
     for parameter in model.parameters():
         parameter.grad = None
-    host.give_freed_memory_back()
+    compute.platform.finish_compiling()
     log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast

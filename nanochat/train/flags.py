@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanochat.common import Free as Free
-from nanochat.nn.kernels import Asked
+from nanochat.nn.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.train.optim import Rates
 

@@ -2,7 +2,7 @@
 
 Jordan 2024 (kellerjordan.github.io/posts/muon), with row equilibration (arXiv 2603.28254), Polar-Express
 coefficients (2505.16932), Frobenius renormalisation (2602.21545), per-neuron variance (NorMuon, 2510.05491) and
-cautious decay: the arithmetic of upstream nanochat's HEAD. Matrices of one shape are stacked and stepped together.
+cautious decay. The arithmetic is upstream nanochat's HEAD. Matrices of one shape are stacked and stepped together.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.device import local
-from nanochat.runtime.placement import place_of
+from nanochat.nn.operations import Operations
+from nanochat.runtime.parallel import place_of
 
-# (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T; computed for a safety factor of 2e-2, cushion 2.
+# (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -29,7 +30,7 @@ POLAR_EXPRESS = (
 def orthogonalize(
     g: Tensor,  # (K, rows, cols) in the dtype to multiply in
 ) -> Tensor:  # (K, rows, cols) fp32, Frobenius norm sqrt(min(rows, cols))
-    """Replace each matrix by nearly its orthogonal factor, after scaling its rows to equal norms."""
+    """Replace each matrix by an approximation of its orthogonal factor, after scaling its rows to equal norms."""
     wide = g.float()
     target = wide.norm(dim=(-2, -1), keepdim=True) / g.size(-2) ** 0.5
     x = g * (target / wide.norm(dim=-1, keepdim=True).clamp_min(1e-6)).to(g.dtype)
@@ -47,10 +48,10 @@ def orthogonalize(
 
 def equalize(
     g: Tensor,  # (K, rows, cols) fp32
-    variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32 running mean square along the longer side; updated
+    variance: Tensor,  # (K, rows, 1) or (K, 1, cols) fp32 running mean square along the longer side; updated here
     beta: float,
 ) -> Tensor:  # (K, rows, cols)
-    """Divide each neuron by the root of its running mean square, keeping each matrix's norm (NorMuon)."""
+    """Divide each neuron by the root of its running mean square, and keep each matrix's norm (NorMuon)."""
     along = -1 if variance.size(-1) == 1 else -2
     mean = g.square().mean(dim=along, keepdim=True)
     variance.lerp_(mean, 1 - beta)
@@ -61,33 +62,33 @@ def equalize(
 
 
 def variance_shape(rows: int, cols: int) -> tuple[int, int]:
-    """The shape of a matrix's running mean squares: one number per neuron of the shorter-meaned side."""
+    """The shape of a matrix's running mean squares: one number for each row of a tall matrix, else for each column."""
     return (rows, 1) if rows >= cols else (1, cols)
 
 
 @dataclass
 class _Stack:
-    """Matrices of one shape, this rank's rows of them, and their state."""
+    """Matrices of one shape: the rows that this rank holds, and their state."""
 
     parameters: list[Tensor]
     names: list[str]
     rows: int
     cols: int
-    owned: list[list[int]]  # shard -> which matrices are made whole there
+    owned: list[list[int]]  # shard -> the matrices that are gathered whole there
     row_counts: list[int]  # shard -> how many rows of each matrix it holds
-    mine: list[int]  # which matrices this rank orthogonalizes: those whole here, dealt out among the replicas
-    order: Tensor  # (K,) all of `owned` one after another, on the device: lists would be copied there in every step
+    mine: list[int]  # the matrices that this rank orthogonalizes: its share of those that are gathered here
+    order: Tensor  # (K,) all of `owned` in order, on the device: a list would be copied there in every step
     place: Tensor  # (K,) where each matrix stands in `order`
     momentum: Tensor  # (K, local rows, cols)
     variance: Tensor  # (mine, rows, 1) or (mine, 1, cols)
 
 
 class Muon(torch.optim.Optimizer):
-    """One instance for all matrices; on one rank or with parameters that FSDP2 has sharded by rows.
+    """One instance for all matrices, on one rank or with parameters that FSDP2 has sharded by rows.
 
-    With N shards the momenta of each stack are exchanged all-to-all, so that a rank holds whole matrices, multiplies
-    them there, and sends the rows of the update back. Replicas hold the same momenta: each multiplies its share of the
-    matrices, and they gather the products.
+    With N shards the ranks exchange the momenta of each stack all-to-all, so that each rank gets some matrices whole,
+    multiplies them, and sends the rows of the update back. Replicas hold the same momenta: each replica multiplies its
+    share of the matrices, and all gather the products.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class Muon(torch.optim.Optimizer):
         beta2: float = 0.9,
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
-        stacked: bool = True,
+        operations: Operations | None = None,
     ):
-        """`dtype` is what the device computes in; unstacked, every matrix is stepped by itself, for comparison."""
+        """`dtype` is the compute dtype; `operations` say whether matrices of one shape are stepped together."""
         named = list(named)
+        self.operations = operations or Operations()
         super().__init__(
             [parameter for _, parameter in named],
             {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay},
@@ -114,10 +116,10 @@ class Muon(torch.optim.Optimizer):
             rows, cols = parameter.shape
             by_shape.setdefault((rows, cols), []).append((name, parameter))
         groups = [by_shape[shape] for shape in sorted(by_shape)]
-        if not stacked:
+        if not self.operations.stacks_matrices:
             groups = [[member] for group in groups for member in group]
         self.stacks = []
-        first = 0  # deal matrices to ranks in turn across stacks, so that no rank gets all the remainders
+        first = 0  # deal matrices to ranks in turn, across stacks, so that no rank gets all the remainders
         for group in groups:
             self.stacks.append(self._stack(group, first))
             first += len(group)
@@ -139,7 +141,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every matrix from its gradient; matrices without one are an error in the model."""
+        """Update every matrix from its gradient; a matrix without a gradient is an error in the model."""
         settings = self.param_groups[0]
         for stack in self.stacks:
             self._step(stack, settings["lr"], settings["momentum"], settings["beta2"], settings["weight_decay"])
@@ -157,14 +159,14 @@ class Muon(torch.optim.Optimizer):
         update = whole if self.place.shards == 1 else self._to_rows(whole, stack)
         lr = lr * max(1.0, stack.rows / stack.cols) ** 0.5
         held = [local(parameter) for parameter in stack.parameters]
-        if update.device.type != "cpu":  # launching operators is dear: the same arithmetic, once for all
+        if self.operations.launches_are_dear:  # the same arithmetic, in one launch for all matrices
             if weight_decay:
                 here = torch.stack(held)
                 update = update + weight_decay * here * (update * here >= 0).to(here.dtype)
             torch._foreach_sub_(held, list(update), alpha=lr)  # pyright: ignore[reportPrivateImportUsage]
             return
         for here, change in zip(held, update, strict=True):
-            if weight_decay:  # cautious: only where decay and update agree in sign
+            if weight_decay:  # cautious decay: only where decay and update agree in sign
                 agrees = (change * here >= 0).to(here.dtype)
                 change = change + weight_decay * here * agrees
             here.sub_(change, alpha=lr)
@@ -182,14 +184,14 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([p.view(mine, r, stack.cols) for p, r in zip(parts, stack.row_counts, strict=True)], dim=1)
 
     def _from_replicas(self, mine: Tensor, stack: _Stack) -> Tensor:
-        """(mine, rows, cols) updates of this replica -> (owned, rows, cols) of all of them, on each."""
+        """(mine, rows, cols) updates of this replica -> (owned, rows, cols) updates of all replicas."""
         replicas, count = self.place.replicas, len(stack.owned[self.place.shard])
         share = -(-count // replicas)
         padded = mine.new_zeros(share, stack.rows, stack.cols, dtype=self.dtype)
         padded[: mine.size(0)] = mine
         parts = [torch.empty_like(padded) for _ in range(replicas)]
         dist.all_gather(parts, padded, group=self.place.replica_group)
-        return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # matrix i was replica i % replicas's
+        return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # replica i % replicas had matrix i
 
     def _to_rows(self, whole: Tensor, stack: _Stack) -> Tensor:
         """(owned, rows, cols) updates on their owners -> (K, local rows, cols) on the ranks that hold the rows."""
@@ -202,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         return incoming.view(len(stack.parameters), here, stack.cols).index_select(0, stack.place).float()
 
     def named_state(self) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
-        """State for a checkpoint: name -> (tensor held here, its whole shape, its first row in the whole)."""
+        """State for a checkpoint: name -> (the tensor held here, the whole shape, the first row that is held here)."""
         state: dict[str, tuple[Tensor, tuple[int, ...], int]] = {}
         for stack in self.stacks:
             start = self.place.first_row(stack.rows)

@@ -1,16 +1,16 @@
-"""Parameter roles to optimizers: AdamW for tables, head and scalars, Muon (or AdamW too) for matrices in layers."""
+"""Which optimizer steps which parameter: AdamW tables, head and scalars; Muon, or AdamW, the matrices in layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from nanochat.device import local
-from nanochat.nn import kernels
-from nanochat.runtime.placement import place_of
+from nanochat.nn.operations import Operations
+from nanochat.runtime.parallel import place_of
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
@@ -50,7 +50,7 @@ class Rates:
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
 
-ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md has its fit
+ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md says how it was fitted
 
 
 class Optimizers:
@@ -60,19 +60,19 @@ class Optimizers:
         self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float,
         dtype: torch.dtype, table_momentum: float = 0.8,
     ):  # fmt: skip
-        """`scale` multiplies every learning rate (schedule.rate_scale); `dtype` is what Muon may multiply in;
-        `table_momentum` is the first beta of embeddings and head (schedule.table_momentum)."""
+        """`roles` come from model.parameter_roles(). `scale` multiplies every learning rate (schedule.rate_scale), Muon
+        may multiply in `dtype`, and `table_momentum` is the first beta of embeddings and head (see schedule)."""
         width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
         settings: dict[str, tuple[float, tuple[float, float], float, float]] = {  # role -> lr, betas, decay, eps
             "head": (rates.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
             "embedding": (rates.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
             "value_embedding": (0.5 * rates.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
-            # While the projections are near zero, these scalars only scale the stream, which the last norm takes out:
-            # their first gradients are rounding errors, 1e-11, that upstream's eps of 1e-10 turns into full steps.
+            # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
+            # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
             "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
             "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
-            # 0.2, upstream's, at the default. Small batches need less as for x0: the backout runs away to 1, where the
-            # middle of the network takes out its end (dev/LOG.md).
+            # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise the backout runs
+            # away to 1, where the middle of the network cancels its end (dev/LOG.md).
             "smear": (0.4 * rates.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
         }
         if rates.matrix_optimizer == "adamw":
@@ -92,12 +92,12 @@ class Optimizers:
         if rates.matrix_optimizer == "muon":
             self.muon = Muon(
                 named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
-                stacked=kernels.asked() != "plain",
+                operations=cast(Operations, model.operations),
             )  # fmt: skip
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
-        """Set the factors of this step: on all learning rates, Muon's momentum itself, and on the matrices' decay."""
+        """Set for this step the factor on learning rates, Muon's momentum, and the factor on the matrices' decay."""
         for group in self.adamw.param_groups:
             group["lr"] = group["base_lr"] * lr
             if group["role"] == "matrix":
@@ -122,7 +122,7 @@ class Optimizers:
         return [self.adamw] if self.muon is None else [self.adamw, self.muon]
 
     def state(self) -> State:
-        """Everything a resume needs, by name: the tensors this rank holds and where they lie in the whole."""
+        """Everything that a resume needs, by name: the tensors that this rank holds, and their place in the whole."""
         state = {} if self.muon is None else self.muon.named_state()
         for parameter, held in self._adamw_state().items():
             name, start = self.names[parameter], place_of(parameter).first_row(parameter.shape[0])
@@ -133,14 +133,14 @@ class Optimizers:
         return state
 
     def saved(self) -> State:
-        """The part of state() that this rank writes: of what replicas hold alike, each has a share."""
+        """The part of state() that this rank writes; replicas, which hold the same tensors, share the work."""
         state, place = self.state(), place_of(next(iter(self.names)))
         alike = [name for name in state if not name.endswith(".variance")]
         mine = set(alike[place.replica :: place.replicas])
         return {name: part for name, part in state.items() if name in mine or name not in alike}
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """AdamW's state, made now where no step has been taken yet."""
+        """AdamW's state, which is made here if no step has been taken yet."""
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 if not self.adamw.state[parameter]:

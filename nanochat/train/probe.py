@@ -1,4 +1,4 @@
-"""`--device_batch_size=auto` on an accelerator: passes of growing size until its memory is full."""
+"""`--device_batch_size=auto` on an accelerator: tries passes of growing size until the memory is full."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from nanochat.train.sizes import Batch
 
 
 def fit(batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, compute: Compute) -> Batch:
-    """The split of a step into the largest passes that every rank's memory holds; every rank must call it.
+    """Split a step into the largest passes that fit into the memory of every rank; every rank must call this.
 
-    Nothing is probed where a size was asked for, nor on a CPU, where larger passes are no faster. The model is as it
-    was afterwards.
+    Nothing is probed if the user gave a size, or on a CPU, where larger passes are no faster. The model is left
+    unchanged.
     """
-    if not batch.probe or compute.device_type == "cpu":
+    if not batch.probe or compute.platform.is_host:
         return batch
     rows_of_rank = batch.rows_per_step // compute.world_size
-    optimizers.state()  # AdamW makes its moments in the first step: they must be there while passes are tried
+    optimizers.state()  # makes AdamW's moments, which must take their memory before passes are tried
 
     def attempt(rows: int) -> int:
-        """One pass, or two where gradients add up, and the bytes they took."""
+        """Run one pass, or two if a step has several, so that gradients add up; returns the bytes that they took."""
         memory.start_watch(compute)
         passes = min(rows_of_rank // rows, 2)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=compute.device)
@@ -46,7 +46,7 @@ def fit(batch: Batch, model: nn.Module, optimizers: Optimizers, length: int, com
 
 
 def doublings(rows: int) -> list[int]:
-    """Divisors of a rank's rows of a step to try, each at least twice the one before, and all rows last."""
+    """The divisors of a rank's rows to try, each at least twice the one before; all rows come last."""
     sizes = [1]
     sizes += [size for size in range(2, rows + 1) if rows % size == 0]
     kept = [1]
@@ -57,10 +57,10 @@ def doublings(rows: int) -> list[int]:
 
 
 def largest(sizes: Sequence[int], attempt: Callable[[int], int], budget: int, compute: Compute) -> tuple[int, str]:
-    """The largest size whose attempt takes no more than the budget on any rank, and why no larger one.
+    """The largest size whose attempt stays within the budget on every rank, and why no larger size was taken.
 
-    Ranks decide together before every attempt. From the third on, one that would not fit by the line through the last
-    two is left out: of ranks that wait for each other none may run out of memory alone.
+    Ranks decide together before every attempt. From the third attempt on, a size is skipped if a line through the last
+    two attempts says that it would not fit: no rank may run out of memory alone while the others wait for it.
     """
     budget = parallel.least(budget, compute)
     tried: list[tuple[int, int]] = []  # size, the most bytes that a rank took

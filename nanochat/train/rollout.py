@@ -15,7 +15,7 @@ from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
 from nanochat.evals.chat import grader
 from nanochat.generate.sampling import Sampling
-from nanochat.gpt import GPT
+from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def task_key(task: Task) -> str:
 
 
 def roll_out(
-    task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: GPT,
+    task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
     tokenizer: Tokenizer, compute: Compute, shuffle: bool = False,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.

@@ -10,7 +10,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.runtime import parallel
 from nanochat.train import schedule
 from nanochat.train.flags import Auto
-from nanochat.train.memory import CPU_PASS_TOKENS, reachable
+from nanochat.train.memory import reachable
 
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
 ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer, by counting a layer's tensors
@@ -34,7 +34,7 @@ def model_config(
     if length == "auto":
         length, why = traits(corpus).row_tokens, f"the documents of {corpus} are short"
         if length is None:
-            length, why = (512, "a CPU") if compute.device_type == "cpu" else (2048, "the default")
+            length, why = compute.platform.context
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
@@ -43,7 +43,7 @@ def model_config(
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:
     """UserError if a model's parameters, gradients and optimizer state exceed the memory of the device."""
     _, shards = parallel.mesh_shape(mode, compute)
-    sharers = parallel.ranks_per_host(compute) if compute.device_type == "cpu" else 1  # ranks in one memory
+    sharers = parallel.ranks_per_host(compute) if compute.platform.is_host else 1  # ranks in one memory
     needed, total = STATE_BYTES * parameters / shards * sharers, device.memory_total(compute)
     free = reachable(compute)
     if free < needed <= total:
@@ -52,11 +52,11 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
             f"{total / 2**30:,.1f} GiB are free: other processes hold the rest. End them, or choose another device."
         )
     if needed > total:
-        whose = "this host" if compute.device_type == "cpu" else "a device"
+        whose = "this host" if compute.platform.is_host else "a device"
         raise UserError(
             f"depth {depth} makes {parameters:,} parameters, which take at least {needed / 2**30:,.0f} GiB to train; "
             f"{whose} has {total / 2**30:,.0f} GiB. Take a smaller --depth or --model_dim"
-            + ("." if compute.device_type == "cpu" else f", or more devices with --shard=full (now {mode})."),
+            + ("." if compute.platform.is_host else f", or more devices with --shard=full (now {mode})."),
             exit_code=2,
         )
 
@@ -137,8 +137,8 @@ def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str
 
 def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:
     """How many rows of a pass fit: on a CPU into its caches, elsewhere into memory beside 16 bytes a parameter."""
-    if compute.device_type == "cpu":
-        return max(CPU_PASS_TOKENS // shape.sequence_len, 1), f"{CPU_PASS_TOKENS:,} tokens a pass suit a CPU"
+    if suits := compute.platform.pass_tokens:
+        return max(suits // shape.sequence_len, 1), f"{suits:,} tokens a pass suit {compute.platform.context[1]}"
     memory = device.memory_total(compute)
     return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
 

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.nn as nn
 
@@ -25,8 +25,7 @@ from nanochat.common import UserError, log, run
 from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
 from nanochat.evals import loss
-from nanochat.gpt import GPT
-from nanochat.nn import kernels
+from nanochat.nn.model import Model
 from nanochat.runtime import fingerprint, parallel, profiling, signals
 from nanochat.runtime.progress import Progress
 from nanochat.runtime.tracking import Tracker
@@ -69,12 +68,8 @@ class Stage:
         AlreadyDone if an earlier run finished the stage. UserError if the device cannot train, if the ranks were not
         started alike, or if the settings differ from those of the checkpoints that are there.
         """
-        if compute.chip is not None and not compute.chip.trains:
-            raise UserError(
-                f"a {compute.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
-                "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here."
-            )
-        kernels.select(flags.kernels, compute)
+        if why := compute.platform.cannot_train():
+            raise UserError(why)
         self.name, self.flags, self.compute, self.tag = name, flags, compute, tag
         self.folder = checkpoint_dir(name, tag)
         self.settings = Settings.of(flags, **facts)
@@ -99,7 +94,7 @@ class Stage:
         """The corpus by name, or the mixture."""
         return self.settings.values["corpus"]
 
-    def load_parent(self) -> tuple[GPT, Tokenizer]:
+    def load_parent(self) -> tuple[Model, Tokenizer]:
         """The parent's model with fp32 masters, and its tokenizer."""
         assert self.parent is not None, "only a stage made by after() has a parent"
         loaded = load_model(self.parent.stage, self.parent.tag, self.parent.step, self.compute, dtype=device.MASTER)
@@ -107,16 +102,18 @@ class Stage:
 
     # --- getting ready ---------------------------------------------------------------------------
 
-    def set_up(self, model: GPT, tokenizer: Tokenizer, rates: Rates, scale: float, table_momentum: float = 0.8) -> None:
+    def set_up(
+        self, model: Model, tokenizer: Tokenizer, rates: Rates, scale: float, table_momentum: float = 0.8
+    ) -> None:
         """Shard the model over the ranks as --shard says, and make its optimizers.
 
         `scale` multiplies every learning rate. train_rows() must follow, or resume() and begin().
         """
-        self.whole, self.tokenizer = model, tokenizer
-        self.model: nn.Module = model  # what update() runs; train_rows() compiles it
+        self.model, self.tokenizer = model, tokenizer
+        self._module = self._fast = cast(nn.Module, model)  # update() runs the latter, which train_rows() compiles
         self.counts, self.flops = model.parameter_counts(), model.flops_per_token()
-        parallel.shard(model, model.shard_groups(), self.compute, self.flags.shard)
-        self.optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, rates, scale,
+        parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
+        self.optimizers = Optimizers(self._module, model.parameter_roles(), model.config.n_embd, rates, scale,
                                      self.compute.dtype, table_momentum)  # fmt: skip
 
     def train_rows(
@@ -132,15 +129,15 @@ class Stage:
 
         def validate(line: Line) -> None:
             val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
-            line["val_bpb"] = loss.bits_per_byte(self.whole, val, self.tokenizer.token_bytes(), self.compute)
+            line["val_bpb"] = loss.bits_per_byte(self.model, val, self.tokenizer.token_bytes(), self.compute)
             log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte{of_what}")
 
         work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
         self.resume(work)
         T = rows.row_tokens - 1
-        batch = probe.fit(batch, self.whole, self.optimizers, T, self.compute)
-        shape, groups = (batch.device_batch_size, T), self.whole.compile_groups()
-        self.model = compiled(self.whole, self.flags.compile, shape, self.compute, groups)
+        batch = probe.fit(batch, self._module, self.optimizers, T, self.compute)
+        shape, groups = (batch.device_batch_size, T), self.model.compile_groups()
+        self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups)
         self.begin()
         first = self.step * batch.rows_per_step
         batches = dataloader.steps(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
@@ -150,7 +147,7 @@ class Stage:
     def resume(self, work: Work) -> None:
         """Load the checkpoint to resume from, if there is one, and the figures that it holds."""
         flags, compute = self.flags, self.compute
-        resumed = resume_stage(self.folder, self.whole, self.optimizers, self.settings, compute, work.key,
+        resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
                                flags.resume, flags.other_code)  # fmt: skip
         self.work, self.step, self.total = work, resumed.step, work.steps
         self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
@@ -193,7 +190,7 @@ class Stage:
 
     def update(self, step: MicroBatches) -> Outcome:
         """One optimizer update; see update.update()."""
-        return update(self.model, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark)
+        return update(self._fast, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark)
 
     def mark(self, part: str) -> None:
         """Count the time from here on to a part of the step; without --profile nothing happens."""
@@ -248,8 +245,8 @@ class Stage:
             "row": line["step"] * self.work.items_per_step,
             "data": self.work.key,
         }
-        meta = make_meta(self.name, self.whole.config, self.settings.values, self.total, state)
-        return save_checkpoint(self.folder, line["step"], self.whole, self.optimizers, self.tokenizer, meta,
+        meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state)
+        return save_checkpoint(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta,
                                self.compute, self.flags.keep)  # fmt: skip
 
     def _finish(self, line: Line) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.device import Compute
-from nanochat.nn import kernels
 from nanochat.runtime import parallel
-from nanochat.runtime.placement import place_of
+from nanochat.runtime.parallel import place_of
 from nanochat.train import memory
 from nanochat.train.optim import Optimizers
 
@@ -138,7 +137,7 @@ def _update(
         loss_sum += loss.detach()
     mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
-    figures = torch.cat((kernels.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
+    figures = torch.cat((compute.operations.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
     norm_square, loss_total, overflows = parallel.total(
         [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute

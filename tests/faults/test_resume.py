@@ -126,7 +126,7 @@ def everything_loaded(compute: Compute, folder: str) -> dict[str, tuple[Tensor, 
     meta = read_meta(Path(folder), 10)
     model = GPT(GPTConfig(**meta["model"]))
     model.init_weights(7)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, model.shard_groups(), compute)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
     restore(Path(folder), 10, model, optimizers)
     whole = {name: (value.clone(), 0) for name, value in parallel.whole_parameters(model)}

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from nanochat.platforms import ascend
+from nanochat.device import port_words
+from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
+from nanochat.platforms.ascend_environment import PortBlocks
 
 
 @pytest.mark.parametrize(
@@ -22,18 +24,18 @@ from nanochat.platforms import ascend
     ],
 )
 def test_a_chip_is_known_by_its_soc_version(soc: int, name: str, bf16: bool, trains: bool, saturates: bool) -> None:
-    chip = ascend.chip_of(soc)
+    chip = ascend_chips.chip_of(soc)
     assert chip is not None
     assert (chip.name, chip.bf16, chip.trains, chip.saturates) == (name, bf16, trains, saturates)
 
 
 @pytest.mark.parametrize("soc", [-1, 105, 206, 226, 240, 257, 260])
 def test_an_unknown_soc_version_has_no_chip(soc: int) -> None:
-    assert ascend.chip_of(soc) is None
+    assert ascend_chips.chip_of(soc) is None
 
 
 def test_no_soc_version_belongs_to_two_chips() -> None:
-    socs = [soc for chip in ascend.CHIPS for soc in chip.socs]
+    socs = [soc for chip in ascend_chips.CHIPS for soc in chip.socs]
     assert len(socs) == len(set(socs))
 
 
@@ -52,28 +54,28 @@ def test_no_soc_version_belongs_to_two_chips() -> None:
 )
 def test_the_allocators_variable_goes_by_version_and_is_only_one(version: str, variable: str) -> None:
     environ: dict[str, str] = {}
-    assert ascend.prepare_loading(version, environ) == ""
+    assert ascend_environment.prepare_loading(version, environ) == ""
     assert environ == {"TASK_QUEUE_ENABLE": "2", "CPU_AFFINITY_CONF": "2", variable: "expandable_segments:True"}
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
     given = {"TASK_QUEUE_ENABLE": "1", "CPU_AFFINITY_CONF": "0", "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64"}
     environ = dict(given)
-    assert ascend.prepare_loading("2.13.0", environ) == ""
+    assert ascend_environment.prepare_loading("2.13.0", environ) == ""
     assert environ == given
 
 
 def test_both_allocator_variables_are_refused_before_they_abort() -> None:
     environ = {"PYTORCH_NPU_ALLOC_CONF": "a", "PYTORCH_ALLOC_CONF": "b"}
-    assert "unset PYTORCH_NPU_ALLOC_CONF" in ascend.prepare_loading("2.13.0", environ)
+    assert "unset PYTORCH_NPU_ALLOC_CONF" in ascend_environment.prepare_loading("2.13.0", environ)
 
 
 def test_each_timeout_exceeds_the_one_inside_it() -> None:
     environ: dict[str, str] = {}
-    assert ascend.prepare_collectives(environ) > 1836
+    assert ascend_environment.prepare_collectives(environ) > 1836
     assert environ == {"HCCL_CONNECT_TIMEOUT": "1200", "HCCL_WHITELIST_DISABLE": "1"}
     environ = {"HCCL_EXEC_TIMEOUT": "7000", "HCCL_CONNECT_TIMEOUT": "600"}
-    assert ascend.prepare_collectives(environ) > int(environ["HCCL_EVENT_TIMEOUT"]) > 7000
+    assert ascend_environment.prepare_collectives(environ) > int(environ["HCCL_EVENT_TIMEOUT"]) > 7000
     assert environ["HCCL_CONNECT_TIMEOUT"] == "600"
 
 
@@ -81,24 +83,26 @@ def test_each_timeout_exceeds_the_one_inside_it() -> None:
 
 
 def test_a_taken_port_of_a_block_is_named_with_a_free_block() -> None:
-    base = ascend.free_block()
+    ports = PortBlocks()
+    base = ports.free()
     assert base % 2 == 0
-    assert ascend.hold_block(base) == 0
-    ascend.release_block(base)
+    assert ports.hold(base) == 0
+    ports.release(base)
     with socket.socket() as other:
         other.bind(("", base + 5))
         other.listen()
-        assert ascend.port_taken(base + 5)
-        assert ascend.free_block(base) == base + ascend.BLOCK
-        taken = ascend.hold_block(base)
-        words = ascend.block_words(base, taken)
+        assert ascend_environment.port_taken(base + 5)
+        assert ports.free(base) == base + ascend_environment.BLOCK
+        taken = ports.hold(base)
+        words = ascend_environment.block_words(base, taken)
     assert f"port {base + 5} is taken" in words
-    assert f"use HCCL_IF_BASE_PORT={base + ascend.BLOCK}" in words
+    assert f"use HCCL_IF_BASE_PORT={base + ascend_environment.BLOCK}" in words
 
 
 A_JOB = """
-from nanochat.platforms import ascend
-print(ascend.free_block(hold=True), flush=True)
+from nanochat.platforms.ascend_environment import PortBlocks
+ports = PortBlocks()
+print(ports.free(hold=True), flush=True)
 input()
 """
 
@@ -111,21 +115,22 @@ def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> N
     ]
     blocks = [int(job.stdout.readline()) for job in jobs if job.stdout]
     assert len(set(blocks)) == 3
-    assert ascend.hold_block(blocks[0] + 7) == blocks[0] + 7  # part of it is as bad
-    assert ascend.free_block() not in blocks
+    ports = PortBlocks()
+    assert ports.hold(blocks[0] + 7) == blocks[0] + 7  # part of it is as bad
+    assert ports.free() not in blocks
     jobs[0].kill()  # a job that is killed lets go too
     for job in jobs:
         job.communicate("\n")
-    assert ascend.hold_block(blocks[0]) == 0
-    assert ascend.free_block() != blocks[0]
-    assert ascend.hold_block(blocks[0]) == 0  # it is one's own still
-    ascend.release_block(blocks[0])
+    assert ports.hold(blocks[0]) == 0
+    assert ports.free() != blocks[0] != PortBlocks().free()
+    assert ports.hold(blocks[0]) == 0  # the block is still held here
+    ports.release(blocks[0])
 
 
 def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
-    words = ascend.port_words("29500")
+    words = port_words("29500")
     assert words.startswith("MASTER_PORT=29500 is taken")
-    assert not ascend.port_taken(int(words.split("such as MASTER_PORT=")[1].split()[0]))
+    assert not ascend_environment.port_taken(int(words.split("such as MASTER_PORT=")[1].split()[0]))
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -150,9 +155,9 @@ def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
     ],
 )
 def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
-    said = ascend.explain(failure)
+    said = ascend_errors.explain(failure)
     assert words in said if words else said == ""
-    chinese = ascend.explain(failure, "zh")
+    chinese = ascend_errors.explain(failure, "zh")
     assert (bool(chinese) == bool(said) and chinese != said) or not said
 
 
@@ -168,21 +173,21 @@ def test_known_errors_have_words_and_a_remedy(failure: str, words: str) -> None:
     ],
 )
 def test_what_a_failed_load_needs_is_said(failure: str, words: str) -> None:
-    said = ascend.cannot_load(f"{failure}\nmore")
+    said = ascend_errors.cannot_load(f"{failure}\nmore")
     assert said.startswith(failure)
     assert words in said
     assert "more" not in said
 
 
 def test_other_reasons_of_a_failed_load_are_kept_as_they_are() -> None:
-    assert ascend.cannot_load("drvInit failed\nsecond line") == "drvInit failed"
+    assert ascend_errors.cannot_load("drvInit failed\nsecond line") == "drvInit failed"
 
 
 def test_a_card_in_use_is_told_by_its_free_memory() -> None:
-    assert ascend.in_use(3, 60 * 2**30, 64 * 2**30) == ""
-    assert "NPU 3 is in use: 12 of 64 GiB are free" in ascend.in_use(3, 12 * 2**30, 64 * 2**30)
+    assert ascend_errors.in_use(3, 60 * 2**30, 64 * 2**30) == ""
+    assert "NPU 3 is in use: 12 of 64 GiB are free" in ascend_errors.in_use(3, 12 * 2**30, 64 * 2**30)
 
 
 def test_a_card_that_cannot_be_opened_is_named() -> None:
-    assert "NPU 2 cannot be opened: odd things. It may be held" in ascend.cannot_open(2, "odd things\nand more")
-    assert "HwHiAiUser" in ascend.cannot_open(2, "error -8005")
+    assert "NPU 2 cannot be opened: odd things. It may be held" in ascend_errors.cannot_open(2, "odd things\nand more")
+    assert "HwHiAiUser" in ascend_errors.cannot_open(2, "error -8005")

@@ -24,8 +24,8 @@ STUB_MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.profiler")
 STUB_VERSIONS = VERSIONS[1:]  # the first 2.7.1 lacks what the stub has for its successors
 # Files that call the device's module by another name, since CUDA's has the same functions.
 MODULE_NAMES = {
-    "nanochat/device.py": {"module", "_module"},
-    "nanochat/train/memory.py": {"module"},
+    "nanochat/platforms/base.py": {"self.module"},
+    "nanochat/platforms/ascend.py": {"self.module"},
     "nanochat/runtime/profiling.py": {"self.module"},
 }
 CONSTRUCTORS = {"torch_npu.npu.Stream", "torch_npu.npu.Event"}  # their __new__ takes what the C type takes

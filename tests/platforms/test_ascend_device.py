@@ -3,7 +3,7 @@
 import datetime
 import os
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,11 @@ import torch.distributed as dist
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, compute_init
-from nanochat.platforms import ascend
+from nanochat.platforms import ascend_kernels
+from nanochat.platforms.ascend import Ascend
+from nanochat.platforms.ascend_chips import chip_of
+from nanochat.platforms.ascend_environment import PortBlocks
+from nanochat.platforms.cpu import Cpu
 from nanochat.train import sizes
 
 GIB = 2**30
@@ -59,7 +63,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         monkeypatch.setenv(name, "1")  # so that what compute_init() sets is undone
     made = Card()
     monkeypatch.setattr(torch, "npu", made, raising=False)
-    monkeypatch.setitem(device.ROWS, "npu", replace(device.ROWS["npu"], unavailable=str))
+    monkeypatch.setattr(Ascend, "unavailable", lambda self: "")
+    monkeypatch.setattr(ascend_kernels, "missing", lambda kind: [])
     monkeypatch.setattr(torch, "device", lambda name, index=0: f"{name}:{index}")  # no such device type without it
     return made
 
@@ -78,7 +83,7 @@ def test_the_format_follows_the_chip(card: Card, soc: int, dtype: torch.dtype, w
     assert compute.dtype == dtype
     assert why in compute.dtype_reason
     assert compute.scaler == scaler
-    assert compute.chip is ascend.chip_of(soc)
+    assert compute.chip is chip_of(soc)
 
 
 def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,33 +149,34 @@ def test_a_taken_meeting_port_is_really_reported_so(card: Card, monkeypatch: pyt
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         with pytest.raises(UserError, match=f"MASTER_PORT={port} is taken"):
-            device._join("cpu", "gloo")
+            device._join(Cpu())
 
 
-def two_ranks(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Compute:
-    """Rank 2 + local_rank of four on two hosts; the other ranks' part of the exchange is pretended."""
+def meet(platform: Ascend, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 2 + local_rank of four on two hosts; the other ranks' part of the exchange is pretended."""
     monkeypatch.setattr(dist, "all_reduce", lambda blocks: blocks.add_(torch.tensor([61008, 0, 0, 0])))
-    return Compute("npu:0", "npu", "hccl", 2 + local_rank, local_rank, 4, torch.bfloat16, "test")  # type: ignore[arg-type]
+    platform.ranks_met(2 + local_rank, local_rank, 4)
 
 
 def test_a_host_chooses_a_free_block_of_ports(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend, "free_block", lambda hold: 61040)
-    device._choose_port_block(two_ranks(0, monkeypatch))
+    monkeypatch.setattr(PortBlocks, "free", lambda self, hold: 61040)
+    meet(Ascend(), 0, monkeypatch)
     assert os.environ.pop("HCCL_IF_BASE_PORT") == "61040"  # this host's first rank is 2, its choice is not 61008
 
 
 def test_a_block_that_is_given_and_taken_is_refused(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = ascend.free_block()
+    platform = Ascend()
+    base = platform.ports.free()
     monkeypatch.setenv("HCCL_IF_BASE_PORT", str(base))
-    device._choose_port_block(two_ranks(0, monkeypatch))
+    meet(platform, 0, monkeypatch)
     assert os.environ["HCCL_IF_BASE_PORT"] == str(base)
-    ascend.release_block(base)
+    platform.ports.release(base)
     with socket.socket() as other:
         other.bind(("", base))
         other.listen()
         with pytest.raises(UserError, match=f"port {base} is taken by another"):
-            device._choose_port_block(two_ranks(0, monkeypatch))
-        device._choose_port_block(two_ranks(1, monkeypatch))  # a second rank of the host finds its fellow there
+            meet(platform, 0, monkeypatch)
+        meet(platform, 1, monkeypatch)  # a second rank of the host finds its fellow there
 
 
 def test_mfu_has_the_chips_peak_and_its_source(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +207,7 @@ def test_an_unknown_error_is_not_dressed_up(card: Card) -> None:
 
 def test_cards_are_counted_only_where_the_npu_is_the_device(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "device_type", "npu")
-    assert device.cards() == (ascend.chip_of(223), 8)
+    assert device.cards() == (chip_of(223), 8)
     monkeypatch.setattr(device, "device_type", "cpu")
     assert device.cards() == (None, 0)
 

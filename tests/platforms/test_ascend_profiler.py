@@ -9,9 +9,9 @@ from nanochat import device
 from nanochat.common import UserError, base_dir, read_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.platforms import ascend_profiler as npu_profiler
+from nanochat.platforms.ascend_profiler import AscendTracer
 from nanochat.runtime import parallel, profiling
-from nanochat.runtime.profiling import NEEDED, TRACED
+from nanochat.runtime.profiling import NEEDED, TRACED, PlatformTracer, TorchTracer, tracer_of
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
 from tests.emulated_npu.worker import on_npu, run_ranks
@@ -20,10 +20,14 @@ from tests.support.tiny_training import CPU, Batches
 
 def run(compute: Compute, folder: Path) -> None:
     """A profiled stage of a tiny model, shared out over the ranks."""
-    model = GPT(GPTConfig(sequence_len=16, vocab_size=290, n_layer=2, n_head=3, n_kv_head=3, n_embd=54), compute.dtype)
+    model = GPT(
+        GPTConfig(sequence_len=16, vocab_size=290, n_layer=2, n_head=3, n_kv_head=3, n_embd=54),
+        compute.dtype,
+        compute.operations,
+    )
     model.init_weights(1)
     model.to(compute.device)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, model.shard_groups(), compute)
     optimizers = Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
     profiled = profiling.begin(True, "base", folder, NEEDED, compute)
     for step in range(NEEDED):
@@ -69,10 +73,10 @@ class Silent:
         pass
 
 
-def tracer(folder: Path) -> npu_profiler.Tracer:
-    made = object.__new__(npu_profiler.Tracer)
-    made.folder, made.name, made.steps, made._profiler = folder, "rank0", TRACED, Silent()
-    return made
+def tracer(folder: Path) -> PlatformTracer:
+    made = object.__new__(AscendTracer)
+    made.folder, made.name, made._profiler = folder, "rank0", Silent()
+    return PlatformTracer(made, TRACED)
 
 
 def write(folder: Path, steps: str, kernels: str) -> None:
@@ -116,5 +120,5 @@ def test_tables_of_another_kind_are_named(tmp_path: Path, steps: str, kernels: s
         tracer(tmp_path).finish()
 
 
-def test_other_devices_are_not_traced_by_torch_npu() -> None:
-    assert not npu_profiler.traces(CPU)
+def test_other_devices_are_traced_by_torch(tmp_path: Path) -> None:
+    assert isinstance(tracer_of(tmp_path, CPU, TRACED), TorchTracer)

@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.npu]
 
 def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
     """The losses of some steps of two passes; on an NPU also what the last one waited for and copied."""
-    model = GPT(CONFIG, compute.dtype)
+    model = GPT(CONFIG, compute.dtype, compute.operations)
     model.init_weights(3)
     model.to(compute.device)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, mode)
+    parallel.shard(model, model.shard_groups(), compute, mode)
     optimizers = Optimizers(model, model.parameter_roles(), CONFIG.n_embd, Rates(), 0.1, compute.dtype)
     losses: list[float] = []
 

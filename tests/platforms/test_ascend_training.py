@@ -11,8 +11,9 @@ from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn import kernels
 from nanochat.nn.cache import Spans
+from nanochat.nn.operations import Asked, Operations
+from nanochat.platforms.ascend import Ascend
 from nanochat.train.muon import Muon
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, Outcome, update
@@ -41,7 +42,7 @@ class Batch:
 
 def train(compute: Compute, steps: int, scale: LossScale | None = None) -> tuple[GPT, list[Outcome]]:
     """A small model with windows, grouped heads and value embeddings after some steps."""
-    model = tiny_gpt(VOCAB, dtype=compute.dtype).train().to(compute.device)
+    model = tiny_gpt(VOCAB, dtype=compute.dtype, operations=compute.operations).train().to(compute.device)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, compute.dtype)
     scale = scale or LossScale.start(compute, {})
     return model, [update(model, optimizers, Batch(compute, 7), scale, compute) for _ in range(steps)]
@@ -63,12 +64,8 @@ def compare(compute: Compute, loss: float, parameters: float) -> None:
 @pytest.mark.parametrize("name", ["auto", "plain"])
 @on_npu()
 def test_fp32_training_on_an_npu_is_that_on_the_cpu(name: str) -> None:
-    compute = replace(device.compute_init("npu"), dtype=torch.float32)
-    kernels.select(name, compute)  # type: ignore[arg-type]
-    try:
-        compare(compute, loss=2e-4, parameters=0.02)
-    finally:
-        kernels.select("auto", compute)
+    compute = replace(device.compute_init("npu", name), dtype=torch.float32)
+    compare(compute, loss=2e-4, parameters=0.02)
 
 
 @on_npu()
@@ -90,12 +87,7 @@ def test_fp16_training_on_a_910a_is_close_to_fp32() -> None:
 
 @on_npu(chip="910A", devices=1)
 def test_plain_kernels_train_a_910a_in_fp16_without_counting_their_masks_as_overflows() -> None:
-    compute = device.compute_init("npu")
-    kernels.select("plain", compute)
-    try:
-        compare(compute, loss=0.05, parameters=float("inf"))
-    finally:
-        kernels.select("auto", compute)
+    compare(device.compute_init("npu", "plain"), loss=0.05, parameters=float("inf"))
 
 
 @on_npu(chip="910A", devices=1)
@@ -130,11 +122,11 @@ def test_a_step_waits_for_the_device_once_and_copies_its_batch() -> None:
 # --- Muon ----------------------------------------------------------------------------------------
 
 
-def muon_steps(where: str, stacked: bool) -> list[Tensor]:
+def muon_steps(where: str, operations: Operations) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = [(16, 8), (16, 8), (8, 24), (8, 24), (8, 24)]
     start = [(f"m{i}", torch.randn(shape, generator=generator).to(where)) for i, shape in enumerate(shapes)]
-    optimizer = Muon(start, weight_decay=0.1, stacked=stacked)
+    optimizer = Muon(start, weight_decay=0.1, operations=operations)
     for _ in range(3):
         for _, matrix in start:
             matrix.grad = torch.randn(matrix.shape, generator=generator).to(where)
@@ -143,23 +135,24 @@ def muon_steps(where: str, stacked: bool) -> list[Tensor]:
 
 
 def test_matrices_stepped_one_by_one_go_where_stacked_ones_go() -> None:
-    for alone, together in zip(muon_steps("cpu", False), muon_steps("cpu", True), strict=True):
+    for alone, together in zip(muon_steps("cpu", Operations(False)), muon_steps("cpu", Operations()), strict=True):
         torch.testing.assert_close(alone, together, rtol=1e-6, atol=1e-6)
 
 
 @on_npu()
 def test_muon_on_an_npu_is_muon_on_the_cpu() -> None:
-    for here, there in zip(muon_steps("npu", True), muon_steps("cpu", True), strict=True):
+    for here, there in zip(
+        muon_steps("npu", Ascend().operations("auto")), muon_steps("cpu", Operations()), strict=True
+    ):
         torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
 
 
 @on_npu()
 def test_plain_kernels_step_every_matrix_by_itself() -> None:
-    compute = device.compute_init("npu")
-    model = tiny_gpt(VOCAB)
-    matrices = sum(role == "matrix" for role in model.parameter_roles().values())
-    for name, stacks in (("plain", matrices), ("auto", 5)):
-        kernels.select(name, compute)  # type: ignore[arg-type]
+    matrices = sum(role == "matrix" for role in tiny_gpt(VOCAB).parameter_roles().values())
+    kernels: tuple[tuple[Asked, int], ...] = (("plain", matrices), ("auto", 5))
+    for name, stacks in kernels:
+        model = tiny_gpt(VOCAB, operations=device.compute_init("npu", name).operations)
         made = Optimizers(model, model.parameter_roles(), 32, Rates(), 1.0, torch.float32)
         assert len(made.muon.stacks) == stacks
 
@@ -190,7 +183,7 @@ def check_cache(model: GPT, tolerance: float) -> None:
 
 @on_npu()
 def test_fp32_generation_by_mask_continues_the_whole_forward() -> None:
-    check_cache(tiny_gpt(VOCAB), 1e-4)
+    check_cache(tiny_gpt(VOCAB, operations=Ascend().operations("auto")), 1e-4)
 
 
 @on_npu(chip="310P", devices=1)
@@ -202,7 +195,7 @@ def wide_gpt(dtype: torch.dtype) -> GPT:
     """The same with heads of 16 channels, which the decoding operators take."""
     model = tiny_gpt(VOCAB, dtype=dtype)
     config = replace(model.config, n_head=2, n_kv_head=1)
-    wide = GPT(config, dtype)
+    wide = GPT(config, dtype, Ascend().operations("auto"))
     wide.init_weights(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -240,8 +233,8 @@ def test_the_engine_says_the_same_on_an_npu_and_on_the_cpu() -> None:
     tokenizer = tiny_tokenizer()
     prompts = [tokenizer.encode("the cat sat"), tokenizer.encode("strawberry 12 34"), tokenizer.encode("on")]
     said = []
-    for where in ("npu", "cpu"):
-        model = tiny_gpt(tokenizer.vocab_size).to(where)
+    for where, operations in (("npu", Ascend().operations("auto")), ("cpu", Operations())):
+        model = tiny_gpt(tokenizer.vocab_size, operations=operations).to(where)
         engine = Engine(model, tokenizer, slots=4, length=160)
         said.append([c.tokens for c in engine.generate(prompts, Sampling(0.0, None, 40), samples=2)])
     assert said[0] == said[1]

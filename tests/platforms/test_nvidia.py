@@ -1,6 +1,5 @@
 """NVIDIA GPUs by name, and one that is taken: named before anything is computed."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch
 
 from nanochat import device
 from nanochat.common import UserError
-from nanochat.platforms import nvidia as gpus
-from tests.support.tiny_model import on_cpu
+from nanochat.platforms import nvidia
+from nanochat.platforms.nvidia import Nvidia
+from tests.support.tiny_model import on_cpu, pretend
 
 
 @pytest.mark.parametrize(
@@ -22,27 +22,34 @@ from tests.support.tiny_model import on_cpu
     ],
 )  # fmt: skip
 def test_peaks_are_found_by_the_longest_name(name: str, peak: float | None) -> None:
-    assert gpus.peak_tflops(name) == peak
+    assert nvidia.peak_tflops(name) == peak
 
 
-def card(monkeypatch: pytest.MonkeyPatch, opens: bool, free: int) -> Any:
+def card(monkeypatch: pytest.MonkeyPatch, opens: bool, free: int) -> None:
+    """A pretended torch.cuda of eight GPUs."""
+
     def set_device(index: int) -> None:
         if not opens:
             raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
 
-    return SimpleNamespace(set_device=set_device, mem_get_info=lambda: (free, 80 * 2**30))
+    functions: dict[str, Any] = {"device_count": lambda: 8, "mem_get_info": lambda: (free, 80 * 2**30)}
+    monkeypatch.setattr(Nvidia, "module", SimpleNamespace(set_device=set_device, **functions))
+    # What open() sets for the whole process.
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
 
 
 def test_a_gpu_that_another_process_holds_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch, False, 0)
     with pytest.raises(UserError, match=r"GPU 3 cannot be opened: .* busy or unavailable. Another process"):
-        device._take(card(monkeypatch, False, 0), "cuda", 3)
+        Nvidia(3).open()
 
 
 @pytest.mark.parametrize(("free", "said"), [(20, "GPU 1 is in use: 20 of 80 GiB are free. `nvidia-smi`"), (79, "")])
 def test_a_gpu_whose_memory_others_hold_is_told(
     free: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    device._take(card(monkeypatch, True, free * 2**30), "cuda", 1)
+    card(monkeypatch, True, free * 2**30)
+    assert Nvidia(1).open() == torch.device("cuda", 1)
     words = "".join(capsys.readouterr())
     assert said in words and bool(said) == bool(words)
 
@@ -64,13 +71,13 @@ class HostTensor:
 
 
 def test_batches_are_pinned_and_sent_without_waiting() -> None:
-    gpu = replace(on_cpu(), device=torch.device("cuda", 1), device_type="cuda", backend="nccl")
+    gpu = pretend(Nvidia(1), device=torch.device("cuda", 1))
     tensor: Any = HostTensor()
     assert device.to_device(device.pin(tensor, gpu), gpu) == (torch.device("cuda", 1), True, True)
 
 
 def test_memory_that_runs_out_anywhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "compute_init", lambda asked: on_cpu())
+    monkeypatch.setattr(device, "compute_init", lambda asked, kernels: on_cpu())
 
     def work(cfg: Any, compute: device.Compute) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")

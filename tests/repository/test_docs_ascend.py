@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import planner
-from nanochat.platforms import ascend
+from nanochat import device, planner
+from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
 from tests.repository.test_docs import read
 from tools_npu import versions
 
@@ -24,7 +24,7 @@ def rows(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", MAIN)
 def test_the_table_of_chips_matches_the_code(name: str) -> None:
     told = {row[0]: row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 7}
-    for chip in ascend.CHIPS:
+    for chip in ascend_chips.CHIPS:
         (row,) = (row for first, row in told.items() if re.match(rf"{re.escape(chip.name)}(?![\w-])", first))
         socs = f"{chip.socs[0]}–{chip.socs[-1]}" if len(chip.socs) > 1 else str(chip.socs[0])
         assert (row[1], row[4]) == (socs, f"{chip.tflops:g}")
@@ -49,7 +49,7 @@ def test_the_table_of_versions_matches_the_set_up(name: str) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_the_estimates_match_the_planner(name: str) -> None:
     told = {row[0]: row[1:] for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 8}
-    expected = [row for row in rows(planner.table(32_768)) if row[0] in {chip.name for chip in ascend.CHIPS}]
+    expected = [row for row in rows(planner.table(32_768)) if row[0] in {chip.name for chip in ascend_chips.CHIPS}]
     assert len(expected) > 5
     for chip, _, *cells in expected:
         assert told[chip] == cells
@@ -65,7 +65,7 @@ def test_the_tips_repeat_the_counts_of_the_page_on_speed(name: str) -> None:
 @pytest.mark.parametrize("name", TROUBLESHOOTING)
 def test_every_error_that_the_code_explains_has_its_chapter(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    patterns = [pattern for pattern, *_ in (*ascend.TROUBLES, *ascend.LOADING)]
+    patterns = [pattern for pattern, *_ in (*ascend_errors.TROUBLES, *ascend_errors.LOADING)]
     words = {word for pattern in patterns for word in pattern.split("|")} - {"No module named 'torch_npu'"}
     assert {"EI0006", "libascend_hal"} <= words
     assert [word for word in sorted(words) if not re.search(word, text)] == []
@@ -91,10 +91,10 @@ def test_every_refusal_can_be_looked_up_by_its_words(name: str) -> None:
         assert words.strip() in text, words
     both = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_NPU_ALLOC_CONF": ""}
     said = [
-        ascend.in_use(0, 0, 64 << 30)[: len("NPU 0 is in use")],
-        ascend.cannot_open(3, "")[: len("NPU 3 cannot be opened")],
-        ascend.port_words("29500").partition(";")[0],
-        ascend.prepare_loading("2.13", both).partition(",")[0],
+        ascend_errors.in_use(0, 0, 64 << 30)[: len("NPU 0 is in use")],
+        ascend_errors.cannot_open(3, "")[: len("NPU 3 cannot be opened")],
+        device.port_words("29500").partition(";")[0],
+        ascend_environment.prepare_loading("2.13", both).partition(",")[0],
         versions.resolve("8.0.0").refusal[0].partition(":")[0],
         versions.asked("2.1.0").refusal[0].partition(":")[0],
     ]

@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from nanochat import report
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
+from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
 from nanochat.runtime.tracking import read_metrics
 from nanochat.train.update import LossScale, update
 from tests.support.ranks import run_ranks
 from tests.support.small_world import make_corpus, run_stage
+from tests.support.tiny_model import pretend
 from tests.support.tiny_training import CPU, Batches, make
 
 PARTS = ["data", "forward", "backward", "gradient norm", "optimizer"]
@@ -166,7 +168,7 @@ def kind(event: Event, compute: Compute, folder: Path) -> str | None:
 
 
 HOST = torch.autograd.DeviceType.CPU
-GPU = replace(CPU, device_type="cuda", backend="nccl")
+GPU = pretend(Nvidia())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from bench.ranks.wire import Wire
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.runtime.placement import place_of
+from nanochat.runtime.parallel import place_of
 from nanochat.train.optim import Rates
 from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CPU, batches, make

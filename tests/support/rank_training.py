@@ -27,7 +27,7 @@ class Batches:
 
 def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
     """A model whose first gradients exceed rounding errors, since AdamW makes a full step of any gradient."""
-    model, generator = GPT(CONFIG, compute.dtype), torch.Generator().manual_seed(4)
+    model, generator = GPT(CONFIG, compute.dtype, compute.operations), torch.Generator().manual_seed(4)
     model.init_weights(3)
     with torch.no_grad():
         for block in model.blocks:
@@ -35,7 +35,7 @@ def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> t
             block.mlp.c_proj.weight.normal_(0, 0.1, generator=generator)
         model.lm_head.weight.normal_(0, 0.1, generator=generator)
         model.smear_lambda.fill_(0.3)
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute, mode)
+    parallel.shard(model, model.shard_groups(), compute, mode)
     return model, Optimizers(model, model.parameter_roles(), CONFIG.n_embd, rates, 0.1, compute.dtype)
 
 

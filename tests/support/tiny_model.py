@@ -1,11 +1,15 @@
 """Small models and tokenizers for tests of inference."""
 
+from typing import Any
+
 import torch
 
 from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.operations import Operations
+from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 
@@ -17,13 +21,16 @@ def tiny_tokenizer(vocab_size: int = 290) -> Tokenizer:
     return Tokenizer.train([TEXT] * 4, vocab_size)
 
 
-def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32) -> GPT:
+def tiny_gpt(
+    vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32,
+    operations: Operations | None = None,
+) -> GPT:  # fmt: skip
     """A GPT with windows of 128, grouped heads and value embeddings; weights that start at zero are made random."""
     config = GPTConfig(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
         window_pattern="SL",
     )  # fmt: skip
-    model = GPT(config, dtype)
+    model = GPT(config, dtype, operations)
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(1000 + seed)  # not the embedding's seed, or the head would equal it
 
@@ -43,6 +50,15 @@ def tiny_gpt(vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: tor
 def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
     """A Compute for this rank on the CPU, in fp32."""
     return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
+
+
+def pretend(platform: Platform, **fields: Any) -> Compute:
+    """A Compute of another platform, for code that asks the platform and computes nothing."""
+    given: dict[str, Any] = {
+        "device": torch.device("cpu"), "rank": 0, "local_rank": 0, "world_size": 1, "dtype": torch.float32,
+        "dtype_reason": "test", **fields,
+    }  # fmt: skip
+    return Compute(device_type=platform.name, backend=platform.backend, platform=platform, **given)
 
 
 def tiny_checkpoint(stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160) -> None:

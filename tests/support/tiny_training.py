@@ -36,7 +36,7 @@ class Batches:
 def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tuple[GPT, Optimizers]:
     """A model with three heads of 18 channels: two or four ranks cannot divide its rows evenly."""
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
-    model = GPT(config, compute.dtype)
+    model = GPT(config, compute.dtype, compute.operations)
     model.init_weights(seed)
     parallel.shard(model, model.shard_groups(), compute)
     return model, Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)

@@ -312,13 +312,14 @@ def test_every_operation_agrees_with_its_reference_on_the_host(
 
 
 def test_an_operation_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanochat.nn import kernels
+    from nanochat.nn.operations import Operations
 
     on_cpu(monkeypatch)
-    attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda q, k, v, window: attend(q, k, v, window - 1))  # one key too few
+    attend = Operations.attend
+    # one key too few
+    monkeypatch.setattr(Operations, "attend", lambda self, q, k, v, window: attend(self, q, k, v, window - 1))
     assert numerics.attend(torch.bfloat16, 64) > numerics.TOLERANCE[torch.bfloat16]
-    monkeypatch.setattr(kernels, "norm", lambda x: x * float("nan"))
+    monkeypatch.setattr(Operations, "norm", lambda self, x: x * float("nan"))
     assert numerics.norm(torch.bfloat16) == float("inf")
 
 

@@ -1,6 +1,5 @@
 """Running out of memory: how it is recognised, and the next value to try."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +8,12 @@ import torch
 
 from nanochat import device
 from nanochat.common import UserError
+from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.nvidia import Nvidia
 from nanochat.train import memory
-from tests.support.tiny_model import on_cpu
+from tests.support.tiny_model import on_cpu, pretend
 
-CUDA = replace(on_cpu(), device_type="cuda")
+CUDA = pretend(Nvidia())
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,7 @@ def test_a_pass_of_one_row_is_told_what_else_helps() -> None:
 
 def fake_card(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """A device whose module answers as told."""
-    row = device.ROWS["cuda"]
-    monkeypatch.setitem(device.ROWS, "cuda", replace(row, module=lambda: SimpleNamespace(**functions)))
+    monkeypatch.setattr(Nvidia, "module", SimpleNamespace(**functions))
 
 
 def test_the_budget_is_what_is_free_and_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_large_passes_on_a_cpu_make_cheap_values_again(tokens: int, kept: bool) 
     saved: list[torch.Tensor] = []
     torch.compiler.reset()
     fast = torch.compile(work, backend="aot_eager_decomp_partition", dynamic=False)
-    with memory.saving(tokens, on_cpu()), torch.autograd.graph.saved_tensors_hooks(
+    with Cpu().saving_memory(tokens), torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t) or t, lambda t: t
     ):  # fmt: skip
         out = fast(x)

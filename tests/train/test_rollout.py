@@ -80,7 +80,7 @@ def rolled(
 def gradient(device_batch_size: int, compute: Compute) -> tuple[Outcome, dict[str, torch.Tensor], int]:
     """Of one step, in whatever passes and on however many ranks."""
     sampler, model = talkative(), talkative()
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, model.shard_groups(), compute)
     rollouts, _ = rolled(device_batch_size, compute, model=sampler)
     recorder = Recorder(model)
     outcome = update(model, recorder, rollouts, LossScale(), compute)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def on_a_rank(compute: Compute) -> tuple[float, dict[str, torch.Tensor], int, fl
     outcome, gradients, targets = gradient(3, compute)
     rollouts, samples = rolled(3, compute)
     model = talkative()
-    parallel.shard(model, [*model.value_embeds.values(), model.wte, *model.blocks, model.lm_head], compute)
+    parallel.shard(model, model.shard_groups(), compute)
     gap = rollout.sampler_gap(samples, model, compute)
     return outcome.loss, gradients, targets, gap, figures_of(rollouts)
 

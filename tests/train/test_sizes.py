@@ -10,12 +10,15 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
+from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import sizes
 from nanochat.train.sizes import Batch
+from tests.support.tiny_model import pretend
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
-CUDA = replace(CPU, device_type="cuda")
+CUDA = pretend(Nvidia())
 SHAPE = GPTConfig(256, 2048, 4, 4, 4, 256)
 
 
@@ -148,7 +151,7 @@ def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     fit = (0.8 * 80 * 2**30 - 16 * 896_500_000) / (40 * 20 * 1280 * 2048)
     assert 16 < fit < 32
     for memory, expected in ((80, 16), (8, 1)):
-        monkeypatch.setattr(device, "memory_total", lambda compute, memory=memory: memory * 2**30)
+        monkeypatch.setattr(Nvidia, "memory_total", lambda self, memory=memory: memory * 2**30)
         assert sizes.batch(2**19, "auto", d20, 896_500_000, None, "x", CUDA).device_batch_size == expected
 
 
@@ -156,7 +159,7 @@ def test_a_pass_on_a_device_fits_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_depth_too_large_for_memory_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "memory_total", lambda compute: 24 * 2**30)
+    monkeypatch.setattr(Cpu, "memory_total", lambda self: 24 * 2**30)
     sizes.check_fits(4, 2 * 2**30, "grad", CPU)  # 12 bytes each fill it
     with pytest.raises(
         UserError, match=r"depth 40 makes 2,147,483,649 parameters, .* at least 24 GiB .* --depth"
@@ -174,9 +177,10 @@ def test_sharding_makes_room_on_devices_but_not_on_one_host(
     kind: str, mode: Sharding, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(device, "memory_total", lambda compute: 12 * 2**30)
-    monkeypatch.setattr(sizes, "reachable", lambda compute: 12 * 2**30)
-    compute = replace(CPU, device_type=kind, world_size=ranks)
+    platform = device.PLATFORMS[kind]
+    monkeypatch.setattr(platform, "memory_total", lambda self: 12 * 2**30)
+    monkeypatch.setattr(platform, "memory_reachable", lambda self: 12 * 2**30)
+    compute = pretend(platform(), world_size=ranks)
     if fits:
         sizes.check_fits(40, 3 * 2**30, mode, compute)
         return
@@ -185,8 +189,8 @@ def test_sharding_makes_room_on_devices_but_not_on_one_host(
 
 
 def test_a_card_whose_memory_others_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "memory_total", lambda compute: 80 * 2**30)
-    monkeypatch.setattr(sizes, "reachable", lambda compute: 3 * 2**30)
+    monkeypatch.setattr(Nvidia, "memory_total", lambda self: 80 * 2**30)
+    monkeypatch.setattr(Nvidia, "memory_reachable", lambda self: 3 * 2**30)
     with pytest.raises(UserError, match=r"at least 12.0 GiB of each device, but only 3.0 of 80.0 GiB are free"):
         sizes.check_fits(20, 2**30, "none", CUDA)
     sizes.check_fits(4, 2**28, "none", CUDA)

@@ -270,7 +270,7 @@ def test_a_failing_compiler_is_named_and_the_run_goes_on(
     before = [p.detach().clone() for p in model.parameters()]
     assert compile_it(model, None) is model
     said = capsys.readouterr().err
-    assert "torch.compile failed, the run goes on uncompiled: the compiler is broken" in said
+    assert "torch.compile failed, and training continues uncompiled: the compiler is broken" in said
     assert "second line" not in said
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
 

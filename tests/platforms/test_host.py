@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
 
 STEP = """
 import ctypes, sys
 import torch
-from nanochat.platforms import cpu as host
+from nanochat.platforms import host
 
 class Held(ctypes.Structure):  # glibc's struct mallinfo2
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used free top".split()]

@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn import blocked_attention, kernels
+from nanochat.nn import blocked_attention
 from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.loss import chunked_loss, softcap, token_losses
-from nanochat.nn.plain_attention import _band
+from nanochat.nn.operations import Operations
+from nanochat.nn.plain_attention import cache_mask
+from nanochat.platforms import cpu
+from nanochat.platforms.cpu import CpuOperations
 
 CPU = torch.device("cpu")
+PLAIN = Operations()
+INF = float("inf")
 
 
 def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -46,7 +51,7 @@ def test_attend_equals_a_masked_softmax_with_its_gradients(window: int, kv_heads
     ours = [draw(B, T, heads, D, seed=i).requires_grad_() for i, heads in enumerate((H, kv_heads, kv_heads))]
     plain = [x.detach().double().requires_grad_() for x in ours]
     mixed = draw(B, T, H, D, seed=9)
-    out = kernels.attend(*ours, window)
+    out = PLAIN.attend(*ours, window)
     expected = plain_attention(*plain, causal_window(T, window))
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
     (out * mixed).sum().backward()
@@ -59,24 +64,24 @@ def test_attend_equals_a_masked_softmax_with_its_gradients(window: int, kv_heads
 def test_attend_at_the_edges_of_its_blocks(T: int, window: int) -> None:
     q, k, v = (draw(1, T, 2, 4, seed=i) for i in range(3))
     expected = plain_attention(q, k, v, causal_window(T, window))
-    torch.testing.assert_close(kernels.attend(q, k, v, window), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(PLAIN.attend(q, k, v, window), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_attend_makes_no_mask_that_grows_with_the_sequence() -> None:
-    _band.cache_clear()
+    operations = Operations()
     for T in (100, 200, 300):
-        kernels.attend(*(draw(1, T, 1, 4) for _ in range(3)), 16)
-    assert _band.cache_info().currsize == 1
-    assert _band(16, CPU).shape == (16, 32)
+        operations.attend(*(draw(1, T, 1, 4) for _ in range(3)), 16)
+    assert len(operations.masks.bands) == 1
+    assert operations.masks.band(16, CPU).shape == (16, 32)
 
 
 def test_attend_first_used_for_inference_can_be_trained_afterwards() -> None:
-    _band.cache_clear()
+    operations = Operations()
     q, k, v = (draw(1, 24, 2, 4, seed=i) for i in range(3))
     with torch.inference_mode():
-        kernels.attend(q, k, v, 8)
+        operations.attend(q, k, v, 8)
     q.requires_grad_()
-    kernels.attend(q, k, v, 8).sum().backward()
+    operations.attend(q, k, v, 8).sum().backward()
     assert q.grad is not None
 
 
@@ -85,7 +90,7 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
     ours = [draw(2, T, 2, 8, seed=i).requires_grad_() for i in range(3)]
     plain = [x.detach().double().requires_grad_() for x in ours]
     mixed = draw(2, T, 2, 8, seed=9)
-    out = BlockedAttention.apply(*ours, window)
+    out = BlockedAttention.apply(*ours, window, -INF)
     places = torch.arange(T)
     distance = places[:, None] - places
     expected = plain_attention(*plain, (distance >= 0) & (distance <= window))
@@ -100,7 +105,7 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
 def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our modules are told so, not torch: were the compiler loaded meanwhile, it would remember the wrong function."""
     with monkeypatch.context() as patch:
-        for module in (kernels, blocked_attention):
+        for module in (cpu, blocked_attention):
             patch.setattr(module, "is_compiling", lambda: True)
         yield
 
@@ -110,7 +115,7 @@ def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tenso
     monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
     monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
     with as_if_compiled(monkeypatch):
-        return kernels.attend(*tensors, 64)
+        return CpuOperations().attend(*tensors, 64)
 
 
 def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +125,7 @@ def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pyte
     )
     out = attend_as_if_compiled(monkeypatch, *leaves)
     assert "BlockedAttention" in str(out.grad_fn)
-    exact = kernels.attend(*exact_leaves, 64)
+    exact = PLAIN.attend(*exact_leaves, 64)
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
     with as_if_compiled(monkeypatch):
         out.float().square().sum().backward()
@@ -133,8 +138,9 @@ def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pyte
 
 def test_a_compiled_model_keeps_no_attention_weights_for_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
+    operations = CpuOperations()
     q, k, v = (draw(1, 256, 2, 8, seed=i).bfloat16().requires_grad_() for i in range(3))
-    fast = torch.compile(lambda *x: kernels.attend(*x, 256) * 2, backend="aot_eager_decomp_partition", dynamic=False)
+    fast = torch.compile(lambda *x: operations.attend(*x, 256) * 2, backend="aot_eager_decomp_partition", dynamic=False)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = fast(q, k, v)
@@ -145,7 +151,7 @@ def test_a_compiled_model_keeps_no_attention_weights_for_its_backward_pass(monke
 
 def test_cache_mask_marks_the_window_before_each_place() -> None:
     places = torch.tensor([[0, 1], [4, 5]])
-    seen = kernels.cache_mask(places, keys=6, window=2)
+    seen = cache_mask(places, keys=6, window=2)
     assert seen.shape == (2, 1, 2, 6)
     assert seen[:, 0].int().tolist() == [
         [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]],
@@ -161,7 +167,7 @@ def test_attend_cached_equals_the_end_of_each_rows_sequence(window: int, kv_head
     k, v = draw(3, K, kv_heads, D, seed=1), draw(3, K, kv_heads, D, seed=2)
     q = draw(3, T, H, D, seed=3)
     places = torch.tensor([[length - T + t for t in range(T)] for length in lengths])
-    out = kernels.attend_cached(q, k, v, kernels.cache_mask(places, K, window))
+    out = PLAIN.attend_cached(q, k, v, cache_mask(places, K, window))
     for row, length in enumerate(lengths):
         seen = causal_window(length, window)[-T:]
         expected = plain_attention(q[row, None], k[row, None, :length], v[row, None, :length], seen)
@@ -173,29 +179,29 @@ def test_attend_cached_equals_the_end_of_each_rows_sequence(window: int, kv_head
 
 def test_norm_divides_by_the_root_mean_square() -> None:
     x = draw(2, 3, 16, size=5.0)
-    torch.testing.assert_close(kernels.norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt())
-    assert kernels.norm(torch.zeros(2, 4)).isfinite().all()
+    torch.testing.assert_close(PLAIN.norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt())
+    assert PLAIN.norm(torch.zeros(2, 4)).isfinite().all()
 
 
 def test_rotary_multiplies_complex_numbers_by_minus_theta() -> None:
     T, D = 50, 12
     x = draw(2, T, 3, D).double()
-    cos, sin = kernels.rotary_tables(T, D, CPU, torch.float64)
+    cos, sin = PLAIN.rotary_tables(T, D, CPU, torch.float64)
     number = torch.complex(x[..., : D // 2], x[..., D // 2 :])
     frequency = torch.tensor([100_000.0 ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
     turned = number * torch.polar(torch.ones_like(angle), -angle)[None, :, None]
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    torch.testing.assert_close(kernels.rotary(x, cos[None, :, None], sin[None, :, None]), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(PLAIN.rotary(x, cos[None, :, None], sin[None, :, None]), expected, atol=1e-5, rtol=0)
 
 
 def test_rotary_leaves_scores_to_relative_places_only() -> None:
-    cos, sin = kernels.rotary_tables(64, 16, CPU, torch.float32)
+    cos, sin = PLAIN.rotary_tables(64, 16, CPU, torch.float32)
     q, k = draw(16, seed=1), draw(16, seed=2)
 
     def score(i: int, j: int) -> float:
         turned = [
-            kernels.rotary(x[None, None, None], cos[None, t, None, None], sin[None, t, None, None])
+            PLAIN.rotary(x[None, None, None], cos[None, t, None, None], sin[None, t, None, None])
             for x, t in ((q, i), (k, j))
         ]
         return float((turned[0] * turned[1]).sum())

@@ -1,0 +1,157 @@
+"""The operations that a device may compute its own way, in plain torch, which runs on every device.
+
+A model holds one Operations object and computes norms, rotations, attention and its loss through that object. Each
+platform in nanochat/platforms/ returns a subclass with the device's own operators.
+Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.nn import plain_attention
+from nanochat.nn.plain_attention import Masks
+
+Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
+
+
+class Operations:
+    """Plain torch, for every device; the masks that attention needs are made once and kept here."""
+
+    name = "torch's own"
+    loss_chunk = 1024  # tokens whose logits exist at the same time
+    hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
+    shape_grain = 1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
+    launches_are_dear = False  # whether one operator over many tensors is much cheaper than one for each
+
+    def __init__(self, stacks_matrices: bool = True):
+        """`stacks_matrices`: Muon steps all matrices of one shape together."""
+        self.stacks_matrices = stacks_matrices
+        self.masks = Masks()
+
+    def finite(self, x: Tensor) -> bool:
+        """Whether attention on `x` must mask with a large negative number instead of -inf."""
+        return False
+
+    def norm(self, x: Tensor) -> Tensor:
+        """RMS norm over the last dimension, without parameters."""
+        return F.rms_norm(x, (x.size(-1),))
+
+    def rotary_tables(
+        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding, base 100,000 (RoFormer, arXiv 2104.09864), as rotary() reads them:
+        here (length, D/2) each."""
+        frequency = 100_000 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def rotary(
+        self,
+        x: Tensor,  # (B, T, H, D)
+        cos: Tensor,  # (1 or B, T, 1, D/2), from rotary_tables
+        sin: Tensor,  # (1 or B, T, 1, D/2)
+    ) -> Tensor:
+        """Rotate pairs (i, i + D/2) of channels by -theta, as upstream does: only relative angles matter."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+    def heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Sequence[nn.Module],  # to queries, keys and values
+        head_dim: int,
+        cos: Tensor,  # from rotary_tables
+        sin: Tensor,
+        sharpen: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        """Queries and keys, rotated, normed and multiplied by `sharpen`, and values.
+
+        A device that multiplies the scores instead leaves `sharpen` out here and puts it into softmax_scale().
+        """
+        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+        q = self.norm(self.rotary(q, cos, sin)) * sharpen
+        k = self.norm(self.rotary(k, cos, sin)) * sharpen
+        return q, k, v
+
+    def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
+        """The factor of the scores that attend() is to be given after heads(); None means 1/sqrt(D)."""
+        return None
+
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """relu(x)^2."""
+        return F.relu(x).square()
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
+        """The sum of squares of each tensor."""
+        return torch.stack([g.float().square().sum() for g in gradients])
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,  # of the scores, default 1/sqrt(D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Causal attention in which a query also sees at most `window` keys before its own."""
+        return plain_attention.attend(q, k, v, window, scale, self.masks, self.finite(q))
+
+    def attend_cached(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
+        v: Tensor,  # (B, K, Hkv, D)
+        mask: Tensor,  # (B, 1, T, K) from plain_attention.cache_mask
+        scale: float | None = None,  # of the scores, default 1/sqrt(D)
+    ) -> Tensor:  # (B, T, H, D)
+        """Attention of new queries over a cache; rows may be at different places."""
+        return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
+
+    def takes_lengths(self, q: Tensor) -> bool:
+        """Whether attention of the queries (B, T, H, D) over a cache reads the rows' lengths instead of a mask."""
+        return False
+
+    def attend_lengths(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
+        v: Tensor,  # (B, K, Hkv, D)
+        fresh: Sequence[int],  # of each row, how many of the T tokens are real
+        ends: Sequence[int],  # of each row, how many keys it holds
+        last: Tensor | None,  # (B, W + 1) places of the last keys of each row; given where there is one query
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """attend_cached() by lengths, for devices whose takes_lengths() says True."""
+        raise NotImplementedError(f"{type(self).__name__} attends over a cache by mask")
+
+
+class _SquaredRelu(torch.autograd.Function):
+    """relu(x)^2 with two operators in either direction: where x < 0, the root of the output is 0 already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root = F.relu(x)
+        ctx.save_for_backward(root)
+        return root * root
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return (grads[0] * root).mul_(2.0)
+
+
+def squared_relu_in_few_launches(x: Tensor) -> Tensor:
+    """relu(x)^2, for devices on which every operator costs a launch."""
+    return _SquaredRelu.apply(x)  # type: ignore[no-any-return]
+
+
+def square_sums_in_few_launches(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
+    """The sum of squares of each tensor, for devices on which every operator costs a launch."""
+    norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square()

@@ -1,0 +1,53 @@
+"""Ascend chips by SoC version; needs no torch.
+
+A chip is known by its SoC version alone. Names mislead: `Ascend910B` is of the first generation, `Ascend910B3` of the
+second.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Which operators a chip has: the fused ones of the second generation; none, so that attention is made of matmuls over
+# blocks of queries; or those of an inference card.
+Kernels = Literal["fused", "chunked", "inference"]
+
+
+@dataclass(frozen=True)
+class AscendChip:
+    """A family of chips: its number format, its operators, its peak."""
+
+    name: str
+    socs: tuple[int, ...]  # torch.npu.get_soc_version()
+    bf16: bool
+    kernels: Kernels
+    tflops: float  # dense fp16/bf16 peak of what one device number stands for
+    source: str  # of the peak
+    memory_gib: float
+
+    @property
+    def trains(self) -> bool:
+        """Whether the chip can train: inference cards lack every backward operator that matters."""
+        return self.kernels != "inference"
+
+    @property
+    def saturates(self) -> bool:
+        """Whether an overflow gives the largest number instead of inf; only a status flag then shows the overflow."""
+        return self.kernels == "chunked"
+
+
+CHIPS = (
+    AscendChip("910A", tuple(range(100, 105)), False, "chunked", 256, "data sheet, fp16", 32),
+    AscendChip("310P", tuple(range(200, 206)), False, "inference", 70, "estimate, fp16", 24),
+    AscendChip("910B1", (220,), True, "fused", 379, "estimate from cores and clock, bf16", 64),
+    AscendChip("910B2", (221,), True, "fused", 376, "data sheet, bf16", 64),
+    AscendChip("910B2C", (222,), True, "fused", 354, "estimate from cores and clock, bf16", 64),
+    AscendChip("910B3", (223,), True, "fused", 313, "data sheet, bf16", 64),
+    AscendChip("910B4", (224,), True, "fused", 280, "data sheet, bf16", 32),
+    AscendChip("910B4-1", (225,), True, "fused", 270, "estimate from cores and clock, bf16", 64),
+    AscendChip("910C", tuple(range(250, 257)), True, "fused", 376, "data sheet, bf16, one die", 64),
+)
+
+
+def chip_of(soc: int) -> AscendChip | None:
+    """The chip of a SoC version, or None for a version that is not in the table."""
+    return next((chip for chip in CHIPS if soc in chip.socs), None)

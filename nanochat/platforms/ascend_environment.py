@@ -1,0 +1,118 @@
+"""The environment of torch_npu and of Ascend's collectives: variables, time-outs and ports; needs no torch."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import MutableMapping
+
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+BLOCK = 16  # ports that a job's collectives take from HCCL_IF_BASE_PORT on
+FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above the ports that Linux hands out by itself (32768-60999)
+
+
+def prepare_loading(version: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Set what torch_npu reads while it loads, where the user has not; "" or why loading would abort.
+
+    The task queue lets Python run ahead of the device, the affinity keeps its threads on near cores, and segments
+    that grow keep the memory from fragmenting. From 2.13 on the allocator's variable has torch's own name, and both
+    variables at once abort the process.
+    """
+    if all(name in environ for name in ALLOCATORS):
+        return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
+    environ.setdefault("TASK_QUEUE_ENABLE", "2")
+    environ.setdefault("CPU_AFFINITY_CONF", "2")
+    if not any(name in environ for name in ALLOCATORS):
+        major, minor = (int(re.sub(r"\D.*", "", part) or 0) for part in (*version.split("."), "0")[:2])
+        environ[ALLOCATORS[0 if (major, minor) >= (2, 13) else 1]] = "expandable_segments:True"
+    return ""
+
+
+def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
+    """Set the time-outs of collectives, where the user has not; returns the seconds that the process group must wait.
+
+    Ranks may load for minutes before they first meet. Each outer time-out must exceed the time-out inside it, or the
+    innermost cause is never named.
+    """
+    environ.setdefault("HCCL_CONNECT_TIMEOUT", "1200")
+    environ.setdefault("HCCL_WHITELIST_DISABLE", "1")
+    given = environ.get("HCCL_EXEC_TIMEOUT", "")
+    inner = int(given) if given.isdigit() else 1836  # its default
+    if given.isdigit():
+        environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
+    return max(2400, inner + 300)
+
+
+def port_taken(port: int) -> bool:
+    """Whether another process listens on a port of this host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _claim(port: int) -> socket.socket | None:
+    """Claim a port for this job; None if another process has claimed the port.
+
+    Collectives bind their ports only when the ranks first meet, so that jobs which start together all find the same
+    ports free. A job therefore also takes a name for each port, among the kernel's unix sockets. These names belong to
+    the same network as the ports do (containers with --network host included), and vanish with the process, however
+    the process ends.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":  # no other system has such names, or cards
+            claim.bind(f"\0nanochat-hccl-port-{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+class PortBlocks:
+    """The blocks of ports that a process holds for its job's collectives, as long as this object lives."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[socket.socket]] = {}
+
+    def hold(self, base: int) -> int:
+        """Hold the block of ports from `base` on; returns 0, or the first port that another process has."""
+        if base in self._held:
+            return 0
+        claims: list[socket.socket] = []
+        for port in range(base, base + BLOCK):
+            claim = _claim(port)
+            if claim is not None:
+                claims.append(claim)
+            if claim is None or port_taken(port):
+                for mine in claims:
+                    mine.close()
+                return port
+        self._held[base] = claims
+        return 0
+
+    def release(self, base: int) -> None:
+        """Let other processes have a block that is held here."""
+        for claim in self._held.pop(base, []):
+            claim.close()
+
+    def free(self, first: int = FIRST_BLOCK, hold: bool = False) -> int:
+        """The first port of a free block, which is held if asked; 0 if there is no free block."""
+        for base in range(first, LAST_BLOCK, BLOCK):
+            if base not in self._held and not self.hold(base):
+                if not hold:
+                    self.release(base)
+                return base
+        return 0
+
+
+def block_words(base: int, taken: int) -> str:
+    """Why the block of ports that HCCL_IF_BASE_PORT asks for cannot be had, with a free block."""
+    return (
+        f"HCCL_IF_BASE_PORT={base} needs ports {base} to {base + BLOCK - 1} for this job's collectives, and port "
+        f"{taken} is taken by another. Leave it out to have a block chosen, or use "
+        f"HCCL_IF_BASE_PORT={PortBlocks().free()}"
+    )
