@@ -245,9 +245,7 @@ def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("flags", "message"), [("--depth=2", "error: there is no training data"), ("--dept=2", "--dept=2")]
-)
+@pytest.mark.parametrize(("flags", "message"), [("--depth=2", "error: there is no training"), ("--dept=2", "--dept=2")])
 def test_a_mistake_of_all_ranks_is_printed_once(flags: str, message: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train"]
     ended = subprocess.run([sys.executable, *launcher, "--", flags], cwd=ROOT, capture_output=True, text=True)

@@ -243,9 +243,7 @@ def test_an_incomplete_download_is_refused_until_it_goes_on(hub):
     hub.missing = {"shard_00001.parquet"}
     with pytest.raises(UserError, match="404"):
         main(Config(num_files=3, num_workers=1))
-    with pytest.raises(
-        UserError, match=r"shards of fineweb are missing.*Get them with: python -m nanochat.dataset -n 3"
-    ):
+    with pytest.raises(UserError, match=r"of fineweb are missing.*Get them with: python -m nanochat.dataset -n 3"):
         shards(resolve("fineweb"), "train")
     hub.missing = set()
     main(Config(num_files=3))

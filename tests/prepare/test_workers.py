@@ -75,7 +75,7 @@ def test_every_task_is_done_once_and_says_things_before_its_result(module, tmp_p
         (
             "killed",
             UserError,
-            "the process that worked on killed was killed by signal 9, perhaps because memory ran out",
+            "that worked on killed was killed by signal 9, perhaps because memory ran out",
         ),
     ],
 )

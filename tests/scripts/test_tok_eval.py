@@ -44,7 +44,7 @@ def test_published_vocabularies_stand_beside_ours_without_their_files(monkeypatc
         )
     assert all({*row}.isdisjoint(PUBLISHED) for row in rows[len(SAMPLES) :])
     said = capsys.readouterr().out
-    assert "known for the samples only: gpt2, cl100k_base, o200k_base, qwen" in said
+    assert "compared on the samples only: gpt2, cl100k_base, o200k_base, qwen" in said
     chinese = next(line for line in said.splitlines() if "Chinese" in line)
     assert re.findall(r"\d\.\d\d", chinese)[-4:] == ["1.39", "2.25", "3.55", "4.73"]
 
@@ -65,7 +65,7 @@ def test_published_vocabularies_are_measured_where_they_are_cached(monkeypatch, 
     known = tiktoken.Encoding("known", **bpe.for_tiktoken(ranks, tokenizer.regex, {}))
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: known)
     assert all(row["gpt2"] == row["bytes_per_token"] for row in train(Config()))
-    assert "known for the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out
+    assert "compared on the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out
 
 
 def test_the_cache_is_known_by_all_its_files(tmp_path, monkeypatch):
