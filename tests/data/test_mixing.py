@@ -1,4 +1,4 @@
-"""What --data names: a corpus, a folder, or a mixture; weights in lowest terms, and each mistake by its name."""
+"""--data names a corpus, a folder or a mixture; weights are in lowest terms, and each mistake gets its own message."""
 
 from pathlib import Path
 

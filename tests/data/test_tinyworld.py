@@ -115,7 +115,7 @@ def test_spellings_have_as_many_letters_as_counted():
 
 
 def test_subjects_of_a_relation_read_differently():
-    """Two subjects with the same words but other values would make a question with two true answers."""
+    """Two subjects with the same words but different values would make a question with two true answers."""
     for relation, facts in facts_by_relation().items():
         for language in LANGUAGES:
             names = [tuple(word[language].usual for word in fact.subjects) for fact in facts]
@@ -193,7 +193,7 @@ def test_nothing_is_rendered_with_a_slot_or_two_articles():
 
 
 def value(expression: str) -> float:
-    """Worked out without the calculator of the package."""
+    """The result of an expression, computed without the calculator of the package."""
     a, sign, b = re.fullmatch(r"(\d+)([-+*/])(\d+)", expression).groups()
     return {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign](int(a), int(b))
 
@@ -361,7 +361,7 @@ TEXT = {
 
 
 def digest(made: Iterable[str | Conversation | tinyworld.Problem]) -> str:
-    """A SHA-256 over texts in order, each with what a model or a measure sees of it."""
+    """A SHA-256 over texts in order. Problems include everything that grading uses."""
     hashed = hashlib.sha256()
     for one in made:
         about: list[object] = []
@@ -377,7 +377,7 @@ def digest(made: Iterable[str | Conversation | tinyworld.Problem]) -> str:
 
 
 def test_text_that_changes_takes_a_new_version():
-    """Of the conversations a tenth: all of them take four seconds."""
+    """The test makes only a tenth of the conversations, since all of them take four seconds."""
     found = {
         "documents": digest(tinyworld.documents()),
         "mid": digest(tinyworld.mid_conversations(size=6000)),

@@ -1,4 +1,4 @@
-"""Processes that do tasks: all are done, what they raise is raised here, and none outlives what it belongs to."""
+"""Worker processes: they do all tasks, the parent raises their errors, and no worker outlives its parent."""
 
 import contextlib
 import os
