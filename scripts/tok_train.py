@@ -162,7 +162,9 @@ def train(cfg: Config) -> Tokenizer:
     """Train, check and save the tokenizer, and write its section of the report; or find that all this is done."""
     for name in ("max_chars", "doc_cap"):
         if getattr(cfg, name) <= 0:
-            raise UserError(f"--{name} must be a positive number of characters, got {getattr(cfg, name)}", exit_code=2)
+            raise UserError(
+                f"--{name} must be positive, the most characters to read, got {getattr(cfg, name)}", exit_code=2
+            )
     if cfg.pattern not in PATTERNS:
         raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
     data = resolve_data(cfg.data)

@@ -1,4 +1,4 @@
-"""The command-line parser, the edge of a script, and files that are whole or not there."""
+"""The command-line parser, the edge of a script, and files that are either complete or absent."""
 
 import errno
 import hashlib
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def unread(*command: str) -> tuple[int, str]:
-    """Exit code and errors of a program whose output nobody reads."""
+    """The exit code and the errors of a program whose standard output has no reader."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, text=True)
@@ -240,14 +240,12 @@ def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
     assert end(UserError("no data"), monkeypatch) == 1
     assert waited == [common.RANK_0_SECONDS] and capsys.readouterr().err == "error: no data (rank 3)\n"
     assert end(None, monkeypatch, "--dept=3") == 2 and capsys.readouterr() == ("", "")
-    assert waited == 2 * [common.RANK_0_SECONDS]  # the parser's mistakes as well
+    assert waited == 2 * [common.RANK_0_SECONDS]  # the mistakes that the parser finds wait too
     assert end(None, monkeypatch, "--help") == 0 and len(waited) == 2
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("flags", "message"), [("--depth=2", "error: there is no training data"), ("--dept=2", "--dept=2")]
-)
+@pytest.mark.parametrize(("flags", "message"), [("--depth=2", "error: there is no training"), ("--dept=2", "--dept=2")])
 def test_a_mistake_of_all_ranks_is_printed_once(flags: str, message: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train"]
     ended = subprocess.run([sys.executable, *launcher, "--", flags], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The loader: rows as planned, an order that is known beforehand, the same on any number of ranks."""
+"""The loader gives the planned rows, in an order that is known in advance and equal on any number of ranks."""
 
 import dataclasses
 import queue
@@ -157,7 +157,7 @@ def test_rows_follow_the_epoch_orders_without_repeat_or_skip(documents):
 
 
 def rows_seen(rows: Source, world_size: int, count: int, first_row: int = 0) -> list[tuple[list[tuple], int]]:
-    """For each step the rows of all ranks put back into the order of their numbers, and the targets counted."""
+    """For each step, the rows of all ranks in the order of their numbers; also checks the count of targets."""
     per_rank = [list(islice(steps(rows, first_row, 8, 2, on_rank(r, world_size)), count)) for r in range(world_size)]
     out = []
     for parts in zip(*per_rank, strict=True):
@@ -216,9 +216,8 @@ def test_a_mixture_takes_each_set_in_its_share_and_in_its_own_order(documents, c
         (k,) = (k for k, count in enumerate(mixed.seen(n + 1)) if count > taken[k])
         assert torch.equal(inputs[n], sources[k].row(taken[k])[0])
         taken[k] += 1
-    whole, rest = divmod(
-        10**12, total
-    )  # far on, where 32 bits or floats would not do: shares repeat after `total` rows
+    # Far on, where 32 bits would overflow: the pattern repeats every `total` rows.
+    whole, rest = divmod(10**12, total)
     assert mixed.seen(10**12) == [whole * share + n for share, n in zip(shares, mixed.seen(rest), strict=True)]
     assert sum(mixed.seen(10**12)) == 10**12
 
@@ -294,7 +293,7 @@ def test_one_thread_makes_the_next_step_while_this_one_is_used_and_no_more(docum
     stream = steps(rows, 0, 4, 4, CPU)
     next(stream)
     expected = rows.plan_rows(0, 16).reshape(4, 4).tolist()
-    some = [made.get(timeout=60) for _ in range(2)]  # the second without being asked for
+    some = [made.get(timeout=60) for _ in range(2)]  # the second one before it is asked for
     assert [numbers for _, numbers in some] == expected[:2]
     next(stream)
     some.append(made.get(timeout=60))

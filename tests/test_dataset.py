@@ -1,4 +1,4 @@
-"""Corpora by name: made, fetched or imported, found again, and what is said when there is none."""
+"""Corpora by name: they are made, fetched or imported and then found; if there is none, the message says how."""
 
 import io
 import threading
@@ -35,7 +35,7 @@ def own_files(folder: Path, count: int = 30) -> Path:
 
 @pytest.fixture
 def tinyworld(monkeypatch) -> types.SimpleNamespace:
-    """A stand-in for the package, of which a test can change the documents and the version."""
+    """A stand-in for TinyWorld, whose documents and version a test can change."""
     module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), VERSION="1")
     monkeypatch.setattr(dataset, "tinyworld", module)
     return module
@@ -98,7 +98,7 @@ def test_shards_are_split_into_training_and_the_last_one(base):
         shards(corpus, "train")
 
 
-# --- TinyWorld and one's own files ---------------------------------------------------------------
+# --- TinyWorld and your own files ----------------------------------------------------------------
 
 
 def test_tinyworld_is_made_once_and_again_when_the_package_changed(tinyworld, capsys):
@@ -178,7 +178,7 @@ def test_names_that_are_taken_or_no_names_are_refused(tmp_path):
 
 
 class Hub:
-    """A server that has every shard asked for, and remembers who asked."""
+    """A server that has every shard, and records the requests."""
 
     def __init__(self) -> None:
         hub = self
@@ -239,13 +239,11 @@ def test_only_missing_shards_are_fetched_and_fewer_never_removes(hub):
     assert dataset.read_about(resolve("fineweb").folder)["make"] == "python -m nanochat.dataset -n 3"
 
 
-def test_an_incomplete_download_is_refused_until_it_goes_on(hub):
+def test_an_incomplete_download_is_refused_until_it_is_resumed(hub):
     hub.missing = {"shard_00001.parquet"}
     with pytest.raises(UserError, match="404"):
         main(Config(num_files=3, num_workers=1))
-    with pytest.raises(
-        UserError, match=r"shards of fineweb are missing.*Get them with: python -m nanochat.dataset -n 3"
-    ):
+    with pytest.raises(UserError, match=r"of fineweb are missing.*Get them with: python -m nanochat.dataset -n 3"):
         shards(resolve("fineweb"), "train")
     hub.missing = set()
     main(Config(num_files=3))
@@ -265,10 +263,10 @@ def test_a_full_disk_is_noticed_before_the_download(hub, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=100))
     with pytest.raises(UserError, match=r"needs about 0\.0 GB.*has 0\.0 GB free"):
         main(Config(num_files=2))
-    assert len(hub.requests) == 1  # the question for the size
+    assert len(hub.requests) == 1  # only the request for the size
 
 
-def test_a_corrupt_shard_is_mended_by_the_command_it_names(hub):
+def test_a_corrupt_shard_is_fixed_by_the_command_it_names(hub):
     main(Config(num_files=2))
     path = shards(resolve("fineweb"), "train")[1]
     path.write_bytes(path.read_bytes()[:-20])

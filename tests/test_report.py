@@ -1,4 +1,4 @@
-"""The report: the same figures in both files, what is missing left out, a finished run known by its key."""
+"""The report has the same figures in both files, leaves out missing sections, and knows a finished run by its key."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_markdown_shows_what_the_json_says(base_folder: Path) -> None:
     for name, cost in found["stages"].items():
         assert f"| {name} | {cost['minutes']:.4f} |" in text
     assert "7.5 minutes, 14.0 CPU minutes, at most 1.25 GB" in text
-    assert "capital 9/10" in text and "colour" not in text.split("relations not all right")[1].splitlines()[0]
+    assert "capital 9/10" in text and "colour" not in text.split("relations with wrong answers")[1].splitlines()[0]
     for word in ("法国的首都是哪里？", "巴黎。", "(wrong)", "东京", "a CPU", "| 中文 | 2.5000 |"):
         assert word in text
 
@@ -186,14 +186,14 @@ def test_the_costs_of_another_run_are_forgotten(base_folder: Path) -> None:
     report.begin("auto auto")
     assert not stages_file().exists()
     write_json(stages_file(), COSTS)
-    report.begin("auto auto")  # it goes on
+    report.begin("auto auto")  # the run resumes
     assert read_json(stages_file()) == COSTS
     report.begin("smoke auto")
     assert not stages_file().exists() and len(report.sections()) == 10
 
 
 def a_pipeline(base: Path, tag: str, corpus: str, *stages: str) -> None:
-    """Sections as a pipeline of a corpus leaves them, those of its later stages with their corpus from their parent."""
+    """Sections of a run on a corpus; the later stages take the corpus of their parent."""
     for name in ("tok_train", "tok_eval"):
         report.write_section(name, {"settings": {"data": corpus}, "vocab_size": 300})
     for number, stage in enumerate(stages):
@@ -212,8 +212,8 @@ def test_what_another_tag_left_is_not_in_the_report(base_folder: Path, capsys: p
     found, text = generated()
     assert list(found["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "mid_eval"]
     assert set(found["table"]["mental"]) == {"base", "mid"} and "SFT: fine-tuning" not in text
-    assert "another run left them: sft_train, sft_eval, rl_train, rl_eval" in capsys.readouterr().out
-    report.write_section("sft_eval", report.sections()["sft_eval"])  # the first pipeline goes on
+    assert "they belong to another run: sft_train, sft_eval, rl_train, rl_eval" in capsys.readouterr().out
+    report.write_section("sft_eval", report.sections()["sft_eval"])  # the first run continues
     assert list(generated()[0]["sections"]) == ["sft_train", "sft_eval", "rl_train", "rl_eval"]
 
 

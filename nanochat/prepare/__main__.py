@@ -21,8 +21,7 @@ class Config:
     """Tokenise a corpus ahead of training, or check its tokens."""
 
     data: str | None = None
-    """The corpus by name, or a mixture such as web:0.7,books:0.3 to tokenise each of its corpora. Default: the only
-    corpus."""
+    """The corpus by name, or a mixture: web:0.7,books:0.3 tokenises both corpora. Default: the only corpus."""
     num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
     """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus. Lower it
     if memory runs out."""

@@ -1,4 +1,4 @@
-"""The calculator against Python's own arithmetic, and against what must never reach it."""
+"""The calculator compared with Python's arithmetic, and expressions that it must refuse."""
 
 import math
 import random
@@ -152,7 +152,7 @@ def test_more_nodes_than_allowed_are_refused():
 def test_depth_beyond_the_limit_is_refused():
     assert calculate("-" * 30 + "1") == "1"
     assert calculate("-" * 32 + "1") is None
-    assert calculate("(" * 127 + "1" + ")" * 127) == "1"  # parentheses make no depth
+    assert calculate("(" * 127 + "1" + ")" * 127) == "1"  # parentheses add no depth
     assert calculate("-" * 255 + "1") is None
 
 

@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.active -= 1
 
     def whole(self, body: bytes = CONTENT, ranges: bool = True, etag: str = '"one"', upto: int | None = None) -> None:
-        """The file or the range asked for; `upto` bytes of it."""
+        """Send the file or the range that was asked for, but only `upto` bytes."""
         asked = self.headers.get("Range")
         matches = self.headers.get("If-Range", etag) == etag
         if asked and ranges and matches:
@@ -102,7 +102,7 @@ def status(code: int, headers: dict[str, str] | None = None) -> Callable[[Handle
 
 
 def fetch(server: Server, folder: Path, **options) -> tuple[Path, list[str]]:
-    """Fetch one file and return where it is and what was said."""
+    """Fetch one file; return its path and the lines that `say` got."""
     said: list[str] = []
     path = folder / "a.bin"
     options = {"patience": QUICK, "say": said.append, **options}
@@ -150,7 +150,7 @@ def test_a_server_without_ranges_sends_the_file_again(server, tmp_path):
     assert path.read_bytes() == CONTENT
 
 
-def test_a_file_that_changed_between_attempts_is_fetched_anew(server, tmp_path):
+def test_a_file_that_changed_between_attempts_is_fetched_again(server, tmp_path):
     other = CONTENT[::-1]
     server.faults = [truncate, lambda handler: handler.whole(body=other, etag='"two"')]
     path, _ = fetch(server, tmp_path)

@@ -1,4 +1,4 @@
-"""Shards: what is written comes back, the held-out part is apart and stable, damage is named."""
+"""Shards: documents are read back as written, the held-out split is separate and stable, and damage is reported."""
 
 import os
 import re
@@ -18,7 +18,7 @@ MANY = [f"document {i} 文档" for i in range(3_000)]
 
 
 def listing(folder: Path) -> list[str]:
-    """What lies in a test's folder, but for the base folder that every test has."""
+    """The entries of a test's folder, without the base folder that every test has."""
     return sorted(path.name for path in folder.iterdir() if path.name != "base")
 
 
@@ -110,7 +110,7 @@ def flip_some(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", flip_some])
-def test_a_damaged_shard_is_named_with_the_command_that_mends_it(tmp_path, damage):
+def test_a_damaged_shard_is_named_with_the_command_that_fixes_it(tmp_path, damage):
     path = make(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
     mend = re.escape(f"Fix it with: rm -r {path.parent} && MAKE IT")

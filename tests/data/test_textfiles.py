@@ -1,4 +1,4 @@
-"""Reading people's own files: what a document is, and what is said of files that cannot be read."""
+"""Reading your own files: where documents begin and end, and the messages for files that cannot be read."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_json_lines_give_a_document_each(tmp_path, capsys):
     assert read(tmp_path / "a.jsonl", '{"正文": "x"}\n', "正文") == ["x"]
 
 
-def test_a_text_file_is_parted_at_marks_and_where_it_grows_long(tmp_path, monkeypatch):
+def test_a_text_file_is_split_at_marks_and_where_it_grows_long(tmp_path, monkeypatch):
     assert read(tmp_path / "a.txt", "one\n\nstill one\n") == ["one\n\nstill one"]
     assert read(tmp_path / "a.txt", "one\n<|endoftext|>\ntwo\n<|endoftext|>\n") == ["one", "two"]
     monkeypatch.setattr(textfiles, "LONG_TXT", 5)

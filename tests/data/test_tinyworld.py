@@ -113,7 +113,7 @@ def test_spellings_have_as_many_letters_as_counted():
 
 
 def test_subjects_of_a_relation_read_differently():
-    """Two subjects with the same words but other values would make a question with two true answers."""
+    """Two subjects with the same words but different values would make a question with two true answers."""
     for relation, facts in facts_by_relation().items():
         for language in LANGUAGES:
             names = [tuple(word[language].usual for word in fact.subjects) for fact in facts]
@@ -191,7 +191,7 @@ def test_nothing_is_rendered_with_a_slot_or_two_articles():
 
 
 def value(expression: str) -> float:
-    """Worked out without the calculator of the package."""
+    """The result of an expression, computed without the calculator of the package."""
     a, sign, b = re.fullmatch(r"(\d+)([-+*/])(\d+)", expression).groups()
     return {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign](int(a), int(b))
 

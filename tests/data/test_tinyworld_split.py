@@ -1,4 +1,4 @@
-"""What TinyWorld holds out never reaches training: checked on the rendered rows, whatever made them."""
+"""Held-out parts of TinyWorld never reach training: checked on the rendered rows, independent of the generators."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ from tests.support.tinyworld_rows import corpus, normalise, training
 
 
 def renderings(fact: Fact, language: tinyworld.Language, patterns: tuple[str, ...]) -> set[str]:
-    """The fact's questions in these patterns, in both orders where two things are compared."""
+    """The questions about a fact in these patterns, in both orders if the fact compares two things."""
     return {normalise(ask(fact, language, pattern, random.Random(i))) for pattern in patterns for i in range(6)}
 
 
@@ -32,7 +32,7 @@ def test_held_out_questions_occur_nowhere_in_training(language: tinyworld.Langua
 
 
 def slot_of(relation: str, language: tinyworld.Language) -> str:
-    """Matches whatever may stand in the slot of a question of this relation, invented names too."""
+    """A pattern for everything that may fill the slot in a question of this relation, including invented names."""
     words = [word for fact in facts_by_relation()[relation] for word in fact.subjects]
     if relation in UNKNOWN_RELATIONS:
         rng = random.Random(0)
@@ -68,7 +68,7 @@ def test_held_out_combinations_are_stated_but_never_asked(language: tinyworld.La
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_training_answer_gives_a_held_out_value_for_its_entity(language: tinyworld.Language):
-    """Independent of the patterns, follow-up questions too: entity in the question, value as the whole answer."""
+    """Needs no patterns, so it covers follow-up questions: the entity is in the question, the value is the answer."""
     other = {(f.subjects[0].key, f.value.key) for f in asked_facts()}
     held_out = {}
     for fact in held_out_facts():

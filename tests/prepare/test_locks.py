@@ -39,7 +39,7 @@ def project() -> dict[str, Any]:
 
 
 def wanted(share: str) -> list[Requirement]:
-    """What pyproject.toml asks for in one of the locks."""
+    """The requirements of pyproject.toml for one of the locks."""
     settings = project()
     groups = settings["dependency-groups"]
     if share != "base":
@@ -54,7 +54,7 @@ def locked(share: str) -> list[Requirement]:
 
 
 def pins(share: str, python: str, machine: str) -> dict[str, str]:
-    """Name and version of what a lock installs on one kind of Linux machine."""
+    """The name and version of each package that a lock installs on one kind of Linux machine."""
     place = {
         "python_version": python,
         "python_full_version": f"{python}.4",

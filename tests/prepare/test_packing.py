@@ -1,4 +1,4 @@
-"""Packing: nothing lost or doubled, rows full, long pieces kept together, and a pure function of the lengths."""
+"""Packing loses and repeats nothing, fills rows, keeps long pieces together and depends only on the lengths."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Preparation: every document is found again, nothing is done twice, a stop costs one shard, damage is named."""
+"""Preparation keeps every document, repeats no work, loses at most one shard when stopped, and reports damage."""
 
 import multiprocessing
 import re
@@ -115,7 +115,7 @@ def test_only_shards_that_are_worth_it_get_a_process(monkeypatch):
             assert asked == [expected]
 
 
-def test_more_shards_are_added_and_a_changed_one_is_made_anew(monkeypatch):
+def test_more_shards_are_added_and_a_changed_one_is_made_again(monkeypatch):
     corpus = make_corpus()
     first = prepare_documents(corpus, TOKENIZER, "train")
     last = shard_paths(corpus.folder)[-1]
@@ -128,7 +128,7 @@ def test_more_shards_are_added_and_a_changed_one_is_made_anew(monkeypatch):
     seen, make = [], tokenise.tokenise_shard
     monkeypatch.setattr(tokenise, "tokenise_shard", lambda path, *rest: seen.append(path.stem) or make(path, *rest))
     tokens = prepare_documents(corpus, TOKENIZER, "train")
-    # Without corpus.json a shard is known by its size alone.
+    # Without corpus.json only its size identifies a shard.
     assert "shard_00000" in seen and "shard_00050" in seen and tokens.key != first.key
     assert decoded(tokens) == list(texts(shards(corpus, "train")))
 
@@ -139,7 +139,7 @@ def test_a_tokenizer_has_token_files_of_its_own():
     assert prepare_documents(corpus, TOKENIZER, "val").folder != prepare_documents(corpus, other, "val").folder
 
 
-def test_a_damaged_shard_or_token_file_stops_with_the_command_that_mends_it():
+def test_a_damaged_shard_or_token_file_stops_with_the_command_that_fixes_it():
     corpus = make_corpus()
     path = shards(corpus, "train")[1]
     good = path.read_bytes()
@@ -177,7 +177,7 @@ def prepare_with_two() -> None:
     prepare_documents(Corpus("c", base_dir() / "base_data" / "c"), TOKENIZER, "train", processes=2)
 
 
-def test_a_killed_preparation_goes_on_with_the_shards_that_are_done(monkeypatch):
+def test_a_killed_preparation_resumes_after_the_shards_that_are_done(monkeypatch):
     corpus = make_corpus(DOCUMENTS * 12)  # 29 shards
     folder = corpus.folder / f"tokens-{TOKENIZER.hash[:8]}" / "train"
     killed = multiprocessing.get_context("fork").Process(target=prepare_with_two)
@@ -193,7 +193,7 @@ def test_a_killed_preparation_goes_on_with_the_shards_that_are_done(monkeypatch)
     assert decoded(tokens) == list(texts(shards(corpus, "train"))) and not list(folder.glob(".tmp*"))
 
 
-def test_the_plan_is_kept_and_made_anew_when_the_tokens_change(monkeypatch):
+def test_the_plan_is_kept_and_made_again_when_the_tokens_change(monkeypatch):
     tokens = prepare_documents(make_corpus(), TOKENIZER, "train")
     first = plan(tokens, 65, cut=True)
     stamp = (tokens.folder / "plan-65-cut" / "first.npy").stat().st_mtime_ns

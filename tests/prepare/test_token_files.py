@@ -1,4 +1,4 @@
-"""Token files: what is written is mapped back, and damage is named."""
+"""Token files: tokens are mapped as they were written, and damage is reported."""
 
 import multiprocessing
 import re
@@ -51,7 +51,7 @@ def test_equal_content_has_an_equal_key(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".mask"])
-def test_damage_is_named_with_the_command_that_mends_it(tmp_path, suffix):
+def test_damage_is_named_with_the_command_that_fixes_it(tmp_path, suffix):
     folder = tmp_path / "t"
     write(folder)
     path = folder / f"a{suffix}"

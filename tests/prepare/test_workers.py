@@ -1,4 +1,4 @@
-"""Processes that do tasks: all are done, what they raise is raised here, and none outlives what it belongs to."""
+"""Worker processes: they do all tasks, the parent raises their errors, and no worker outlives its parent."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def test_every_task_is_done_once_and_says_things_before_its_result(module, tmp_p
         (
             "killed",
             UserError,
-            "the process that worked on killed was killed by signal 9, perhaps because memory ran out",
+            "that worked on killed was killed by signal 9, perhaps because memory ran out",
         ),
     ],
 )

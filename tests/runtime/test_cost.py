@@ -1,4 +1,4 @@
-"""The costs of a command: what is counted, what is passed on, and what a kill leaves behind."""
+"""The costs of a command: which processes count, which signals are forwarded, and what a kill leaves on disk."""
 
 import json
 import os
@@ -32,7 +32,7 @@ burn(0.9)
 
 
 def started(name: str, *command: str) -> subprocess.Popen[str]:
-    """measure as a process of its own."""
+    """Start measure() in a separate process."""
     words = [sys.executable, "-m", "nanochat.runtime.cost", name, "--", *command]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -42,7 +42,7 @@ def python(code: str) -> list[str]:
 
 
 def within(seconds: float, happened: Callable[[], bool]) -> bool:
-    """Whether something comes true in time."""
+    """Whether a condition becomes true in time."""
     end = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > end:
@@ -53,7 +53,7 @@ def within(seconds: float, happened: Callable[[], bool]) -> bool:
 
 @pytest.fixture(autouse=True)
 def keep_handlers():
-    """measure() sets signal handlers, which belong to its own process."""
+    """measure() sets signal handlers, so it runs in a separate process."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -134,7 +134,7 @@ def test_signals_are_passed_on_and_costs_are_kept():
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "heard\n"
-    process.send_signal(signal.SIGINT)  # a terminal gives it to the command too: measure must stay to the end
+    process.send_signal(signal.SIGINT)  # measure() ignores it and waits, as a terminal also sends it to the command
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 9

@@ -1,4 +1,4 @@
-"""What progress prints: lines in a log, a bar on a terminal, which it looks for on standard output."""
+"""Progress prints a bar if standard output is a terminal, and lines otherwise."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where time goes, from marks and spans, against tables made by hand."""
+"""Tables of where time goes, compared with tables made by hand."""
 
 import pytest
 

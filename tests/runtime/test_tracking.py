@@ -1,4 +1,4 @@
-"""metrics.jsonl over stops, kills and resumes; a service that fails must not stop training."""
+"""metrics.jsonl survives stops, kills and resumes, and a service that fails does not stop training."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path, cut: int) -> None
     write_lines(tmp_path, 1, 2, 3)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    whole = [1, 2, 3] if cut == 1 else [1, 2]  # without its newline the line is still whole
+    whole = [1, 2, 3] if cut == 1 else [1, 2]  # a line without its newline is still complete
     assert [line["step"] for line in read_metrics(tmp_path)] == whole
     tracker = Tracker(tmp_path, "dummy", {}, 2, main=True)
     tracker.log(step=3)

@@ -1,4 +1,4 @@
-"""scripts.tok_eval: the table counts what it says, published vocabularies beside it, and nothing is fetched."""
+"""scripts.tok_eval counts correctly, compares with published vocabularies, and downloads nothing."""
 
 import hashlib
 import re
@@ -44,13 +44,13 @@ def test_published_vocabularies_stand_beside_ours_without_their_files(monkeypatc
         )
     assert all({*row}.isdisjoint(PUBLISHED) for row in rows[len(SAMPLES) :])
     said = capsys.readouterr().out
-    assert "known for the samples only: gpt2, cl100k_base, o200k_base, qwen" in said
+    assert "compared on the samples only: gpt2, cl100k_base, o200k_base, qwen" in said
     chinese = next(line for line in said.splitlines() if "Chinese" in line)
     assert re.findall(r"\d\.\d\d", chinese)[-4:] == ["1.39", "2.25", "3.55", "4.73"]
 
 
 def test_the_figures_of_published_vocabularies_are_of_these_samples():
-    """Their files are not here to count again, so a changed sample shows by its hash."""
+    """Without the files the counts cannot be checked, so a hash shows when a sample has changed."""
     assert hashlib.sha256("".join(SAMPLES.values()).encode()).hexdigest()[:16] == "5c3d6926ab18d581", (
         "count PUBLISHED again"
     )
@@ -65,7 +65,7 @@ def test_published_vocabularies_are_measured_where_they_are_cached(monkeypatch, 
     known = tiktoken.Encoding("known", **bpe.for_tiktoken(ranks, tokenizer.regex, {}))
     monkeypatch.setattr(tok_eval.tiktoken, "get_encoding", lambda name: known)
     assert all(row["gpt2"] == row["bytes_per_token"] for row in train(Config()))
-    assert "known for the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out
+    assert "compared on the samples only: cl100k_base, o200k_base, qwen" in capsys.readouterr().out
 
 
 def test_the_cache_is_known_by_all_its_files(tmp_path, monkeypatch):

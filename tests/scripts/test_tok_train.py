@@ -1,4 +1,4 @@
-"""scripts.tok_train: trains once, again when something changed, and leaves its section."""
+"""scripts.tok_train trains once, trains again if something has changed, and writes its section of the report."""
 
 import random
 from pathlib import Path

@@ -13,7 +13,7 @@ DATA = Path(__file__).parent.parent / "support" / "files" / "tasks" / "openai_hu
 
 @pytest.fixture
 def humaneval() -> HumanEval:
-    return HumanEval(DATA, unsafe_exec=True)  # so that it is tested where there are no namespaces, too
+    return HumanEval(DATA, unsafe_exec=True)  # so that the test also runs where programs cannot be isolated
 
 
 def test_canonical_solutions_pass(humaneval: HumanEval) -> None:

@@ -1,4 +1,4 @@
-"""What each stage learns from: the published mixtures from local folders, one's own file, the hold-out."""
+"""What each stage learns from: the published mixtures from local folders, your own file, and the held-out part."""
 
 import json
 from collections import Counter
@@ -124,7 +124,7 @@ def write_own(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in turns), encoding="utf-8")
 
 
-def test_one_s_own_file_takes_the_place_of_the_mixture(tmp_path: Path) -> None:
+def test_your_own_file_takes_the_place_of_the_mixture(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     write_own(path, 120)
     made = mix("sft", "tinyworld", 1, str(path))
@@ -132,10 +132,10 @@ def test_one_s_own_file_takes_the_place_of_the_mixture(tmp_path: Path) -> None:
     assert next(iter(made.val())).messages[0].text == "问 0"
     key = made.key
     write_own(path, 121)
-    assert mix("sft", "tinyworld", 1, str(path)).key != key  # a changed file is prepared anew
+    assert mix("sft", "tinyworld", 1, str(path)).key != key  # a changed file is prepared again
 
 
-def test_one_s_own_file_that_is_not_there_or_broken_is_refused(tmp_path: Path) -> None:
+def test_your_own_file_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file") as refused:
         mix("mid", "tinyworld", 1, str(tmp_path / "none.jsonl"))
     assert refused.value.exit_code == 2
@@ -145,7 +145,7 @@ def test_one_s_own_file_that_is_not_there_or_broken_is_refused(tmp_path: Path) -
         mix("mid", "tinyworld", 1, str(path))
 
 
-def test_a_home_folder_in_the_path_of_one_s_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_in_the_path_of_your_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_own(tmp_path / "own.jsonl", 2)
     assert len(list(mix("sft", "tinyworld", 1, "~/own.jsonl").train())) == 1
@@ -155,7 +155,7 @@ def test_a_home_folder_in_the_path_of_one_s_own_file(tmp_path: Path, monkeypatch
 def test_a_file_of_a_single_conversation_is_refused_before_training(tmp_path: Path, count: int) -> None:
     path = tmp_path / "own.jsonl"
     write_own(path, count)
-    if count == 1:  # it would be held out, and nothing be left to learn from
+    if count == 1:  # the only conversation would be held out, and none would be left to train on
         with pytest.raises(UserError, match="at least 2 conversations"):
             mix("sft", "tinyworld", 1, str(path))
     else:

@@ -1,4 +1,4 @@
-"""Tasks on small files in the published schemas: what is asked, what is graded right, what is refused."""
+"""Tasks on small files in the published schemas: their questions, their grades, and the files they refuse."""
 
 import itertools
 import json
