@@ -1,4 +1,4 @@
-"""A tiny model and its steps, shared out over any number of ranks, for tests of many ranks against one."""
+"""A tiny model and its steps, sharded over any number of ranks, for tests of many ranks against one."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Batches:
 
 
 def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008
-    """A model none of whose gradients is zero or mere rounding at the start, which AdamW would make whole steps of."""
+    """A model without gradients that start at zero or at rounding errors, which AdamW would turn into full steps."""
     model, generator = GPT(CONFIG, compute.dtype, compute.operations), torch.Generator().manual_seed(4)
     model.init_weights(3)
     with torch.no_grad():

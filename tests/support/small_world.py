@@ -63,7 +63,7 @@ def even_tasks(corpus: str) -> tuple[Even, Even]:
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """Fewer conversations, and problems of which some are solved."""
+    """Fewer conversations, and problems that a model solves in part."""
     for name in ("mid_conversations", "sft_conversations"):
         make = getattr(tinyworld, name)
         patch.setattr(tinyworld, name, lambda seed=0, make=make: make(seed, 1500))

@@ -25,14 +25,14 @@ def tiny_gpt(
     vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
 ) -> GPT:  # fmt: skip
-    """A GPT with windows (128), grouped heads and value embeddings, none of its parts at the zero it starts from."""
+    """A GPT with windows (128), grouped heads and value embeddings; the parts that start at zero are random here."""
     config = GPTConfig(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
         window_pattern="SL",
     )  # fmt: skip
     model = GPT(config, dtype, operations)
     model.init_weights(seed)
-    generator = torch.Generator().manual_seed(1000 + seed)  # not that of the embedding, which the head would then equal
+    generator = torch.Generator().manual_seed(1000 + seed)  # with the embedding's seed the head would equal it
 
     def scatter(weight: torch.Tensor, size: float) -> None:
         weight.copy_(torch.randn(weight.shape, generator=generator) * size)
@@ -48,7 +48,7 @@ def tiny_gpt(
 
 
 def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:
-    """The CPU in fp32, as any rank."""
+    """The CPU in fp32, for any rank."""
     return Compute(torch.device("cpu"), "cpu", "gloo", rank, rank, world_size, torch.float32, "test")
 
 

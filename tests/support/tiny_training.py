@@ -21,7 +21,7 @@ SETTINGS = {"depth": 2, "seed": 42, "run": "dummy", "corpus": "tinyworld"}
 
 
 class Batches:
-    """A step of four rows, of which this rank has its share."""
+    """This rank's share of a step of four rows."""
 
     num_targets = 4 * 16
 
