@@ -177,8 +177,8 @@ class Config:
     """Make or fetch training data."""
 
     num_files: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
-    """How many training shards of FineWeb-Edu to fetch, about 100 MB each; -1 fetches all. The validation shard always
-    comes with them."""
+    """How many training shards of FineWeb-Edu to fetch, about 100 MB each; -1 fetches all.
+    The validation shard always comes with them."""
     data: str | None = None
     """What to make or fetch: tinyworld, fineweb, or a file or folder of your own .parquet, .jsonl or .txt files."""
     name: str | None = None

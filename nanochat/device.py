@@ -46,7 +46,7 @@ def choose(asked: str | None) -> tuple[str, str, str]:
             raise UserError(f"the device must be one of {', '.join(PLATFORMS)}, got {asked!r}", exit_code=2)
         if why := PLATFORMS[asked]().unavailable():
             raise UserError(
-                f"device {asked} was asked for but cannot be used: {why}. Leave it out to take what is there."
+                f"device {asked} was asked for but cannot be used: {why}. Name no device to use the best that works."
             )
         return asked, PLATFORMS[asked].backend, "asked for"
     passed_over = []

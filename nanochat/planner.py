@@ -1,11 +1,11 @@
-"""A model on paper of an eager step: what the host needs to launch it against what the device needs to compute it.
+"""Estimates whether an uncompiled step is limited by launching operators or by computing them, and plans flags for it.
 
 python -m nanochat.planner                            # flags of pretraining for the cards of this host
-python -m nanochat.planner --chip 910B3 --ranks 8     # for others
+python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
 python -m nanochat.planner --table                    # rows of a pass from which each chip is compute-bound
 
-Without compilation every operator is launched from Python. Where a pass holds too few tokens, the device waits for
-the host, and more rows in a pass cost nothing. The flags are printed on one line; why, on standard error.
+Without compilation Python launches every operator. If a pass holds too few tokens, the device waits for the host, and
+more rows in a pass cost nothing. The flags are printed on one line, and the reason for them on standard error.
 """
 
 import sys
@@ -24,24 +24,24 @@ OPERATORS_PER_LAYER = 61.5  # forward and backward of one pass
 OPERATORS_PER_PASS = 94.0  # embedding, head and loss
 # Assumptions, to be replaced by `python check_npu.py --bench` on real cards.
 LAUNCH_SECONDS = 12e-6  # of one operator, on the host
-REACHED = 0.5  # part of the peak that these matmuls, and the memory traffic between them, leave
+REACHED = 0.5  # the share of the peak that these matmuls reach, with the memory traffic between them
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of some rows, forward and backward, takes."""
+    """How long one pass of some rows takes, forward and backward."""
 
     host_seconds: float
     device_seconds: float
 
     @property
     def compute_bound(self) -> bool:
-        """Whether the device is never idle for want of work."""
+        """Whether the device always has work."""
         return self.device_seconds >= self.host_seconds
 
 
 def estimate(shape: GPTConfig, flops_per_token: int, rows: int, tflops: float) -> Pass:
-    """The model: operators times launch cost, against FLOPs over the part of the peak that is reached."""
+    """Host time is operators times the cost of a launch; device time is FLOPs over the share of the peak reached."""
     operators = OPERATORS_PER_LAYER * shape.n_layer + OPERATORS_PER_PASS
     flops = float(flops_per_token) * rows * shape.sequence_len
     return Pass(operators * LAUNCH_SECONDS, flops / (REACHED * tflops * 1e12))
@@ -56,7 +56,7 @@ def least_rows(shape: GPTConfig, flops_per_token: int, tflops: float) -> int:
 
 
 def _model(depth: int, vocab_size: int) -> tuple[GPTConfig, int, int]:
-    """A depth's shape with upstream's context of 2,048, its FLOPs a token, and its parameters."""
+    """The shape of a depth with upstream's context of 2,048, its FLOPs for a token, and its parameters."""
     head = 128 if depth >= 8 else 64
     dim = -(-depth * 64 // head) * head
     shape = GPTConfig(2048, vocab_size, depth, dim // head, dim // head, dim)
@@ -67,24 +67,24 @@ def _model(depth: int, vocab_size: int) -> tuple[GPTConfig, int, int]:
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of pretraining for Ascend cards, by their memory and speed."""
+    """Flags for pretraining on Ascend cards, by their memory and speed."""
 
     depth: int = 12
     """layers"""
     total_batch_size: int = 262_144
-    """tokens of a step, over all cards"""
+    """tokens of a step over all cards"""
     vocab_size: int = 32_768
     """tokens of the vocabulary"""
     chip: str = ""
-    """910A, 910B3, 910C, ...; default: this host's"""
+    """kind of card: 910A, 910B3, 910C, ...; default: the cards of this host"""
     ranks: int = 0
-    """cards; default: those of this host"""
+    """number of cards; default: all cards of this host"""
     table: bool = False
-    """print from how many rows of a pass each chip is compute-bound, for several depths"""
+    """print a table for several depths: from how many rows of a pass each chip is compute-bound"""
 
 
 def plan(cfg: Config, chip: Chip, ranks: int) -> str:
-    """The flags for so many cards of a chip; what they rest on goes to standard error."""
+    """The flags for a number of cards; the reason for them goes to standard error."""
     if not chip.trains:
         raise UserError(f"{chip.name} cards are for inference only: train elsewhere, then chat here")
     shape, flops, parameters = _model(cfg.depth, cfg.vocab_size)
@@ -111,7 +111,7 @@ def plan(cfg: Config, chip: Chip, ranks: int) -> str:
 
 
 def table(vocab_size: int, depths: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32)) -> str:
-    """A Markdown table: the fewest rows of a pass with which a chip is compute-bound, and the most that fit."""
+    """A Markdown table: for each chip, the fewest rows of a pass that make it compute-bound, and the most that fit."""
     models = [_model(depth, vocab_size) for depth in depths]
     lines = [
         "| chip | TFLOP/s | " + " | ".join(f"d{depth}" for depth in depths) + " |",

@@ -376,8 +376,8 @@ class Config:
     """Make, show or delete the report."""
 
     verb: Annotated[Literal["generate", "show", "reset", "begin", "finished"], tyro.conf.Positional] = "generate"
-    """generate writes the report; show prints its summary table; reset deletes the report and all sections; begin
-    deletes the costs of runs other than --key; finished exits with 0 if the run --key is finished, else with 3."""
+    """generate writes the report; show prints its summary table; reset deletes the report and all sections;
+    begin deletes the costs of runs other than --key; finished exits with 0 if run --key is finished, else with 3."""
     key: str = ""
     """Name of a run. generate keeps it in report.json, begin and finished compare it with the kept name."""
 

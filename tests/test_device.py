@@ -1,4 +1,4 @@
-"""Which device is chosen and why, without initialising any; number formats; what differs per device."""
+"""Which device is chosen and why, without initialising any; number formats; what a Compute is asked."""
 
 import os
 import resource
@@ -6,7 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test"
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the machine that runs the tests gets in."""
+    """Hide the settings of the machine that runs the tests."""
     for name in (
         "NANOCHAT_DEVICE",
         "NANOCHAT_DTYPE",
@@ -42,7 +42,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def available(monkeypatch: pytest.MonkeyPatch, *usable: str) -> None:
-    """Pretend that of npu and cuda only these can be used."""
+    """Pretend that no other accelerator can be used."""
     for name in ("npu", "cuda"):
         why = "" if name in usable else f"{name} is broken"
         monkeypatch.setattr(device.PLATFORMS[name], "unavailable", lambda self, why=why: why)
@@ -87,7 +87,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def imported() -> dict[str, Any]:
-    """What a fresh import of the module would hold, the real one left alone."""
+    """The variables of a fresh import of the module; the real module is left alone."""
     return runpy.run_path(str(ROOT / "nanochat" / "device.py"))
 
 
@@ -105,84 +105,6 @@ def test_a_wrong_environment_ends_the_process_with_a_message(
         imported()
     assert ended.value.code == 2
     assert "error: the device must be one of npu, cuda, cpu, got 'gpu' (NANOCHAT_DEVICE)" in capsys.readouterr().err
-
-
-# --- torch_npu that cannot be used ---------------------------------------------------------------
-
-BROKEN = "raise ImportError('libhccl.so: cannot open shared object file\\nmore lines')\n"
-NO_DRIVER = """
-class npu:
-    @staticmethod
-    def is_available():
-        raise RuntimeError('drvInit failed')
-"""
-NO_CARD = """
-class npu:
-    @staticmethod
-    def is_available():
-        return False
-"""
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of packages that is looked in first; a torch_npu imported from it is forgotten afterwards."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
-    yield folder
-    sys.modules.pop("torch_npu", None)
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (
-            BROKEN,
-            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (a library of CANN "
-            "is not found: its set_env.sh was not sourced; source setup_ascend.sh)",
-        ),
-        (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
-        (NO_CARD, "torch_npu loaded, but sees no NPU"),
-        ("raise OSError()\n", "torch_npu could not be loaded: OSError()"),
-    ],
-)
-def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: str) -> None:
-    (site / "torch_npu.py").write_text(code)
-    assert Ascend().unavailable() == reason
-    name, _, why = choose(None)
-    assert name != "npu"
-    assert f"no npu: {reason}" in why
-    with pytest.raises(UserError, match="device npu was asked for but cannot be used: torch_npu"):
-        choose("npu")
-
-
-FRESH = """
-import threading
-from nanochat import device
-import torch, torch.distributed
-assert not torch.cuda.is_initialized()
-assert not torch.distributed.is_initialized()
-assert threading.active_count() == 1
-print(device.device_type, "|", device.reason)
-"""
-
-
-def test_importing_initialises_nothing_even_beside_a_broken_backend(tmp_path: Path) -> None:
-    """The package registers itself with torch, as the real one does; loaded by torch it would break `import torch`."""
-    (tmp_path / "torch_npu.py").write_text(BROKEN)
-    about = tmp_path / "torch_npu-2.13.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
-    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "NANOCHAT_DEVICE")}
-    fresh = subprocess.run(
-        [sys.executable, "-c", FRESH], cwd=ROOT, env={**clean, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert fresh.returncode == 0, fresh.stderr
-    assert "no npu: torch_npu could not be loaded: libhccl.so: cannot open shared object file" in fresh.stdout
 
 
 # --- number formats ------------------------------------------------------------------------------
@@ -261,6 +183,23 @@ def test_one_process_needs_no_process_group(
     device.compute_cleanup()
 
 
+def test_the_kernels_of_the_flags_reach_the_operations() -> None:
+    seen: list[bool] = []
+
+    def work(cfg: Any, compute: Compute) -> None:
+        seen.append(compute.operations.stacks_matrices)
+
+    every: list[dict[str, str]] = [{}, {"kernels": "auto"}, {"kernels": "plain"}]
+    for flags in every:
+        device.with_compute(work)(SimpleNamespace(device_type="cpu", **flags))
+    assert seen == [True, True, False]
+
+
+def test_a_compute_belongs_to_one_platform() -> None:
+    with pytest.raises(AssertionError):
+        replace(CPU, device_type="cuda")
+
+
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, "cuda")
     monkeypatch.setattr(Nvidia, "module", SimpleNamespace(device_count=lambda: 2))
@@ -331,6 +270,7 @@ def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 LAUNCHED = """
 import sys
 from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 import torch.distributed as dist
 from nanochat import device

@@ -23,7 +23,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_gpt(config: GPTConfig = CONFIG, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
-    """Every parameter random, so that no term of the formulas is silent."""
+    """A model with random parameters everywhere, so that every term of the formulas matters."""
     model, generator = GPT(config, dtype), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -308,7 +308,7 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 
 def test_a_new_model_learns_in_all_its_layers() -> None:
-    """Projections start at zero, so at first only they, the head and the embeddings move; two steps reach the rest."""
+    """Projections start at zero: the first step moves only them, head and embeddings, the second step the rest."""
     model, idx, targets = GPT(CONFIG), tokens(2, 12), tokens(2, 12, seed=1)
     model.init_weights(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -366,7 +366,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
 
 
 @torch.inference_mode()
-def test_a_cleared_slot_starts_anew_and_the_others_go_on() -> None:
+def test_a_cleared_slot_starts_again_and_the_others_continue() -> None:
     model, idx = random_gpt(), tokens(2, 20)
     cache = model.new_cache(2, 160, torch.float32)
     model.hidden(idx[:, :10], cache)

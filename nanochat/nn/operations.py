@@ -104,7 +104,7 @@ class Operations:
     def attend_cached(
         self,
         q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
+        k: Tensor,  # (B, K, Hkv, D) cached keys, the new keys included
         v: Tensor,  # (B, K, Hkv, D)
         mask: Tensor,  # (B, 1, T, K) from plain_attention.cache_mask
         scale: float | None = None,  # of the scores, default 1/sqrt(D)
@@ -119,7 +119,7 @@ class Operations:
     def attend_lengths(
         self,
         q: Tensor,  # (B, T, H, D)
-        k: Tensor,  # (B, K, Hkv, D) cached keys, those of this call included
+        k: Tensor,  # (B, K, Hkv, D) cached keys, the new keys included
         v: Tensor,  # (B, K, Hkv, D)
         fresh: Sequence[int],  # of each row, how many of the T tokens are real
         ends: Sequence[int],  # of each row, how many keys it holds

@@ -7,8 +7,8 @@ second.
 from dataclasses import dataclass
 from typing import Literal
 
-# Which operators a chip has: the fused ones of the second generation; none, so that attention is made of matmuls over
-# blocks of queries; or those of an inference card.
+# Which operators a chip has: "fused" are the fused operators of the second generation; "chunked" is a chip without
+# them, so that attention is made of matmuls over blocks of queries; "inference" are the operators of inference cards.
 Kernels = Literal["fused", "chunked", "inference"]
 
 

@@ -1,6 +1,6 @@
 """What the rest of the project asks of a device. Each vendor's file has one subclass, and device.py has their table.
 
-The defaults here are those of an accelerator whose module in torch has the functions of torch.cuda.
+The defaults suit an accelerator whose module in torch has the functions of torch.cuda.
 """
 
 import contextlib

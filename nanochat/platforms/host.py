@@ -1,4 +1,4 @@
-"""The host beside every device: its processor, the memory of its C library, the cache of its compiler."""
+"""The host, which every device has beside it: the processor, the C library's memory, the compiler's cache."""
 
 import contextlib
 import ctypes
@@ -12,13 +12,13 @@ def cpu_flags() -> frozenset[str]:
 
 
 def bf16_unit() -> str:
-    """The unit that multiplies bf16 in hardware, or ""."""
+    """The unit of the processor that multiplies bf16 in hardware; "" if there is none."""
     flags = cpu_flags()
     return next((flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags), "")
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """The processor's name, or "CPU" if the system does not tell."""
     return _cpuinfo("model name") or "CPU"
 
 
@@ -31,18 +31,18 @@ def _cpuinfo(key: str) -> str:
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Keep compiled kernels in a folder of ours, so that later stages and runs find them.
+    """Keep compiled kernels in this folder, where later stages and runs find them.
 
-    It must come early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
+    Call this early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what a step frees for the next one, in blocks up to 32 MB (the most it allows).
+    """Let glibc's malloc keep memory that one step frees for the next step, in blocks of up to 32 MB, its maximum.
 
-    It maps larger tensors from fresh, zeroed pages each time otherwise, and gives them back: a tenth of a training
-    step's CPU seconds (dev/LOG.md). Other C libraries have no such option and stay as they are.
+    Otherwise malloc maps larger tensors from fresh, zeroed pages each time and gives the pages back, which costs a
+    tenth of a training step's CPU seconds (dev/LOG.md). Other C libraries have no such option and are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         option = ctypes.CDLL(None).mallopt
@@ -51,6 +51,6 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Give back what the C library holds of freed memory, where it can (glibc): after compiling, 0.5 GB."""
+    """Return freed memory from the C library to the system, if the library can (glibc): 0.5 GB after compiling."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -38,7 +38,7 @@ class NvidiaOperations(Operations):
         super().__init__(stacks_matrices=not plain)
         self.flash: Callable[..., Any] | None = None
         self.flex = False
-        # FlexAttention's block masks by (T, window, device), made before anything is compiled.
+        # FlexAttention's block masks by (T, window, device), which are made before anything is compiled.
         self.block_masks: dict[tuple[int, int, int], Any] = {}
         if plain:
             return
@@ -78,9 +78,9 @@ class NvidiaOperations(Operations):
         return self._flex(q, k, v, window, scale)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor | None:
-        """attend() by FlexAttention; None outside compiled code, which FlexAttention needs.
+        """attend() by FlexAttention; None outside compiled code, since FlexAttention needs a compiler.
 
-        The first pass of a shape, before compilation, makes the block mask: (T/128)^2 numbers, and no mask of T x T.
+        The first pass of a shape, before compilation, makes the block mask: (T/128)^2 numbers instead of T x T.
         """
         key = (q.size(1), window, q.device.index or 0)
         if not is_compiling():
@@ -109,7 +109,7 @@ def _of_hub(name: str) -> Callable[..., Any]:
 
 
 def block_mask(length: int, window: int, device: torch.device) -> Any:
-    """FlexAttention's description of a causal band: the blocks of keys that queries see, and see whole."""
+    """FlexAttention's description of a causal band: the blocks of keys that queries see in part, and see whole."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -121,7 +121,8 @@ def block_mask(length: int, window: int, device: torch.device) -> Any:
     whole = (keys < queries) & ((queries - keys) * BLOCK + BLOCK - 1 <= window) & ((queries + 1) * BLOCK <= length)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each block of queries how many blocks, (1, 1, Q), and their numbers first, (1, 1, Q, K)."""
+        """For each block of queries: how many blocks of keys it has, (1, 1, Q), and their numbers, those first,
+        (1, 1, Q, K)."""
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         return blocks.sum(dim=1).int()[None, None], order.int()[None, None]
 

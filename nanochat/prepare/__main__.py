@@ -23,8 +23,8 @@ class Config:
     data: str | None = None
     """The corpus by name, or a mixture: web:0.7,books:0.3 tokenises both corpora. Default: the only corpus."""
     num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
-    """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus. Lower it
-    if memory runs out."""
+    """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus.
+    Lower it if memory runs out."""
     verify: bool = False
     """Also read every token file again and compare its SHA-256 with the recorded one."""
 

@@ -1,6 +1,6 @@
 """Many ranks: FSDP2 sharding, sums over ranks, whole tensors for checkpoints, unsharded copies to sample from.
 
-FSDP2 and DTensor are imported where they are used: they cost two seconds, which one rank need not pay.
+FSDP2 and DTensor are imported where they are used: importing them takes two seconds, which one rank alone can save.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 
 Sharding = Literal["none", "grad", "full"]
-_EVERY_PASS = "reduces_in_every_pass"  # attribute of a sharded model
+_EVERY_PASS = "reduces_in_every_pass"  # an attribute that shard() gives the model
 
 
 @dataclass(frozen=True)
 class Place:
-    """Share `shard` of `shards` along dimension 0, as copy `replica` of `replicas`; one rank alone has 0 of 1."""
+    """Where a rank's rows of a parameter lie: shard `shard` of `shards`, in replica `replica` of `replicas`.
+
+    A rank that holds the whole parameter has shard 0 of 1.
+    """
 
     shards: int = 1
     shard: int = 0
@@ -39,17 +42,17 @@ class Place:
     replica_group: ProcessGroup | None = None  # the ranks that hold the same rows
 
     def row_counts(self, rows: int) -> list[int]:
-        """Rows of each share. FSDP2 cuts as torch.chunk does: the last ones may have fewer, or none."""
+        """How many rows each shard has. FSDP2 splits as torch.chunk does: the last shards may have fewer, or none."""
         share = -(-rows // self.shards)
         return [max(min(share, rows - number * share), 0) for number in range(self.shards)]
 
     def first_row(self, rows: int) -> int:
-        """Where this rank's rows begin."""
+        """The first row that this rank holds."""
         return sum(self.row_counts(rows)[: self.shard])
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where a parameter lies: over a mesh of ranks, (shards,) or (replicas, shards), or whole on this one."""
+    """Where a parameter lies: over a mesh of ranks, (shards,) or (replicas, shards), or whole on this rank."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Place()
@@ -66,10 +69,10 @@ def ranks_per_host(compute: Compute) -> int:
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
-    """(replicas, shards): copies of the parameters, and ranks that share one copy.
+    """(replicas, shards): how many copies of the parameters there are, and how many ranks share one copy.
 
-    On several hosts each holds a copy (HSDP), so that only gradients cross the network, once a step; on hosts with
-    one rank each a copy is spread over all.
+    With several hosts each host holds a copy (HSDP), so that only gradients cross the network, once a step. If every
+    host has one rank, one copy is sharded over all ranks.
     """
     if mode == "none":
         return compute.world_size, 1
@@ -80,13 +83,13 @@ def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:
 
 
 def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sharding = "grad") -> None:
-    """Spread a model over the ranks, in place; one rank keeps all.
+    """Shard a model over the ranks, in place; a single rank keeps everything.
 
-    "none" holds everything on every rank; "grad" shards masters, gradients and optimizer state (ZeRO-2): gathered once
-    a step, reduced once a step; "full" gives up gathered parameters after every use and reduces gradients in every
-    pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules gathered and reduced together:
-    layers, embeddings, head. Parameters stay fp32 masters; they are gathered in the compute dtype, and gradients are
-    reduced in fp32, while the backward pass goes on.
+    "none" holds everything on every rank. "grad" shards masters, gradients and optimizer state (ZeRO-2): parameters are
+    gathered once a step and gradients reduced once a step. "full" frees gathered parameters after every use and reduces
+    gradients in every pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules whose parameters
+    are gathered and reduced together, from model.shard_groups(). Parameters stay fp32 masters: they are gathered in the
+    compute dtype, and gradients are reduced in fp32 while the backward pass is still running.
     """
     if compute.world_size == 1:
         return
@@ -98,7 +101,7 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     dims = {"replicate": replicas, "shard": shards} if replicas > 1 else {"shard": shards}
     mesh = init_device_mesh(compute.device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     mixed = compute.dtype != torch.float32
-    # Inputs are left as they are: the models cast what they use, and RL's token weights must stay fp32.
+    # Inputs are not cast: models cast what they use, and the token weights of RL must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -113,21 +116,21 @@ def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over ranks, and give up gathered parameters, only in the last pass of a step; see shard()."""
+    """Reduce gradients over ranks and free gathered parameters only in the last pass of a step; see shard()."""
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
 
 def _reshard(model: nn.Module) -> None:
-    """Give up parameters that a pass without backward left gathered, in the compute dtype: they are not the masters."""
+    """Free parameters that a pass without backward left gathered: they are in the compute dtype, not the masters."""
     for module in model.modules():
         if _is_fsdp(module):
             module.reshard()
 
 
 def total(values: list[float], compute: Compute) -> list[float]:
-    """Sums over all ranks, of Python floats, over the host's collectives, in float64."""
+    """The sum of each number over all ranks, in float64 and over the host's collectives."""
     if compute.world_size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -136,7 +139,7 @@ def total(values: list[float], compute: Compute) -> list[float]:
 
 
 def least(value: int, compute: Compute) -> int:
-    """The smallest of all ranks' numbers, on every rank."""
+    """The smallest number of all ranks, on every rank."""
     if compute.world_size == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -154,7 +157,7 @@ def agree(value: int, compute: Compute) -> int:
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and its whole value, gathered one at a time; every rank must walk through all."""
+    """The name and the whole value of every parameter, gathered one at a time; every rank must iterate to the end."""
     _reshard(model)
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -162,8 +165,10 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and some of its rows, one rank's after another's, until it is whole; every rank must walk
-    through all. No more is held than the share of one rank of one parameter."""
+    """The name of every parameter and the rows of one rank, rank after rank, until the parameter is complete.
+
+    Every rank must iterate to the end. A rank holds at most one rank's rows of one parameter at a time.
+    """
     _reshard(model)
     for name, parameter in model.named_parameters():
         here, place = local(parameter.detach()), place_of(parameter)
@@ -180,7 +185,7 @@ def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copy whole tensors into a model, sharded or not; names and shapes must agree."""
+    """Copy whole tensors into a model, sharded or not. UserError if names or shapes differ."""
     _reshard(model)
     check_shapes(model, values)
     for name, parameter in model.named_parameters():
@@ -190,18 +195,21 @@ def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """UserError if tensors are not the parameters of a model by name and whole shape."""
+    """UserError if the tensors and the model's parameters differ in names or whole shapes."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
              for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip
     if wrong:
-        raise UserError(f"the parameters do not fit the model: {'; '.join(wrong[:3])}")
+        raise UserError(
+            f"the parameters do not fit the model: {'; '.join(wrong[:3])}. They belong to a model of another "
+            "shape: load this model's own checkpoint, or build the model from the meta.json beside the parameters."
+        )
 
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> None:
-    """Copy a (sharded) model's parameters into an unsharded one, casting to its formats; every rank takes part."""
+    """Copy the parameters of a sharded model into an unsharded one, cast to its formats; every rank must call this."""
     targets = dict(replica.named_parameters())
     for name, value in whole_parameters(model):
         targets[name].copy_(value)

@@ -103,7 +103,7 @@ def test_blocked_attention_equals_a_masked_softmax_with_its_gradients(T: int, wi
 
 @contextlib.contextmanager
 def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Our modules are told so, not torch: were the compiler loaded meanwhile, it would remember the wrong function."""
+    """Patch our modules, not torch: a compiler that is loaded meanwhile would keep the patched function."""
     with monkeypatch.context() as patch:
         for module in (cpu, blocked_attention):
             patch.setattr(module, "is_compiling", lambda: True)
@@ -111,7 +111,7 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> torch.Tensor:
-    """Windowed attention as within a compiled model, without a compiler: 64 keys, two heads at a time."""
+    """Attention in a window of 64 as a compiled model computes it, two heads at a time, but without a compiler."""
     monkeypatch.setattr(blocked_attention, "_fast", lambda work: work)
     monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
     with as_if_compiled(monkeypatch):
@@ -133,7 +133,7 @@ def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pyte
     for ours, reference in zip(leaves, exact_leaves, strict=True):
         torch.testing.assert_close(ours.grad.float(), reference.grad, atol=0.05, rtol=0.05)
     shared = attend_as_if_compiled(monkeypatch, leaves[0], leaves[1][:, :, :2], leaves[2][:, :, :2])
-    assert "BlockedAttention" not in str(shared.grad_fn)  # grouped heads go torch's way
+    assert "BlockedAttention" not in str(shared.grad_fn)  # grouped heads use torch's attention
 
 
 def test_a_compiled_model_keeps_no_attention_weights_for_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_cache_mask_marks_the_window_before_each_place() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [1, 4, 64])
 def test_attend_cached_equals_the_end_of_each_rows_sequence(window: int, kv_heads: int) -> None:
-    """Rows at different places; what the cache holds beyond a row's end must not matter."""
+    """Rows end at different places, and what the cache holds beyond the end of a row must not matter."""
     T, H, D, K, lengths = 3, 4, 8, 20, (3, 9, 20)
     k, v = draw(3, K, kv_heads, D, seed=1), draw(3, K, kv_heads, D, seed=2)
     q = draw(3, T, H, D, seed=3)
@@ -240,7 +240,7 @@ def test_chunked_loss_equals_full_logits_with_both_gradients(vocab: int, rows: i
     expected = (each * token_weights.double()).sum() if weighted else each.sum()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-4)
-    (loss * 0.3).backward()  # the gradient from above is not always 1
+    (loss * 0.3).backward()  # the incoming gradient is not always 1
     (expected * 0.3).backward()
     for mine, reference in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
@@ -267,7 +267,7 @@ def test_padded_rows_of_the_head_get_no_gradient() -> None:
 
 
 def test_chunked_loss_in_bf16_is_close_for_both_kinds_of_masters() -> None:
-    """A weight of fp32 (one rank) or of bf16 (gathered by FSDP2): many chunks must not wear the gradient down."""
+    """The weight is fp32 (one rank) or bf16 (gathered by FSDP2): the gradient stays precise over many chunks."""
     x, weight, targets, _ = loss_case(4096, 64, 64)
     plain = x.bfloat16().float().requires_grad_(), weight.bfloat16().float().requires_grad_()
     expected = plain_losses(*plain, targets, 64).sum()

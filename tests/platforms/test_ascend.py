@@ -108,7 +108,7 @@ input()
 
 
 def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> None:
-    """None binds its ports before all have chosen."""
+    """No job binds its ports before all jobs have chosen."""
     jobs = [
         subprocess.Popen([sys.executable, "-c", A_JOB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -116,9 +116,9 @@ def test_jobs_that_start_together_take_blocks_of_their_own_until_they_end() -> N
     blocks = [int(job.stdout.readline()) for job in jobs if job.stdout]
     assert len(set(blocks)) == 3
     ports = PortBlocks()
-    assert ports.hold(blocks[0] + 7) == blocks[0] + 7  # part of it is as bad
+    assert ports.hold(blocks[0] + 7) == blocks[0] + 7  # a block that overlaps is refused too
     assert ports.free() not in blocks
-    jobs[0].kill()  # a job that is killed lets go too
+    jobs[0].kill()  # a killed job releases its block too
     for job in jobs:
         job.communicate("\n")
     assert ports.hold(blocks[0]) == 0
@@ -189,5 +189,7 @@ def test_a_card_in_use_is_told_by_its_free_memory() -> None:
 
 
 def test_a_card_that_cannot_be_opened_is_named() -> None:
-    assert "NPU 2 cannot be opened: odd things. It may be held" in ascend_errors.cannot_open(2, "odd things\nand more")
+    assert "NPU 2 cannot be opened: odd things. Another container may" in ascend_errors.cannot_open(
+        2, "odd things\nand more"
+    )
     assert "HwHiAiUser" in ascend_errors.cannot_open(2, "error -8005")

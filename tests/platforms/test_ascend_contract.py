@@ -19,10 +19,10 @@ from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = ROOT / "tests" / "emulated_npu" / "stub"
-VERSIONS = ("2.7.1", "2.7.1.*", "2.13.0")  # the oldest that is supported, its last, and the newest known
+VERSIONS = ("2.7.1", "2.7.1.*", "2.13.0")  # the oldest supported release, its last patch, the newest known
 STUB_MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.profiler")
 STUB_VERSIONS = VERSIONS[1:]  # the first 2.7.1 lacks what the stub has for its successors
-# Files that call the device's module by another name, since CUDA's has the same functions.
+# Files that call torch.npu by another name, since torch.cuda has the same functions.
 MODULE_NAMES = {
     "nanochat/platforms/base.py": {"self.module"},
     "nanochat/platforms/ascend.py": {"self.module"},

@@ -1,9 +1,13 @@
-"""The NPU row with a pretended torch_npu: formats, order of initialisation, ports, peaks, errors."""
+"""The Ascend platform with a pretended torch_npu: loading, formats, order of initialisation, ports, peaks, errors."""
 
 import datetime
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +17,7 @@ import torch.distributed as dist
 
 from nanochat import device
 from nanochat.common import UserError
-from nanochat.device import Compute, compute_init
+from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import ascend_kernels
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.ascend_chips import chip_of
@@ -21,12 +25,13 @@ from nanochat.platforms.ascend_environment import PortBlocks
 from nanochat.platforms.cpu import Cpu
 from nanochat.train import sizes
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 GIB = 2**30
 
 
 @dataclass
 class Card:
-    """A pretended torch.npu that writes down what is asked of it."""
+    """A pretended torch.npu that records its calls."""
 
     soc: int = 223
     count: int = 8
@@ -60,12 +65,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     for name in ("NANOCHAT_DTYPE", "NANOCHAT_PEAK_TFLOPS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "HCCL_IF_BASE_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_WHITELIST_DISABLE", "HCCL_EVENT_TIMEOUT"):
-        monkeypatch.setenv(name, "1")  # so that what compute_init() sets is undone
+        monkeypatch.setenv(name, "1")  # so that pytest restores what compute_init() sets
     made = Card()
     monkeypatch.setattr(torch, "npu", made, raising=False)
     monkeypatch.setattr(Ascend, "unavailable", lambda self: "")
     monkeypatch.setattr(ascend_kernels, "missing", lambda kind: [])
-    monkeypatch.setattr(torch, "device", lambda name, index=0: f"{name}:{index}")  # no such device type without it
+    monkeypatch.setattr(
+        torch, "device", lambda name, index=0: f"{name}:{index}"
+    )  # without torch_npu there is no such device type
     return made
 
 
@@ -153,7 +160,7 @@ def test_a_taken_meeting_port_is_really_reported_so(card: Card, monkeypatch: pyt
 
 
 def meet(platform: Ascend, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rank 2 + local_rank of four on two hosts; the other ranks' part of the exchange is pretended."""
+    """Call ranks_met() as rank 2 + local_rank of four ranks on two hosts; the answers of the others are pretended."""
     monkeypatch.setattr(dist, "all_reduce", lambda blocks: blocks.add_(torch.tensor([61008, 0, 0, 0])))
     platform.ranks_met(2 + local_rank, local_rank, 4)
 
@@ -176,7 +183,7 @@ def test_a_block_that_is_given_and_taken_is_refused(card: Card, monkeypatch: pyt
         other.listen()
         with pytest.raises(UserError, match=f"port {base} is taken by another"):
             meet(platform, 0, monkeypatch)
-        meet(platform, 1, monkeypatch)  # a second rank of the host finds its fellow there
+        meet(platform, 1, monkeypatch)  # the second rank of a host leaves the ports to the first
 
 
 def test_mfu_has_the_chips_peak_and_its_source(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +222,81 @@ def test_cards_are_counted_only_where_the_npu_is_the_device(card: Card, monkeypa
 def test_rows_of_a_pass_follow_the_cards_memory(card: Card) -> None:
     assert sizes.rows_that_fit(64 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 64
     assert sizes.rows_that_fit(32 * GIB, sizes.GPTConfig(2048, 32768, 12, 6, 6, 768), 286_000_000) == 16
+
+
+# --- torch_npu that cannot be used ---------------------------------------------------------------
+
+BROKEN = "raise ImportError('libhccl.so: cannot open shared object file\\nmore lines')\n"
+NO_DRIVER = """
+class npu:
+    @staticmethod
+    def is_available():
+        raise RuntimeError('drvInit failed')
+"""
+NO_CARD = """
+class npu:
+    @staticmethod
+    def is_available():
+        return False
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that Python searches first for packages; a torch_npu imported from it is forgotten afterwards."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    yield folder
+    sys.modules.pop("torch_npu", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            BROKEN,
+            "torch_npu could not be loaded: libhccl.so: cannot open shared object file (a library of CANN "
+            "is not found: its set_env.sh was not sourced; source setup_ascend.sh)",
+        ),
+        (NO_DRIVER, "torch_npu could not be loaded: drvInit failed"),
+        (NO_CARD, "torch_npu loaded, but sees no NPU"),
+        ("raise OSError()\n", "torch_npu could not be loaded: OSError()"),
+    ],
+)
+def test_a_torch_npu_that_fails_is_only_a_reason(site: Path, code: str, reason: str) -> None:
+    (site / "torch_npu.py").write_text(code)
+    assert Ascend().unavailable() == reason
+    name, _, why = choose(None)
+    assert name != "npu"
+    assert f"no npu: {reason}" in why
+    with pytest.raises(UserError, match="device npu was asked for but cannot be used: torch_npu"):
+        choose("npu")
+
+
+FRESH = """
+import threading
+from nanochat import device
+import torch, torch.distributed
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+assert threading.active_count() == 1
+print(device.device_type, "|", device.reason)
+"""
+
+
+def test_importing_initialises_nothing_even_beside_a_broken_backend(tmp_path: Path) -> None:
+    """The pretended package registers itself with torch, as the real one does; torch could not be imported with it."""
+    (tmp_path / "torch_npu.py").write_text(BROKEN)
+    about = tmp_path / "torch_npu-2.13.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "NANOCHAT_DEVICE")}
+    fresh = subprocess.run(
+        [sys.executable, "-c", FRESH], cwd=ROOT, env={**clean, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert fresh.returncode == 0, fresh.stderr
+    assert "no npu: torch_npu could not be loaded: libhccl.so: cannot open shared object file" in fresh.stdout

@@ -1,4 +1,4 @@
-"""NPU kernels on the emulated device: against a plain softmax, against the CPU, by chip, and refusals."""
+"""The operations of every kind of chip on the emulated NPU, against a plain softmax and the CPU; what is refused."""
 
 import math
 
@@ -153,7 +153,7 @@ def test_squared_relu_and_sums_of_squares_are_the_composed_ones() -> None:
 
 
 def check_lengths(T: int, window: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Rows that hold 3, 40 and 64 keys, of which the last T are new: lengths on the NPU, a mask on the CPU."""
+    """Rows hold 3, 40 and 64 keys, the last T keys are new: attend by lengths on the NPU, by a mask on the CPU."""
     D, K, ends = 16, 64, (3, 40, 64)
     k, v = draw(3, K, kv_heads, D, seed=1, dtype=dtype), draw(3, K, kv_heads, D, seed=2, dtype=dtype)
     q = draw(3, T, 4, D, seed=3, dtype=dtype)
@@ -264,7 +264,7 @@ def test_the_environment_asks_where_the_flag_does_not(monkeypatch: pytest.Monkey
 
 
 def npu(soc: int) -> Ascend:
-    """An NPU of this SoC version that is not there."""
+    """The platform of an NPU of this SoC version; there is no such device."""
     platform = Ascend()
     platform.chip = chip_of(soc)
     return platform

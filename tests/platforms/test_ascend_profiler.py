@@ -1,4 +1,4 @@
-"""--profile on emulated NPUs: torch_npu's profiler, its files, and what is said where they are missing."""
+"""--profile on emulated NPUs: torch_npu's profiler, its files, and the message when files are missing."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.support.tiny_training import CPU, Batches
 
 
 def run(compute: Compute, folder: Path) -> None:
-    """A profiled stage of a tiny model, shared out over the ranks."""
+    """Run a profiled stage of a tiny model, sharded over the ranks."""
     model = GPT(
         GPTConfig(sequence_len=16, vocab_size=290, n_layer=2, n_head=3, n_kv_head=3, n_embd=54),
         compute.dtype,
@@ -67,7 +67,7 @@ def test_every_rank_leaves_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 class Silent:
-    """torch_npu's profiler where CANN's tools are missing: it says so on the screen, and leaves nothing."""
+    """torch_npu's profiler without CANN's tools: it prints an error and leaves no files."""
 
     def stop(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Every way to share a model out, on two cards of the emulated NPU over hccl, against one process on the CPU."""
+"""Every --shard mode on two emulated NPUs over hccl, against one process on the CPU."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.npu]
 
 
 def losses(base: Path, tag: str, *start: str) -> tuple[list[float], str]:
-    """Three steps by a command, and what it said."""
+    """Train three steps with a command; returns what the command printed."""
     own = "--device_type=cpu" if tag == "cpu" else f"--shard={tag}"
     words = [*start, "-m", "scripts.base_train", "--", *FLAGS, f"--model_tag={tag}", own]
     environment = {**os.environ, "NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,4 +1,4 @@
-"""Every way to share a model out, on emulated NPUs: the losses of CPU ranks, and no waiting but for the log."""
+"""Every --shard mode on emulated NPUs: CPU ranks have the same losses, and the host waits only for the log."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.npu]
 
 
 def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
-    """The losses of some steps of two passes; on an NPU also what the last one waited for and copied."""
+    """The losses of some steps of two passes each; on an NPU also what the last step waited for and copied."""
     model = GPT(CONFIG, compute.dtype, compute.operations)
     model.init_weights(3)
     model.to(compute.device)
@@ -43,7 +43,9 @@ def train(compute: Compute, mode: Any, steps: int) -> dict[str, Any]:
         return {"losses": losses}
     with log.record() as seen:
         take(steps - 1)
-    waits = {why: times for why, times in seen.synchronisations.items() if why != "synchronize"}  # that of take()
+    waits = {
+        why: times for why, times in seen.synchronisations.items() if why != "synchronize"
+    }  # take() synchronizes once
     return {"losses": losses, "waits": waits, "copies": dict(seen.copies)}
 
 

@@ -49,7 +49,7 @@ def train(compute: Compute, steps: int, scale: LossScale | None = None) -> tuple
 
 
 def compare(compute: Compute, loss: float, parameters: float) -> None:
-    """Ten steps on the device and on the CPU give the same losses, and parameters."""
+    """Check that ten steps give the same losses and parameters on the device and on the CPU."""
     model, ours = train(compute, 10)
     reference, theirs = train(CPU, 10)
     assert not any(outcome.skipped for outcome in ours)
@@ -161,12 +161,13 @@ def test_plain_kernels_step_every_matrix_by_itself() -> None:
 
 
 def check_cache(model: GPT, tolerance: float) -> None:
-    """A prompt in pieces, then single tokens, rows at different places: the logits of the whole sequence at once."""
+    """Feed rows of different lengths through a cache, in pieces and then token by token: the logits must equal the
+    logits of the whole sequence at once."""
     model, idx = model.npu(), tokens(2, 150).npu()
     with torch.inference_mode():
         full = model(idx)
         cache = model.new_cache(2, 160, model.dtype)
-        # The first row reads 140 tokens in two pieces, of which the second row's second piece is padding but for 9.
+        # The first row reads 140 tokens in two pieces; in the second piece the second row has 9 tokens and padding.
         model.hidden(idx[:, :80], cache, spans=Spans([0, 0], [80, 80]))
         lengths = torch.tensor([60, 9]).npu()
         out = model.logits(model.hidden(idx[:, 80:140], cache, lengths=lengths, spans=Spans([80, 80], [60, 9])))
@@ -192,7 +193,7 @@ def test_an_inference_card_generates_what_the_whole_forward_says() -> None:
 
 
 def wide_gpt(dtype: torch.dtype) -> GPT:
-    """The same with heads of 16 channels, which the decoding operators take."""
+    """The same model with heads of 16 channels, which the decoding operators need."""
     model = tiny_gpt(VOCAB, dtype=dtype)
     config = replace(model.config, n_head=2, n_kv_head=1)
     wide = GPT(config, dtype, Ascend().operations("auto"))

@@ -1,4 +1,4 @@
-"""The host's processor, compiler and allocator."""
+"""Freed memory of the host's C library."""
 
 import ctypes
 import platform

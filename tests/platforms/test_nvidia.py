@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by name, and one that is taken: named before anything is computed."""
+"""NVIDIA GPUs: peaks by name, and messages for a GPU that another process holds."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_gpu_whose_memory_others_hold_is_told(
 
 
 class HostTensor:
-    """A tensor of the host that says what is done with it."""
+    """A host tensor that records how it is copied."""
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned

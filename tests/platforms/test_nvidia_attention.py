@@ -1,4 +1,4 @@
-"""Sliding windows on GPUs, as far as a host can tell: the choice, the block masks, FlexAttention's arithmetic."""
+"""Sliding windows on GPUs, as far as a CPU can check them: the choice, block masks, FlexAttention's arithmetic."""
 
 import sys
 import types
@@ -28,7 +28,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> types.ModuleType:
-    """A library of this name, with these functions."""
+    """Pretend that a library of this name is installed, with these functions."""
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
     vars(module).update(functions)
@@ -43,7 +43,7 @@ def test_the_library_of_the_generation_comes_first_and_plain_is_torchs(monkeypat
     assert NvidiaOperations(9).name == "flash_attn" == NvidiaOperations(8).name
     install(monkeypatch, "flash_attn_interface", flash_attn_func=lambda *a, **k: None)
     assert NvidiaOperations(9).name == "flash_attn_interface"
-    assert NvidiaOperations(8).name == "flash_attn"  # the newer one is for Hopper
+    assert NvidiaOperations(8).name == "flash_attn"  # the newer library is for Hopper
     assert NvidiaOperations(10).name == FLEX
     plain = NvidiaOperations(9, plain=True)
     assert plain.name == TORCHS and not plain.stacks_matrices
@@ -78,7 +78,9 @@ def test_flash_attention_gets_windows_as_it_counts_them(
     q, k, v = (torch.randn(1, 200, 2, 8).bfloat16() for _ in range(3))
     assert operations.attend(q, k, v, window, 0.5) is v
     assert given == {"softmax_scale": 0.5, "causal": True, "window_size": sizes}
-    assert operations.attend_fast(q.float(), k.float(), v.float(), window, 0.5) is None  # it multiplies 16 bits only
+    assert (
+        operations.attend_fast(q.float(), k.float(), v.float(), window, 0.5) is None
+    )  # the library multiplies 16-bit numbers only
 
 
 @pytest.mark.parametrize(("length", "window"), [(512, 128), (300, 128), (1000, 256), (640, 200), (256, 1), (129, 127)])
@@ -94,7 +96,7 @@ def test_block_masks_are_those_of_the_whole_mask(length: int, window: int) -> No
 def test_compiled_windows_are_those_of_torchs_attention_with_their_gradients(
     kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a host FlexAttention refuses gradients, for which its compiler has no kernel; its arithmetic has them.
+    # On a CPU FlexAttention refuses gradients, since its compiler has no kernel for them; its arithmetic has gradients.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
     operations = NvidiaOperations(8)
     T, window = 300, 128
@@ -135,7 +137,7 @@ def test_evaluating_many_lengths_keeps_few_block_masks() -> None:
         x = torch.randn(1, length, 1, 16)
         assert operations.attend_fast(x, x, x, 64, None) is None
     assert len(operations.block_masks) == nvidia_attention.MOST_MASKS
-    assert (130, 64, 0) in operations.block_masks  # the first are those of training
+    assert (130, 64, 0) in operations.block_masks  # training comes first, and its masks stay
 
 
 def test_the_choice_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

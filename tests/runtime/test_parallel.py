@@ -73,7 +73,7 @@ def step_muon(compute: Compute, replicas: int = 1) -> dict[str, Tensor]:
 
 
 def small_things(compute: Compute) -> dict[str, Any]:
-    """Sums, rank 0's word, whole parameters before and after an evaluation, loading, copies."""
+    """Exercise sums, agreement, whole parameters before and after an evaluation, loading, and copies."""
     model, _ = make(compute)
     start = {name: value.clone() for name, value in parallel.whole_parameters(model)}
     with torch.no_grad():
@@ -93,7 +93,7 @@ def small_things(compute: Compute) -> dict[str, Any]:
 
 
 def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
-    """Three steps through compiling.compiled, with dynamo and autograd but no generated code, which takes the time."""
+    """Three steps through compiling.compiled, with dynamo and autograd but without generated code, which is slow."""
     real, said = torch.compile, []
 
     def quick(function: Any, **rest: Any) -> Any:
@@ -113,7 +113,7 @@ def train_compiled(compute: Compute, fails: bool) -> dict[str, Any]:
 
 
 def everything(compute: Compute) -> dict[str, Any]:
-    """All of it in one start of the processes."""
+    """Run every check in one start of the processes."""
     passes = (1, 2) if ROWS // compute.world_size > 1 else (1,)
     copies = [n for n in (1, 2, 4) if compute.world_size % n == 0]
     return {
@@ -154,7 +154,7 @@ def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) ->
     ranks = len(together)
     for ran in together:
         assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
-        assert ran["small"]["agree"] == 5  # rank 0's word
+        assert ran["small"]["agree"] == 5  # rank 0's number
     for ran in (alone["small"], *(ran["small"] for ran in together)):
         close(ran["start"], alone["small"]["start"], 0)
         close(ran["evaluated"], alone["small"]["start"], 0)
@@ -202,7 +202,7 @@ def test_one_rank_keeps_plain_parameters() -> None:
 
 
 def test_values_that_do_not_fit_are_refused() -> None:
-    """copy_ would broadcast some of them without a word."""
+    """copy_ would silently broadcast some of these shapes."""
     model, _ = make(CPU)
     good = dict(parallel.whole_parameters(model))
     before = {name: value.clone() for name, value in good.items()}

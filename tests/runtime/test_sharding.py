@@ -1,4 +1,4 @@
-"""Every way to share a model out: the losses of one process, the collectives of a step, checkpoints across ways."""
+"""Every --shard mode: the losses of one process, the collectives of a step, checkpoints across modes."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def curve(compute: Compute, mode: Any, matrix: Any, steps: int = STEPS) -> dict[
 
 
 def curves(compute: Compute) -> dict[Any, Any]:
-    """Of every mode and both optimizers of the matrices; one rank has one mode."""
+    """The curves of every mode with both optimizers of the matrices; one rank has one mode."""
     modes = MODES if compute.world_size > 1 else ("grad",)
     return {(mode, matrix): curve(compute, mode, matrix) for mode in modes for matrix in ("muon", "adamw")}
 
@@ -102,7 +102,7 @@ def test_each_host_holds_a_copy(monkeypatch: pytest.MonkeyPatch, alone: dict[Any
 def test_copies_follow_the_hosts(
     mode: Any, hosts: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one rank on each host, or unequal hosts, a copy is spread over all."""
+    """With one rank on each host, or with unequal hosts, one copy is sharded over all ranks."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", hosts)
     assert parallel.mesh_shape(mode, on_cpu(0, 4)) == expected
 
@@ -124,7 +124,7 @@ def collectives(compute: Compute, passes: int) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_a_group_is_gathered_once_and_reduced_once_a_step(passes: int) -> None:
-    """However many passes a step has; Muon exchanges each shape there and back, and one sum carries the figures."""
+    """The number of passes does not matter; Muon exchanges each shape there and back, and figures take one sum."""
     shapes = 4
     for counted in run_ranks(2, collectives, passes):
         assert counted["grad"] == {
@@ -168,7 +168,7 @@ def test_a_layer_is_reduced_while_the_backward_pass_goes_on() -> None:
 
 
 def go(compute: Compute, folder: Path, mode: Any, first: int, last: int) -> dict[str, Any]:
-    """Steps first + 1 .. last of a mode, from the checkpoint of step `first` and to that of step `last`."""
+    """Train steps first + 1 .. last in a mode: load the checkpoint of step `first`, save one of step `last`."""
     model, optimizers = make(compute, mode)
     assert resume_stage(folder, model, optimizers, WANTED, compute).step == first
     for step in range(first, last):
@@ -188,7 +188,7 @@ def relay(compute: Compute, folder: Path, modes: list[str]) -> dict[str, Any]:
 def test_a_checkpoint_of_one_mode_goes_on_in_another(
     ranks: int, hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through all modes, and to one process; nothing is written twice."""
+    """A checkpoint passes through all modes and to one process, and nothing is written twice."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", hosts)
     order = ["none", "grad", "full", "none"]
     together = run_ranks(ranks, relay, tmp_path / "many", order)

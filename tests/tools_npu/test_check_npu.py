@@ -263,7 +263,7 @@ class Told(device_checks.Output):
         ("/x/libtorch_npu.so: undefined symbol: _ZN3c10", "another torch or CANN", "bash setup_ascend.sh --fix"),
         (
             "Two accelerators cannot be used at the same time in PyTorch: npu and cuda",
-            "one for CPUs",
+            "the build of torch for CPUs",
             "bash setup_ascend.sh --fix",
         ),
         ("/x/python: symbol lookup error: /x/libtorch_npu.so", "another torch or CANN", "bash setup_ascend.sh --fix"),

@@ -1,4 +1,4 @@
-"""Compiled models on several threads; what loop.py and the scripts make of compiling is tested there."""
+"""Compiled models on several threads; the tests of loop.py and of the scripts cover the rest of compiling."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_two_threads_repeat_a_step_bit_for_bit() -> None:
-    """A few tokens again and again, so that both threads add to the same rows of the tables."""
+    """The batch repeats a few tokens, so that both threads add to the same rows of the tables."""
     if missing := device.compiler_missing(CPU):
         pytest.skip(missing)
     torch.manual_seed(1)

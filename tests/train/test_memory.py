@@ -52,7 +52,7 @@ def test_a_pass_of_one_row_is_told_what_else_helps() -> None:
 
 
 def fake_card(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    """A device whose module answers as told."""
+    """Pretend that torch.cuda has these functions."""
     monkeypatch.setattr(Nvidia, "module", SimpleNamespace(**functions))
 
 
@@ -91,6 +91,6 @@ def test_large_passes_on_a_cpu_make_cheap_values_again(tokens: int, kept: bool) 
     ):  # fmt: skip
         out = fast(x)
     wide = [t for t in saved if t.shape == x.shape]
-    assert (len(wide) > 1) is kept  # the input, and what the norm made of it
+    assert (len(wide) > 1) is kept  # the input, and the output of the norm
     (gradient,) = torch.autograd.grad(out.sum(), weight)
     torch.testing.assert_close(gradient, torch.full((16, 8), 64.0))

@@ -91,7 +91,7 @@ def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, int]) -
 
 
 def test_orthogonalize_keeps_the_singular_vectors() -> None:
-    """Of a matrix whose rows are of one length already: U S V becomes nearly U V."""
+    """The rows of the matrix have equal norms already, so that U S V becomes nearly U V."""
     left = torch.linalg.qr(draw(16, 16, seed=1))[0]
     right = torch.linalg.qr(draw(48, 16, seed=2))[0].T
     g = left @ torch.diag(torch.linspace(0.5, 2, 16)) @ right
@@ -148,7 +148,7 @@ def test_a_gradient_row_of_zeros_is_harmless() -> None:
 
 
 def test_decay_is_cautious() -> None:
-    """Where the update already pulls an entry towards zero decay adds to it, elsewhere decay keeps out."""
+    """Decay acts only on entries that the update already pulls towards zero."""
     start, gradient = draw(8, 8), draw(8, 8, seed=1)
     after = []
     for decay in (0.0, 0.5):

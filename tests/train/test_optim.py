@@ -1,4 +1,4 @@
-"""Roles to settings against the table of the published optimizer; AdamW against its formulas by hand."""
+"""The settings of each role against the published table, and AdamW against its formulas written out."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_rates_and_scale_reach_their_roles() -> None:
 
 
 def test_large_and_long_runs_keep_upstreams_rates() -> None:
-    """A run of the reference's batch and horizon: 12 tokens for each of its parameters."""
+    """The run has the batch and the horizon of the reference: 12 tokens for each of its parameters."""
     reference = 12 * schedule.REFERENCE_SCALING_PARAMETERS
     assert Rates().for_run(2**19, round(reference / 2**19), 12) == Rates(weight_decay=pytest.approx(0.28, rel=1e-3))
     assert schedule.table_momentum(round(reference / 2**19)) == 0.8
@@ -99,7 +99,7 @@ def test_only_tables_and_head_take_the_runs_momentum() -> None:
 
 
 def test_adamw_steps_equal_the_formulas() -> None:
-    """Decoupled decay first, then the bias-corrected update, in float64 by hand over five steps."""
+    """Five steps of decoupled decay and then the bias-corrected update, written out in float64."""
     model, optimizers = model_and_optimizers()
     roles = model.parameter_roles()
     p = {name: x.detach().double() for name, x in model.named_parameters() if roles[name] in PUBLISHED}
@@ -123,7 +123,7 @@ def test_adamw_steps_equal_the_formulas() -> None:
 
 
 def test_matrices_may_be_stepped_by_adamw() -> None:
-    """Every matrix against a torch.optim.AdamW of its own, under changing rates and decay."""
+    """Every matrix follows a torch.optim.AdamW of its own, under changing rates and decay."""
     model, optimizers = model_and_optimizers(2.0, Rates(matrix_optimizer="adamw", matrix_lr=0.04, weight_decay=0.3))
     assert optimizers.muon is None
     roles, oracles = model.parameter_roles(), {}

@@ -1,4 +1,4 @@
-"""The largest pass that memory holds: found by growing, the same on every rank, and never on a CPU."""
+"""The largest pass that memory holds: found with growing passes, the same on every rank, and never on a CPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_sizes_divide_a_ranks_rows_and_at_least_double(rows: int, sizes: list[in
 
 
 def card(capacity: int, fixed: int, each: int, tried: list[int]) -> Callable[[int], int]:
-    """A device that a pass of n rows takes `fixed` + n x `each` of, and that fails beyond its capacity."""
+    """A device on which a pass of n rows takes `fixed` + n x `each` bytes, and fails beyond the capacity."""
 
     def attempt(rows: int) -> int:
         tried.append(rows)
@@ -100,7 +100,7 @@ class Accelerator(Platform):
 
 
 def probed(compute: Compute, mode: Sharding = "grad") -> dict[str, Any]:
-    """fit() on the small model, whose device takes 10 bytes a row by a rule, and two steps after it."""
+    """Call fit() for the small model on a device that takes 10 bytes a row, then train two steps."""
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "start_watch", lambda compute: None)
