@@ -21,7 +21,7 @@ from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
 
-Start = int | Literal["auto", "none"]  # a step, the newest, or anew
+Start = int | Literal["auto", "none"]  # a step, the newest, or from step 0
 
 
 def finished(folder: Path, settings: Settings, compute: Compute, reported: bool = True, start: Start = "auto") -> bool:

@@ -215,7 +215,7 @@ class Profile:
             self._tell()
 
     def _parts(self) -> list[StepPart]:
-        """The mean time of each part over the timed steps, with that of the slowest rank."""
+        """The mean time of each part over the timed steps, with the time of the slowest rank."""
         device.synchronize(self.compute)
         host: dict[str, float] = {}
         own: dict[str, float] = {}

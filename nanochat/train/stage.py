@@ -47,7 +47,7 @@ class Work:
     """What a stage does in each of its steps."""
 
     steps: int
-    tokens_per_step: int  # of which the speed is told: RL counts replies
+    tokens_per_step: int  # what the printed speed counts; RL counts replies instead
     items_per_step: int  # rows or problems: after n steps the data stands at n times as many
     key: str  # names the data; a run resumes only with the same
     eval_every: int  # steps between measurements

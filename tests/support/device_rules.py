@@ -11,8 +11,6 @@ VENDOR = re.compile(r"(?<![a-z])(torch_npu|cuda|npus?|nccl|hccl|gpus?|nvidia|asc
 MAY_NAME_A_VENDOR = ("nanochat/platforms/", "nanochat/device.py")
 PUBLISHED = re.compile("num_gpus|nanochat_ascend")  # upstream's flag of chat_web, and our model type
 DEVICE_NAMES = {"device_type", "backend", "type"}  # attributes that say which device this is
-# Modules that keep state in a variable, until that state has moved into an object that is passed.
-KEEPS_STATE = {"nanochat/runtime/profiling.py", "nanochat/runtime/signals.py"}
 CHANGES = set("add append appendleft clear discard extend insert pop popitem popleft remove setdefault update".split())
 
 
@@ -69,7 +67,7 @@ def mutable_names(tree: ast.Module) -> set[str]:
 
 def check_state(path: str, tree: ast.Module) -> Iterator[str]:
     """No function changes a variable of its module: state lives in objects that are passed."""
-    names = set() if path in KEEPS_STATE else mutable_names(tree)
+    names = mutable_names(tree)
 
     def changed(target: ast.AST) -> str:
         while isinstance(target, ast.Subscript | ast.Attribute):
