@@ -290,7 +290,7 @@ def conversation_rows(
     return Rows(token_set, plan(token_set, length + 1, cut=False), tokenizer.bos, seed, masked)
 
 
-class Conversations(Protocol):
+class ConversationSplits(Protocol):
     """What chat_rows() tokenises: conversations to train and to validate on; `key` names their content."""
 
     @property
@@ -302,7 +302,7 @@ class Conversations(Protocol):
 
 
 def chat_rows(
-    stage: str, conversations: Conversations, tokenizer: Tokenizer, length: int, seed: int, masked: bool
+    stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, length: int, seed: int, masked: bool
 ) -> tuple[Rows, Rows]:
     """The rows of a stage's conversations to train on and to validate on; see conversation_rows()."""
     parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))

@@ -36,6 +36,5 @@ def build(meta: Mapping[str, Any], compute: Compute) -> GPT:
             f"the checkpoint holds a model of family {name!r}, and this version knows {', '.join(FAMILIES)}. Update "
             "nanochat to the version that wrote the checkpoint."
         )
-    return FAMILIES[name].model(
-        FAMILIES[name].config(**meta["model"]), dtype=compute.dtype, operations=compute.operations
-    )
+    family = FAMILIES[name]
+    return family.model(family.config(**meta["model"]), dtype=compute.dtype, operations=compute.operations)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
 from nanochat.checkpoint_manager.load import newest_whole
-from nanochat.checkpoint_manager.same_run import Settings
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import Optimizers
 from nanochat.common import UserError, log
 from nanochat.device import Compute, barrier
@@ -24,7 +24,9 @@ from nanochat.runtime.tracking import read_metrics
 Start = int | Literal["auto", "none"]  # a step, the newest, or from step 0
 
 
-def finished(folder: Path, settings: Settings, compute: Compute, reported: bool = True, start: Start = "auto") -> bool:
+def finished(
+    folder: Path, settings: RunSettings, compute: Compute, reported: bool = True, start: Start = "auto"
+) -> bool:
     """Whether this stage was trained and measured to its end with these settings, and `reported`; logs it if so.
 
     Rank 0 decides for all ranks. A stage that is asked to start from a particular step is never finished. UserError if
@@ -56,7 +58,7 @@ class Resumed:
 
 
 def resume_stage(
-    folder: Path, model: nn.Module, optimizers: Optimizers, settings: Settings, compute: Compute, data: str = "",
+    folder: Path, model: nn.Module, optimizers: Optimizers, settings: RunSettings, compute: Compute, data: str = "",
     start: Start = "auto", other_code: bool = False,
 ) -> Resumed:  # fmt: skip
     """Load a checkpoint into model and optimizers: the newest undamaged one ("auto"), or the step that `start` names.

@@ -16,7 +16,7 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The settings of a run: the values of its flags, and facts that no flag names, such as corpus or parent.
 
     `free` flags do not change what is learned: a run may resume with other values. `defaults` are what a run used that
@@ -28,10 +28,10 @@ class Settings:
     defaults: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(flags: Any, **facts: Any) -> "Settings":
+    def of(flags: Any, **facts: Any) -> "RunSettings":
         """The settings of a configuration: a dataclass in which flags of type Free[...] are free."""
         defaults = {flag.name: flag.default for flag in fields(flags) if flag.default is not MISSING}
-        return Settings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
+        return RunSettings({**settings(flags), **facts}, free_flags(type(flags)), defaults)
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the settings that a checkpoint keeps, in words, without free flags."""
@@ -48,7 +48,7 @@ def made_with(compute: Compute) -> dict[str, Any]:
             "device": compute.device_type, "number format": str(compute.dtype).removeprefix("torch.")}  # fmt: skip
 
 
-def check_settings(folder: Path, meta: Mapping[str, Any], wanted: Settings) -> None:
+def check_settings(folder: Path, meta: Mapping[str, Any], wanted: RunSettings) -> None:
     """Refuse to resume with settings other than those the run started with."""
     if changed := wanted.changes(meta["config"]):
         raise UserError(

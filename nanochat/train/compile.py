@@ -53,9 +53,8 @@ def compiled(
         else:
             fast = torch.compile(model, dynamic=False)
         with compute.platform.saving_memory(tokens.numel()):
-            fast(
-                tokens, tokens.clone(), "sum"
-            ).backward()  # a clone, since aliased arguments would compile another graph
+            # The targets are a clone, since aliased arguments would compile another graph.
+            fast(tokens, tokens.clone(), "sum").backward()
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if memory.ran_out(failure):
             raise memory.advice(shape[0], shape[0]) from failure

@@ -19,7 +19,7 @@ from nanochat import dataloader, device, report
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
 from nanochat.checkpoint_manager.resume import finished, resume_stage
-from nanochat.checkpoint_manager.same_run import Settings
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, log, run
 from nanochat.dataloader import Source, Step
@@ -72,7 +72,7 @@ class Stage:
             raise UserError(why)
         self.name, self.flags, self.compute, self.tag = name, flags, compute, tag
         self.folder = checkpoint_dir(name, tag)
-        self.settings = Settings.of(flags, **facts)
+        self.settings = RunSettings.of(flags, **facts)
         self.parent: Parent | None = None
         self.step = self.total = 0  # updates done, and of the whole run
         self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
@@ -240,7 +240,7 @@ class Stage:
         state = {
             "meter": self.meter.state(),
             "line": dict(line),
-            "scale": {"value": self.scale.value, "good_steps": self.scale.good_steps},
+            "scale": self.scale.state(),
             "norms": self.spikes.norms,
             "row": line["step"] * self.work.items_per_step,
             "data": self.work.key,

@@ -59,6 +59,10 @@ class LossScale:
         fresh = LossScale(65536.0, 0, True) if compute.scaler else LossScale()
         return replace(fresh, **state["scale"]) if "scale" in state and compute.scaler else fresh
 
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of the scale."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
     def update(self, finite: bool) -> None:
         """Halve the scale after an overflow and double it after 2,000 good steps, as torch's GradScaler does."""
         if not self.growing:

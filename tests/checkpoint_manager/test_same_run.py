@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.checkpoint_manager.same_run import Settings, check_code, check_settings
+from nanochat.checkpoint_manager.same_run import RunSettings, check_code, check_settings
 from nanochat.common import Free, UserError, free_flags
 from nanochat.runtime import fingerprint
 from tests.support.tiny_model import on_cpu
@@ -44,17 +44,17 @@ def test_a_flag_says_itself_whether_it_is_free() -> None:
 
 
 def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
-    saved = Settings.of(Old(depth=4), corpus="cats").values
-    check_settings(Path("run"), meta(saved), Settings.of(New(depth=4), corpus="cats"))
+    saved = RunSettings.of(Old(depth=4), corpus="cats").values
+    check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4), corpus="cats"))
     with pytest.raises(UserError, match=r"\(--window: L before, S now\)"):
-        check_settings(Path("run"), meta(saved), Settings.of(New(depth=4, window="S"), corpus="cats"))
+        check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4, window="S"), corpus="cats"))
 
 
 def test_free_flags_may_differ_and_others_and_facts_may_not() -> None:
-    saved = Settings.of(New(depth=4), corpus="cats").values
-    check_settings(Path("run"), meta(saved), Settings.of(New(4, 7, color="red"), corpus="cats"))
+    saved = RunSettings.of(New(depth=4), corpus="cats").values
+    check_settings(Path("run"), meta(saved), RunSettings.of(New(4, 7, color="red"), corpus="cats"))
     with pytest.raises(UserError, match=r"\(corpus: cats before, dogs now; --depth: 4 before, 8 now\)"):
-        check_settings(Path("run"), meta(saved), Settings.of(New(depth=8), corpus="dogs"))
+        check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=8), corpus="dogs"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.locate import make_meta
 from nanochat.checkpoint_manager.resume import Resumed, finished, restore, resume_stage
-from nanochat.checkpoint_manager.same_run import Settings
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError
 from nanochat.gpt import GPTConfig
@@ -184,7 +184,7 @@ def test_a_stage_whose_last_step_is_damaged_is_not_finished(tmp_path: Path, toke
 def test_other_settings_are_refused_and_named(tmp_path: Path, tokenizer: Tokenizer, step: int) -> None:
     folder, pair = tmp_path / "run", make()
     save(folder, step, *pair, tokenizer)
-    other = Settings({**SETTINGS, "depth": 3, "new": True}, WANTED.free, {**WANTED.defaults, "new": None})
+    other = RunSettings({**SETTINGS, "depth": 3, "new": True}, WANTED.free, {**WANTED.defaults, "new": None})
     for ask in (
         lambda: finished(folder, other, CPU),
         lambda: resume_stage(folder, *pair, other, CPU),
@@ -212,7 +212,7 @@ def test_flags_that_change_nothing_learned_are_free(tmp_path: Path, tokenizer: T
     folder, pair = tmp_path / "run", make()
     save(folder, 50, *pair, tokenizer)
     free = WANTED.free | {"save_every", "device_batch_size"}
-    other = Settings({**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}, free, WANTED.defaults)
+    other = RunSettings({**SETTINGS, "run": "curves", "save_every": 5, "device_batch_size": 1}, free, WANTED.defaults)
     assert resume_stage(folder, *pair, other, CPU).step == 50
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint_manager.locate import make_meta
-from nanochat.checkpoint_manager.same_run import Settings
+from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
@@ -19,7 +19,7 @@ from tests.support.tiny_model import on_cpu
 CPU = on_cpu()
 VOCAB = 290
 SETTINGS = {"depth": 2, "seed": 42, "run": "dummy", "corpus": "tinyworld"}
-WANTED = Settings(SETTINGS, frozenset({"run"}), {"depth": 20, "seed": 42, "run": "dummy"})
+WANTED = RunSettings(SETTINGS, frozenset({"run"}), {"depth": 20, "seed": 42, "run": "dummy"})
 
 
 class Batches:
