@@ -196,8 +196,8 @@ def flipped(content: bytes, at: int) -> bytes:
 @pytest.mark.parametrize("fault", ["one bit", "cut short", "another file"])
 def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     """T17. Injects: a parquet shard with one bit flipped, its end cut off, or other bytes of the same length, prepared
-    by one process or two. Must follow: refusal that names the shard and the command that mends it, no token of it
-    kept; with the shard back the same command goes on, and the tokens are right.
+    by one process or two. Must follow: refusal that names the shard and the command that repairs it, no token of it
+    kept; with the shard back the same command resumes, and the tokens are right.
 
     注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并说出是
     哪个分片以及修复的命令，不留下它的任何词元；放回分片后，同一条命令继续，词元正确。
@@ -240,7 +240,7 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
 def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffix, fault):
     """T17. Injects: a token file (.bin) or its offsets (.idx) with one bit flipped, cut short, too long or empty.
     Must follow: refusal at the next start, before a step, that names the file; the command in the message, and the
-    same command again, make that part anew, and the rows are the same.
+    same command again, rebuild that part, and the rows are the same.
 
     注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并说出是哪
     个文件；照消息中的命令做，再输入同一条命令，就会重新生成这一部分，数据行相同。
@@ -276,7 +276,7 @@ def test_a_corrupt_mask_is_refused():
 @pytest.mark.parametrize("name", ["starts.npy", "first.npy", "used.npy", "meta.json"])
 def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
     """T17. Injects: a file of the packing plan with one bit flipped, cut short, overwritten or deleted. Must follow:
-    the plan, which follows from the tokens, is made anew, with a warning; the rows are the same.
+    the plan, which follows from the tokens, is rebuilt, with a warning; the rows are the same.
 
     注入：打包方案的一个文件翻转一个比特、变短、被覆盖或被删除。必须：由词元重新生成方案并给出警告；数据行相同。
     """
@@ -295,8 +295,8 @@ def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
 
 @pytest.mark.parametrize("name", ["meta.json", "shard_00001.json", "checked.json"])
 def test_a_corrupt_note_costs_at_most_its_part(name):
-    """T17. Injects: garbage in a description beside the token files. Must follow: a shard's own is made anew with
-    the shard, one that only says what was checked is forgotten, and for the whole set's the message names the file
+    """T17. Injects: garbage in a description beside the token files. Must follow: a shard's own is rebuilt with the
+    shard, one that only says what was checked is forgotten, and for the whole set's the message names the file
     to remove; the tokens stay right.
 
     注入：词元文件旁的说明被写成乱码。必须：单个分片的说明随分片重新生成；只记录检查结果的说明被忽略；整个集合的说明
@@ -336,7 +336,7 @@ def test_files_are_hashed_again_only_when_they_have_changed(monkeypatch):
 
 def test_token_files_of_earlier_versions_are_still_read():
     """T17. Injects: token files and a plan without the notes and hashes that later versions leave. Must follow: they
-    are read as they are, and give the same rows under the same key, so that checkpoints go on.
+    are read as they are, and give the same rows under the same key, so that checkpoints resume.
 
     注入：词元文件和打包方案没有后来版本留下的说明和哈希。必须：照原样读取，数据行和标识不变，因此检查点可以继续。
     """

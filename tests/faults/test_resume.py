@@ -1,4 +1,4 @@
-"""Faults T1, T2, T3, T19 and T20: runs that stop and go on, and those that must not go on."""
+"""Faults T1, T2, T3, T19 and T20: runs that stop and resume, and runs that must not resume."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def whole_state(base: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_goes_on(straight: dict[int, Path], fresh: Path, pool: Pool, ranks: int) -> None:
-    """T3. Injects: a run of two ranks goes on with one, and with four. Must follow: the state loaded is the state
+    """T3. Injects: a run of two ranks resumes with one, and with four. Must follow: the state loaded is the state
     saved, bit for bit; the losses of the next ten steps are those of two ranks to 1e-4.
 
     注入：两个 rank 的训练改用一个或四个 rank 继续。必须：读入的状态与保存的逐位相同；其后十步的损失与两个 rank
@@ -133,7 +133,7 @@ def everything_loaded(compute: Compute, folder: str) -> dict[str, tuple[Tensor, 
     return {**whole, **{name: (value, first) for name, (value, _, first) in optimizers.state().items()}}
 
 
-# --- what must not go on ---------------------------------------------------------------------------
+# --- what must not resume ---------------------------------------------------------------------------
 
 
 def other_vocabulary(base: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", sorted(WRONG))
 def test_a_wrong_start_is_refused_with_the_difference(fresh: Path, pool: Pool, what: str) -> None:
-    """T19. Injects: a run goes on with another tokenizer, another shape of the model, another seed. Must follow: every
+    """T19. Injects: a run resumes with another tokenizer, another shape of the model, another seed. Must follow: every
     rank refuses before the first step and names the difference; no file of the run changes.
 
     注入：换了词表、模型形状或种子之后继续训练。必须：每个 rank 都在第一步之前拒绝并说明差别；训练留下的文件一个也不变。
@@ -176,7 +176,7 @@ def with_other_code(compute: Compute, changes: dict[str, Any]) -> None:
 
 def test_changed_code_is_refused_unless_accepted(fresh: Path, pool: Pool) -> None:
     """T19. Injects: a file of the program is changed between two starts. Must follow: every rank refuses and names the
-    file and both hashes; with --other_code the run goes on, and says that it is not the same.
+    file and both hashes; with --other_code the run resumes, and says that it is not the same.
 
     注入：两次启动之间改了程序的一个文件。必须：每个 rank 都拒绝，
     说明是哪个文件以及前后的哈希；给出 --other_code 则继续，并说明已不是同一次训练。

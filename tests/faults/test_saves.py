@@ -52,7 +52,7 @@ def begun(folder: Path, steps: int = 1) -> dict[int, dict[str, Tensor]]:
 
 
 def resumed(folder: Path) -> tuple[int, dict[str, Tensor]]:
-    """Where a new start goes on, and with what."""
+    """The step a new start resumes from, and the state it loads."""
     pair = make(seed=2)
     step = resume_stage(folder, *pair, WANTED, CPU).step
     return step, everything(*pair)
@@ -151,7 +151,7 @@ def first_step(compute: Compute, folder: Path) -> dict[str, Tensor]:
 
 
 def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, str]:
-    """Where ranks go on, with which parameters and which optimizer state, and what they warn of."""
+    """The step the ranks resume from, the parameters and optimizer state they load, and their warnings."""
     pair, said = make(2, compute), io.StringIO()
     with contextlib.redirect_stderr(said):
         step = resume_stage(folder, *pair, WANTED, compute).step
@@ -160,7 +160,7 @@ def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, 
 
 def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool) -> None:
     """T6. Injects: kill -9 of rank 0 of two when all files are written and the folder has not got its name. Must
-    follow: the other rank ends too; the next start goes on from the step before, and removes what is left.
+    follow: the other rank ends too; the next start resumes from the step before, and removes what is left.
 
     注入：两个 rank 中的 rank 0 在文件都已写好、目录尚未定名时被 kill -9。必须：另一个 rank 也结束；
     下次启动从前一步继续，并清除残留。
@@ -207,7 +207,7 @@ def test_damage_to_any_file_falls_back_one_step(
     tmp_path: Path, pool: Pool, name: str, damage: Callable[[Path], None]
 ) -> None:
     """T7. Injects: one bit of one file of the newest step is flipped, or half of it is cut off, for every file of two
-    ranks. Must follow: both ranks go on from the step before, bit for bit, and the damaged file is named.
+    ranks. Must follow: both ranks resume from the step before, bit for bit, and the damaged file is named.
 
     注入：两个 rank 最新一步的每个文件，翻转一个比特，或截去一半。必须：两个 rank 都从前一步逐位继续，
     并说出损坏的文件。
