@@ -3,7 +3,8 @@
 
     python check_npu.py                  one line per check: PASS, WARN, FAIL or SKIP; the exit code is 1 if any fails
     python check_npu.py --json           the same as JSON, for programs
-    python check_npu.py --bench          also measure launch cost, copies and attention, for a bug report
+    python check_npu.py --bench          also measure how fast the cards are, for the planner and for bug reports
+    python check_npu.py --share          print what --bench has measured, to post in an issue
     python check_npu.py --processes      list your training processes; add --end ID... to end those that you pick
     python check_npu.py --lang zh        print Chinese (default: the language of the locale)
 
@@ -20,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Iterator, Sequence
@@ -136,9 +138,32 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
         )  # fmt: skip
         pids = [int(word) for word in input(asked).split() if word.isdigit()]
     elif not pids and listed:
-        ending = "python check_npu.py --processes --end"
-        print(f"要结束其中的进程：{ending} 进程号..." if zh else f"to end any of them: {ending} ID...")
+        for job in sorted({process.job for process in listed}):
+            command = next(process.command for process in listed if process.pid == job)[:60]
+            ids = " ".join(str(process.pid) for process in listed if process.job == job)
+            ending = f"python check_npu.py --processes --end {ids}"
+            print(f"要结束这一个任务（{command}）：{ending}" if zh else f"to end this job alone ({command}): {ending}")
     return 0 if processes.end(pids, listed, force) else 1
+
+
+def share(python: str) -> int:
+    """Print what --bench has measured; returns the exit code."""
+    if not python:
+        print("error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh", file=sys.stderr)
+        return 1
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run([python, "-m", "tools_npu.bench"], env=dict(os.environ, PYTHONPATH=path)).returncode
+
+
+def log_file(base: Path) -> Path:
+    """Where the checks that need torch leave their output: in the base folder, or else in the one for scratch files."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        log = base / "check_npu.log"
+        with open(log, "ab"):
+            return log
+    except OSError:  # the check of the base folder says so
+        return Path(tempfile.gettempdir()) / f"check_npu-{os.getuid()}.log"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +172,11 @@ def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser("check_npu.py", description=__doc__, formatter_class=plain, allow_abbrev=False)
     words.add_argument("--json", action="store_true", help="print one JSON object instead of lines, for programs")
     words.add_argument(
-        "--bench", action="store_true", help="also measure launch cost, copies and the speed of attention"
+        "--bench", action="store_true",
+        help="also measure for a minute how fast the cards are; nanochat.planner reads the result",
+    )  # fmt: skip
+    words.add_argument(
+        "--share", action="store_true", help="print what --bench has measured, without names of hosts or folders"
     )
     words.add_argument("--processes", action="store_true", help="list your training processes instead of checking")
     words.add_argument("--end", nargs="+", type=int, default=[], metavar="ID",
@@ -162,15 +191,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 if no check failed."""
+    lines.show_what_cannot_be_shown()
     options = parser().parse_args(words)
     language = options.lang or lines.language_of(os.environ)
     if options.root:
         os.environ["ASCEND_ROOT_PREFIX"] = options.root
+    if options.share:
+        return share(python_with_torch())
     if options.processes or options.end:
         return show_processes(options.end, options.force, language)
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
-    base.mkdir(parents=True, exist_ok=True)
-    log = base / "check_npu.log"
+    log = log_file(host_checks.base_folder(os.environ))
     found = []
     for line in check(options.bench, log):
         found.append(line)

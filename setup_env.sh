@@ -165,9 +165,13 @@ hand_on_index() { # passes pip's settings (a mirror, a folder of wheels) to uv; 
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_PYTHON_DOWNLOADS=never
 }
 
+pin_of() { # START FILE: prints the pin of a lock file that begins with START, and its hashes
+    awk -v start="$1" 'index($0, start) == 1 { on = 1 } on { print } on && !/\\$/ { exit }' "$SETUP_ROOT/$2"
+}
+
 get_uv() { # sets INSTALLER to uv or pip
     local lock=$SETUP_VENV/uv.lock
-    awk '/^uv==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$SETUP_ROOT/requirements.lock" >"$lock"
+    pin_of 'uv==' requirements.lock >"$lock"
     if step uv "$SETUP_VENV/bin/python" -m pip install --disable-pip-version-check --require-hashes -r "$lock"; then
         INSTALLER=uv
     else
@@ -194,30 +198,35 @@ install() { # NAME ARGUMENTS of pip install...: install with uv; if uv fails, fa
     step "$name" pip_install "$@"
 }
 
-install_lock() { # NAME FILE
-    if ! install "$1" --require-hashes -r "$SETUP_ROOT/$2"; then
+install_lock() { # NAME FILE; the file names everything but torch, which test tools require and which is there by then
+    if ! install "$1" --no-deps --require-hashes -r "$SETUP_ROOT/$2"; then
         fail_with_log "the packages of $2 could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
             "无法安装 $2 中的软件包。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
     fi
 }
 
 install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itself requires a torch that indexes lack
-    local torch=${NPU%%.post*} found=0
+    local torch=${NPU%%.post*} lock=$SETUP_VENV/pair.lock own=''
+    # CANN's own operators import these packages at run time, and torch needs some of them.
+    install_lock "the packages that CANN imports" requirements-npu.lock
     if [ "$(uname -m)" = x86_64 ]; then # the plain torch for x86_64 brings 2 GB of CUDA that nothing here uses
-        if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then found=1; fi
+        if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then own=yes; fi
     fi
-    if [ $found -eq 0 ] && ! install "torch $torch" "torch==$torch"; then
-        fail_with_log "torch $torch could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
-            "无法安装 torch $torch。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
+    pin_of "torch-npu==$NPU " requirements-pairs.lock >"$lock"
+    if [ -z "$own" ]; then pin_of "torch==$torch " requirements-pairs.lock >>"$lock"; fi
+    local checked=(--require-hashes -r "$lock")
+    if ! grep -q '^torch-npu' "$lock"; then
+        checked=("torch_npu==$NPU")
+        say "torch_npu $NPU is unknown to this repository: its files cannot be checked against hashes"
+        say "本仓库没有 torch_npu $NPU 的哈希值，无法校验它的文件"
     fi
-    if ! install "torch_npu $NPU" --no-deps "torch_npu==$NPU"; then
+    if ! install "torch_npu $NPU" --no-deps "${checked[@]}"; then
         fail_with_log "torch_npu $NPU could not be installed; it is published for Linux on x86_64 and aarch64 only. If the package index lacks this version, choose another one: bash setup_ascend.sh --torch-npu VERSION." \
             "无法安装 torch_npu $NPU；它只支持 x86_64 和 aarch64 的 Linux。如果软件包索引里没有这个版本，请换一个：bash setup_ascend.sh --torch-npu 版本号。"
     fi
-    # CANN's own operators import these packages at run time.
-    if ! install "the packages that CANN imports" decorator attrs psutil scipy cffi absl-py pyyaml; then
-        fail_with_log "the Python packages that CANN imports could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
-            "无法安装 CANN 要用的 Python 软件包。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
+    if [ -z "$own" ] && ! install "torch $torch" "torch==$torch"; then # what this torch requires besides
+        fail_with_log "torch $torch could not be installed. If the package index does not answer, set a mirror with: pip config set global.index-url URL; then type the same command again." \
+            "无法安装 torch $torch。如果软件包索引连接不上，请设置镜像：pip config set global.index-url 镜像地址；然后再次输入同一条命令。"
     fi
 }
 
@@ -261,14 +270,14 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 check_imports() {
     local modules=nanochat,numpy,pyarrow,rustbpe,tiktoken # nanochat comes first: it stops torch from loading torch_npu
     if [ "$TORCH" = 1 ] || [ -n "$NPU" ]; then
-        modules=$modules,torch
+        modules=$modules,torch,torch._inductor.compile_fx,torch.distributed.fsdp,torch.distributed.run # what training imports later
     elif ! "$SETUP_VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch_npu"))'; then
         fail "this is an Ascend host: torch and torch_npu must be of one release that fits its CANN. Install that pair with
   bash setup_ascend.sh
 then type the same command again." \
             "这是昇腾主机：torch 和 torch_npu 的版本必须一致，并与本机的 CANN 配套。请先运行 bash setup_ascend.sh，然后再次输入同一条命令。"
     fi
-    # Some hosts set PYTHONDONTWRITEBYTECODE. The bytecode that is written here saves every later process a second.
+    # Some hosts set PYTHONDONTWRITEBYTECODE. The bytecode that is written here saves every later process a second, and five seconds where it compiles a model.
     if ! step "a first import" env -u PYTHONDONTWRITEBYTECODE "$SETUP_VENV/bin/python" -c "import $modules"; then
         fail_with_log "the installed packages do not load. The wheels need a 64-bit Linux with glibc 2.28 or later. On such a system, delete the environment (rm -rf .venv), then type the same command again." \
             "已安装的软件包无法加载。这些安装包需要 glibc 2.28 或更高的 64 位 Linux。如果系统符合要求，请删掉环境（rm -rf .venv），然后再次输入同一条命令。"
@@ -291,7 +300,11 @@ fingerprint() { # prints the inputs that determine the environment
 }
 
 is_whole() {
-    [ -f "$SETUP_VENV/setup.stamp" ] && [ "$(fingerprint)" = "$(cat "$SETUP_VENV/setup.stamp")" ]
+    local now stamp
+    [ -f "$SETUP_VENV/setup.stamp" ] || return
+    now=$(fingerprint) stamp=$(cat "$SETUP_VENV/setup.stamp")
+    # What was built with cargo is complete for a user without cargo too.
+    [ "$now" = "$stamp" ] || [ "${now/cargo no/cargo yes}" = "$stamp" ]
 }
 
 keep_parts() { # keeps the installed parts, so that a speedrun after the tests does not remove the test tools
@@ -338,7 +351,7 @@ setup_main() {
         --dev) DEV=1 ;;
         --npu) NPU=$2 TORCH=0 && shift ;;
         --python-max) PYTHON_MAX=$2 && shift ;;
-        *) fail "setup_env.sh takes --dev, got $1. Leave $1 out, and type the command again." "setup_env.sh 只接受 --dev，收到 $1。请去掉它再试。" ;;
+        *) fail "setup_env.sh takes --dev, got $1. Leave $1 out, and type the command again." "setup_env.sh 只认识 --dev，不认识 $1。请去掉它，然后再次输入同一条命令。" ;;
         esac
         shift
     done

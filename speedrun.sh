@@ -46,13 +46,21 @@ esac
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE # waiting threads must not spin on cores that other processes need
-base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-mkdir -p "$base"
+base=$(python -m nanochat.common)
+export NANOCHAT_BASE_DIR=$base # one folder for this script and for Python, also if it was given with a ~
 
 finish() { # print the table of results and what to type next
     python -m nanochat.report show
     echo
-    echo "Chat with it / 和它聊天："
+    if [ "$preset" = smoke ]; then
+        echo "Every stage works. 20 steps teach a model nothing, so its answers are nonsense; to train one that answers:"
+        echo "所有阶段都能运行。20 步学不到东西，所以它的回答没有意义；要训练一个会回答的模型："
+        echo "  bash speedrun.sh"
+        echo
+        echo "To look at the chat all the same / 也可以先看看聊天界面："
+    else
+        echo "Chat with it / 和它聊天："
+    fi
     echo "  source .venv/bin/activate"
     echo "  python -m scripts.chat_cli        # in the terminal / 在终端里"
     echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
@@ -105,10 +113,14 @@ echo "speedrun: preset $preset, corpus $data, on $device in $dtype ($devices dev
 
 interrupted=
 trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 0
+NANOCHAT_REASON_FILE=$(mktemp) # in which a stage leaves the reason of its failure
+export NANOCHAT_REASON_FILE
+trap 'rm -f "$NANOCHAT_REASON_FILE"' EXIT
 
 run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its own work
-    local name=$1 code=0
+    local name=$1 code=0 reason
     shift
+    : >"$NANOCHAT_REASON_FILE"
     echo
     echo "== $name"
     python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
@@ -117,14 +129,16 @@ run_stage() { # NAME COMMAND...: run a stage; each stage skips or resumes its ow
         exit 130
     fi
     if [ $code -ne 0 ]; then
-        echo "error: the stage $name ended with code $code; the lines above say why. Type the same command again to resume" >&2
+        echo "speedrun: the stage $name ended with code $code; when the cause is gone, type the same command again to resume" >&2
+        reason=$(cat "$NANOCHAT_REASON_FILE")
+        echo "${reason:-error: the lines above say why}" >&2 # last, where it is seen
         exit $code
     fi
 }
 
 stage() { # NAME MODULE FLAGS...: run a stage on all devices
     if [ "$devices" -gt 1 ]; then
-        run_stage "$1" torchrun --standalone --nproc_per_node="$devices" -m "$2" -- "${@:3}"
+        run_stage "$1" python -m nanochat.runtime.launch --nproc_per_node="$devices" -m "$2" -- "${@:3}"
     else
         run_stage "$1" python -m "$2" "${@:3}"
     fi
@@ -134,12 +148,19 @@ train() { # NAME MODULE FLAGS...: run a training stage, which saves checkpoints 
     stage "$@" "${accepted[@]}"
 }
 
+preflight() { # FLAGS...: stop now if a later stage would lack data, disk or memory
+    echo
+    echo "== preflight"
+    python -m scripts.preflight --data "$data" --devices "$devices" "$@"
+}
+
 tag=speedrun
-tinyworld() { # VOCABULARY; takes the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
+tinyworld() { # VOCABULARY TOKENS; takes the size of the model from size and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
+    preflight "${size[@]}" --vocab_size "$1" --tokens "$2"
     run_stage dataset python -m nanochat.dataset --data tinyworld
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
-    train base_train scripts.base_train --data tinyworld --model_tag $tag "${base_flags[@]}"
+    train base_train scripts.base_train --data tinyworld --model_tag $tag "${size[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --once
     train mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
     stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
@@ -149,7 +170,8 @@ tinyworld() { # VOCABULARY; takes the flags of the stages from base_flags, mid_f
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
-fineweb() { # SHARDS; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags, common ones from every
+fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags, common ones from every
+    preflight --depth "$2" --shards "$([ "$data" = fineweb ] && echo "$1" || echo 0)"
     if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
     run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
@@ -187,40 +209,42 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
 # --- the presets -----------------------------------------------------------------------------------
 # dev/LOG.md has the experiments: the tinyworld preset takes fifteen minutes on two threads of a CPU with bf16 matmuls.
 
-small_model=(--depth=4 --model_dim=192 --head_dim=64 --window_pattern=L --max_seq_len=256 --total_batch_size=4096)
+size=(--depth=4 --model_dim=192 --head_dim=64 --max_seq_len=256)
 eval_flags=()
 case $preset in
 smoke)
     tag=smoke
-    base_flags=(--depth=2 --model_dim=64 --head_dim=32 --window_pattern=L --max_seq_len=256 --total_batch_size=2048
-        --num_iterations=20 --no_compile --eval_every=20)
+    size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
+    base_flags=(--window_pattern=L --total_batch_size=2048 --num_iterations=20 --no_compile --eval_every=20)
     mid_flags=(--total_batch_size=2048 --num_iterations=10 --no_compile)
     sft_flags=(--target_examples_per_step=8 --num_iterations=10 --no_compile)
     rl_flags=(--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --num_iterations=3 --eval_examples=20)
     eval_flags=(-x 20)
-    tinyworld 1024
+    tinyworld 1024 82000
     ;;
 tinyworld | tinyworld-small)
-    base_flags=("${small_model[@]}" --num_iterations=520)
+    tokens=7500000
+    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=520)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
         --init_lr_frac=0.013 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=300)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small
-        base_flags=("${small_model[@]}" --num_iterations=240)
+        tokens=2800000
+        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=240)
         mid_flags=(--total_batch_size=4096 --num_iterations=330)
         sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110)
     fi
-    tinyworld 4096
+    tinyworld 4096 $tokens
     ;;
 d12)
     ascend_d12
-    fineweb 40 # the run needs 1.6 billion tokens, and a shard holds 50 million
+    fineweb 40 12 # the run needs 1.6 billion tokens, and a shard holds 50 million
     ;;
 d20)
     base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=() every=()
-    fineweb 120
+    fineweb 120 20
     ;;
 esac
 

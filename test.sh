@@ -71,6 +71,7 @@ lint() {
 tests() {
     # Several processes share the cores, so each gets one thread, and waiting threads do not spin.
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+    unset PYTHONDONTWRITEBYTECODE # hundreds of processes are started, and each would compile what it imports again
     local workers select=() start code=0
     workers=$(python -c 'import os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

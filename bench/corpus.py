@@ -1,7 +1,7 @@
-"""Makes a corpus of real text from Debian's documentation packages: English, Chinese and source code.
+"""Makes a corpus of real text from Debian's documentation packages: source code, and prose in six languages.
 
-python -m bench.corpus DIR                              # up to 180, 28 and 90 MB; needs apt-get and dpkg-deb
-python -m bench.corpus DIR --english 4 --chinese 2 --code 2
+python -m bench.corpus DIR                              # about 320 MB; needs apt-get and dpkg-deb
+python -m bench.corpus DIR --english 4 --chinese 2 --code 2 --others 1
 
 bench.tokenizer and bench.patterns read the corpus. Packages are downloaded to DIR/packages and read there; nothing is
 installed.
@@ -41,13 +41,34 @@ PACKAGES = {
         "libreoffice-help-fr", "libreoffice-help-de", "libreoffice-help-es", "vim-doc", "default-jdk-doc", "rust-doc",
     ),
     "code": ("libboost-dev", "linux-headers-amd64", "libeigen3-dev", "libpython3.11-testsuite"),
+    "russian": (
+        "debian-faq-ru", "maint-guide-ru", "developers-reference-ru", "aptitude-doc-ru", "libreoffice-help-ru",
+    ),
+    "japanese": (
+        "debian-faq-ja", "maint-guide-ja", "debian-reference-ja", "developers-reference-ja", "aptitude-doc-ja",
+        "libreoffice-help-ja",
+    ),
+    "german": (
+        "debian-faq-de", "maint-guide-de", "debian-reference-de", "developers-reference-de", "libreoffice-help-de",
+    ),
+    "french": (
+        "debian-faq-fr", "maint-guide-fr", "debian-reference-fr", "developers-reference-fr", "aptitude-doc-fr",
+        "libreoffice-help-fr",
+    ),
 }  # fmt: skip
 KINDS = tuple(PACKAGES)
+OTHERS = ("russian", "japanese", "german", "french")  # held out: their documents are in no other file of the corpus
 SEPARATOR = "\0"  # between the documents of a file
 DOCUMENTS = {".html", ".htm", ".txt", ".md", ".rst", *(f".{section}" for section in range(1, 9))}
 SOURCES = {".h", ".hpp", ".ipp", ".c", ".cpp", ".py", ".java", ".rs", ".js", ".S"}
 SHORTEST, LONGEST = 200, 2_000_000  # characters of a document
 HAN = re.compile("[\u3400-\u9fff]")
+# The share of a document's characters, or of its words, that must match, for the document to be in the language.
+CHARACTERS = {"chinese": (HAN, 0.3), "russian": (re.compile("[а-яё]"), 0.3), "japanese": (re.compile("[ぁ-ヺ]"), 0.15)}
+WORDS = {
+    "german": (re.compile(r"\b(?:der|die|das|und|nicht|mit|ist|von|zu|den|werden)\b"), 0.08),
+    "french": (re.compile(r"\b(?:le|la|les|des|est|et|pour|une|que|dans|du)\b"), 0.08),
+}
 MARKUP = re.compile(r"<(script|style)\b.*?</\1\s*>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 ABOUT = "about.json"
 
@@ -156,14 +177,19 @@ def make(folder: Path, megabytes: dict[str, float]) -> dict[str, Kind]:
             for kind in KINDS:
                 for package in PACKAGES[kind]:
                     if not kinds[kind].full:
-                        _read(package, folder / "packages", kinds, files, seen)
+                        _read(package, folder / "packages", kinds, files, seen, kind if kind in OTHERS else None)
     about = {kind: {"bytes": k.bytes, "documents": k.documents, "packages": k.packages} for kind, k in kinds.items()}
     write_json(folder / ABOUT, {"asked": {"megabytes": megabytes, "packages": PACKAGES}, "kinds": about})
     return kinds
 
 
-def _read(package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen: set[bytes]) -> None:
-    """Add a package's documents to their kinds, until those are full; a package that cannot be had is skipped."""
+def _read(
+    package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen: set[bytes], language: str | None
+) -> None:
+    """Add a package's documents to their kinds until those are full, or, with `language`, only documents in it.
+
+    A package that cannot be downloaded is skipped.
+    """
     try:
         path = real_package(package, folder)
     except UserError as failure:
@@ -172,9 +198,9 @@ def _read(package: str, folder: Path, kinds: dict[str, Kind], files: dict, seen:
     before = sum(kind.bytes for kind in kinds.values())
     for name, data in members(path):
         text = document(name, data)
-        if text is None:
+        if text is None or (language and not speaks(language, text)):
             continue
-        kind = kinds[kind_name := kind_of(name, text)]
+        kind = kinds[kind_name := language or kind_of(name, text)]
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if kind.full or digest in seen:
             continue
@@ -218,9 +244,13 @@ def read(path: Path) -> list[str]:
 
 
 def speaks(kind: str, text: str) -> bool:
-    """Whether a document is prose in the language of its kind: the files also hold other languages and markup."""
-    if kind == "chinese":
-        return len(HAN.findall(text)) >= 0.3 * len(text)
+    """Whether a document is prose in the language of its kind: packages also hold other languages and markup."""
+    if kind in CHARACTERS:
+        character, share = CHARACTERS[kind]
+        return len(character.findall(text)) >= share * len(text)
+    if kind in WORDS:
+        word, share = WORDS[kind]
+        return len(word.findall(text)) >= share * len(text.split())
     return len(re.findall(r"[^\x00-\x7f]", text)) <= 0.002 * len(text)
 
 
@@ -267,13 +297,16 @@ class Config:
     """MB of Chinese documentation"""
     code: float = 90
     """MB of source code"""
+    others: float = 5
+    """MB of prose in each of Russian, Japanese, German and French, which no other file of the corpus has"""
 
 
 def main(cfg: Config) -> None:
     """Make the corpus unless the folder has one of this size; print the sizes."""
-    asked = {kind: float(getattr(cfg, kind)) for kind in KINDS}
+    flags = {kind: "others" if kind in OTHERS else kind for kind in KINDS}
+    asked = {kind: float(getattr(cfg, flag)) for kind, flag in flags.items()}
     if negative := [kind for kind, size in asked.items() if size < 0]:
-        raise UserError(f"--{negative[0]} must not be negative, got {asked[negative[0]]:g} MB", exit_code=2)
+        raise UserError(f"--{flags[negative[0]]} must not be negative, got {asked[negative[0]]:g} MB", exit_code=2)
     about = cfg.folder / ABOUT
     wanted = {"megabytes": asked, "packages": {kind: list(names) for kind, names in PACKAGES.items()}}
     if not (about.exists() and read_json(about)["asked"] == wanted):

@@ -108,11 +108,11 @@ def draw(series: Sequence[Run], title: str, path: Path) -> None:
 
 
 def prepare(base: Path, corpus: str) -> None:
-    """Make a base folder for the series that shares corpus, tokenizer and compiled code with the user's base folder."""
+    """Make a base folder for the series that shares corpus and tokenizer with the user's base folder."""
     base.mkdir(parents=True, exist_ok=True)
     if not tokenizer_dir(corpus).is_dir():
         raise UserError(f"{corpus} has no tokenizer; train one: python -m scripts.tok_train --data {corpus}", 2)
-    for name in ("base_data", "tokenizer", "compile_cache"):
+    for name in ("base_data", "tokenizer"):
         shared = base_dir() / name
         shared.mkdir(exist_ok=True)
         if not (base / name).is_symlink():

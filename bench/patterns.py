@@ -97,7 +97,7 @@ class Run:
 
 
 def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cfg: Config) -> Tokenizer:
-    """Learn a pattern's vocabulary, and save it in a base folder of its own that shares corpus and compiled code."""
+    """Learn a pattern's vocabulary, and save it in a base folder of its own that shares the corpus."""
     ranks = bpe.train(iter(texts), cfg.vocab_size - len(ROLES), PATTERNS[name])
     if (size := len(ranks) + len(ROLES)) < cfg.vocab_size:
         raise UserError(
@@ -105,10 +105,8 @@ def vocabulary(texts: Sequence[str], name: str, corpus: Corpus, folder: Path, cf
         )
     learned = Tokenizer(ranks, name, PATTERNS[name])
     learned.save(folder / "tokenizer" / corpus.name)
-    for shared, target in (("base_data", corpus.folder.parent), ("compile_cache", base_dir() / "compile_cache")):
-        target.mkdir(exist_ok=True)
-        if not (folder / shared).is_symlink():
-            (folder / shared).symlink_to(target.resolve(), target_is_directory=True)
+    if not (folder / "base_data").is_symlink():
+        (folder / "base_data").symlink_to(corpus.folder.parent.resolve(), target_is_directory=True)
     return learned
 
 

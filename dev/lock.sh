@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Writes the lock files from pyproject.toml. Run `bash dev/lock.sh`; add --upgrade to get newer versions.
 #
-# One resolution over all dependencies fixes the versions, so that the three lock files agree with each other. Then each
+# One resolution over all dependencies fixes the versions, so that the lock files agree with each other. Then each
 # file gets its packages with their hashes. The files hold for Python 3.10 and later on every platform, and name no index.
 #   requirements.lock        the packages that run and build the project, without torch
 #   requirements-torch.lock  torch and its dependencies; an Ascend host gets a pair of torch and torch_npu instead
+#   requirements-npu.lock    what CANN's operators import, and what torch requires everywhere
 #   requirements-dev.lock    the test tools
+#   requirements-pairs.lock  torch and torch_npu in every version that setup_ascend.sh may pick, for setup_env.sh to pick from
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source setup_env.sh
@@ -21,12 +23,23 @@ compile() {
 
 if [ "${1:-}" != --upgrade ]; then
     # Keep the locked versions as long as they fit.
-    sed '/--hash/d; s/ *\\$//' requirements.lock requirements-torch.lock requirements-dev.lock | sort -u >"$all"
+    sed '/--hash/d; s/ *\\$//' requirements.lock requirements-torch.lock requirements-npu.lock requirements-dev.lock | sort -u >"$all"
 fi
-compile pyproject.toml --group build --group torch --group dev --output-file "$all"
+compile pyproject.toml --group build --group torch --group npu --group dev --output-file "$all"
 echo torch >"$scratch/torch"
 with_hashes=(--generate-hashes --constraints "$all" --output-file)
 compile pyproject.toml --group build --excludes "$scratch/torch" "${with_hashes[@]}" requirements.lock
 compile --group torch "${with_hashes[@]}" requirements-torch.lock
-compile --group dev "${with_hashes[@]}" requirements-dev.lock
+printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions >"$scratch/of_torch"
+compile "$scratch/of_torch" --group npu "${with_hashes[@]}" requirements-npu.lock
+compile --group dev --excludes "$scratch/torch" "${with_hashes[@]}" requirements-dev.lock
+
+{ # releases later than the table too, because --torch-npu may name one
+    python -c 'from tools_npu.versions import NEWEST, TABLE; print(*(row.torch_npu for row in (*TABLE, NEWEST)), sep="\n")'
+    printf '%s\n' 2.14.0 2.13.0 2.12.0.post3 2.11.0.post3 2.10.0.post7 2.10.0.post2 2.9.1 2.9.0.post9 2.8.0.post5 2.7.1.post11
+} | sort -uV | while read -r version; do
+    printf '%s\n' "torch-npu==$version" "torch==${version%%.post*}"
+done | sort -uV | while read -r pin; do
+    uv pip compile --no-deps --no-header --no-annotate --quiet --generate-hashes - <<<"$pin" || echo "no index has $pin" >&2
+done >requirements-pairs.lock
 grep -c '==' requirements*.lock

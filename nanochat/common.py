@@ -3,12 +3,16 @@
 import contextlib
 import dataclasses
 import errno
+import functools
+import gettext
 import hashlib
+import io
 import json
 import math
 import os
 import re
 import select
+import stat
 import sys
 import time
 import traceback
@@ -24,25 +28,71 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 FREE = "does not change what is learned"  # the mark of such a flag
 Free = Annotated[T, FREE]  # the type of such a flag: Free[int]
+JSON_BYTES = 1 << 28  # of the largest JSON file that is read
+# What a terminal obeys, and what turns the direction of text: control characters but tab and line feed, bidirectional
+# marks, and halves of surrogate pairs, which are the bytes of a file name that is not UTF-8.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 RANK_0_SECONDS = 10  # time for rank 0 to print a mistake that all ranks make, and for the launcher to end the others
+
+
+def visible(text: str) -> str:
+    """Text with its control characters as `\\x1b`, since the name of a file must not be able to control a terminal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def language() -> str:
+    """zh or en: the language of messages, by NANOCHAT_LANG, or by the locale of the environment."""
+    given = (os.environ.get(name) for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"))
+    return "zh" if next(filter(None, given), "").lower().startswith("zh") else "en"
+
+
+@functools.cache
+def _catalogue(language: str) -> gettext.NullTranslations:
+    folder = Path(__file__).with_name("data") / "locale"
+    return gettext.translation("nanochat", folder, [language], fallback=language == "en")
+
+
+def tr(template: str, **values: Any) -> str:
+    """A message of the first day in the user's language: an English template with {names}, and their values.
+
+    Its Chinese is in data/locale; `python -m dev.messages` keeps it complete.
+    """
+    return _catalogue(language()).gettext(template).format(**values)
 
 
 class UserError(ValueError):
     """Something the user can fix. The text says what happened, the rule, what was given, and the next step.
 
     UserError is a separate class so that `run` can tell a mistake in a command, which gets one message, from a bug in
-    this code, which gets a traceback.
+    this code, which gets a traceback. Its text is `visible`, whatever name of a file or word of a server it quotes.
     """
 
     def __init__(self, message: str, exit_code: int = 1):
-        super().__init__(message)
+        super().__init__(visible(message))
         self.exit_code = exit_code
 
 
 def base_dir() -> Path:
     """The folder of all data, checkpoints and reports: NANOCHAT_BASE_DIR, or ~/.cache/nanochat."""
-    folder = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path("~/.cache/nanochat")).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as failure:  # RuntimeError: this user has no home folder
+        raise UserError(
+            f"the base folder cannot be made: {failure}. Set NANOCHAT_BASE_DIR to a folder that you may write, then "
+            "type the same command again."
+        ) from failure
+    return folder
+
+
+def folder_for_scripts() -> Path:
+    """The base folder for a shell script that will write there; UserError if this user may not."""
+    folder = base_dir()
+    if not os.access(folder, os.W_OK):
+        raise UserError(
+            f"the base folder {folder} cannot be written. Set NANOCHAT_BASE_DIR to a folder that you may write, then "
+            "type the same command again."
+        )
     return folder
 
 
@@ -54,13 +104,13 @@ def rank() -> int:
 def log(message: str = "") -> None:
     """Print a line to standard output, on rank 0 only."""
     if rank() == 0:
-        print(message, flush=True)
+        print(visible(message), flush=True)
 
 
 def warn(message: str) -> None:
     """Print a warning to standard error, on rank 0 only."""
     if rank() == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {visible(message)}", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass
@@ -71,6 +121,7 @@ class Pulse:
     step: int = 0
     asked: str = ""  # the name of the first signal that asked for the end, or another reason
     catching: bool = False  # signals are noted here instead of ending the process
+    at_once: bool = False  # a signal ends the work of this moment, which is not worth finishing
 
     def beat(self, step: int | None = None) -> None:
         """Say that this process moves, and which step it has reached."""
@@ -134,9 +185,32 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, to_json(value, indent=1) + "\n")
 
 
+def check_regular(path: Path, most: int = JSON_BYTES) -> None:
+    """Raise ValueError for a pipe, a device or a file of more than `most` bytes, which a reader would wait for."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is not a regular file")
+    if about.st_size > most:
+        raise ValueError(f"it has {about.st_size:,} bytes, and at most {most:,} are read")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text. ValueError if it is not JSON, also if it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON file. UserError, whose cause is the reason, if it is not JSON or not an ordinary file."""
+    try:
+        check_regular(path)
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as failure:
+        raise UserError(
+            f"{path} cannot be read as JSON: {failure}. Delete it, or copy it again from its source"
+        ) from failure
 
 
 def sha256_of(path: Path) -> str:
@@ -214,10 +288,22 @@ def _indented_commands(description: str | None) -> str | None:
 def run(main: Callable[[Any], Any], config: type[Any], description: str | None = None) -> None:
     """The edge of every script: parse the command line, call `main`, and turn a mistake into one message.
 
-    Under torchrun rank 0 prints errors; another rank prints only if rank 0 is still running.
+    Under torchrun rank 0 prints errors; another rank prints only if rank 0 is still running. Characters that standard
+    output cannot show are printed as escape sequences.
     Exit codes: 0 done, 1 refused, 2 a wrong command line or a missing earlier step, 130 Ctrl-C, 141 the reader of
     standard output has left (`| head`). NANOCHAT_TRACEBACK=1 shows where a UserError was raised.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets its escape sequence
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        _edge(main, config, description)
+    except Exception as bug:  # the edge of the process; Python prints the traceback
+        note_end(f"error: {type(bug).__name__}: {bug}")
+        raise
+
+
+def _edge(main: Callable[[Any], Any], config: type[Any], description: str | None) -> None:
     try:
         try:
             main(parse(config, description=description))
@@ -228,25 +314,30 @@ def run(main: Callable[[Any], Any], config: type[Any], description: str | None =
             raise
         sys.exit(141)
     except SystemExit as end:  # of the parser
-        if end.code and rank() > 0:
-            time.sleep(RANK_0_SECONDS)  # as in _complain()
+        if end.code:
+            time.sleep(RANK_0_SECONDS if rank() > 0 else 0)  # as in complain()
+            note_end("error: the command line was refused; the lines above say why")
         raise
     except UserError as mistake:
         if os.environ.get("NANOCHAT_TRACEBACK") == "1":
             traceback.print_exc()
-        _complain(f"error: {mistake}")
+        complain(tr("error: {mistake}", mistake=mistake))
         sys.exit(mistake.exit_code)
     except OSError as failure:
-        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
         where = failure.filename or base_dir()
-        _complain(
-            f"error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
-            "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again."
-        )
+        if failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            complain(tr("error: the disk is full ({where}); no half-written file was kept. Free some space, or set "
+                        "NANOCHAT_BASE_DIR to a folder on another disk, then type the same command again.",
+                        where=where))  # fmt: skip
+        elif failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and failure.filename:
+            complain(tr("error: {where}: {reason}. Set NANOCHAT_BASE_DIR to a folder that you may write, or have the "
+                        "rights of this file changed, then type the same command again.", where=where,
+                        reason=failure.strerror))  # fmt: skip
+        else:
+            raise
         sys.exit(1)
     except KeyboardInterrupt:
-        _complain("stopped")
+        complain("stopped")
         sys.exit(130)
 
 
@@ -260,12 +351,26 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _complain(message: str) -> None:
+def note_end(message: str) -> None:
+    """Leave the reason of this rank's end for those who print it last: torchrun, and the script that started it."""
+    said = message if int(os.environ.get("WORLD_SIZE", "1")) < 2 else f"{message} (rank {rank()})"
+    # torchrun prints the call stack of the earliest failure, and dates ranks that it ended itself a moment later.
+    about = {"py_callstack": said, "timestamp": str(int(time.time()) - 1)}
+    for name, text in (
+        ("TORCHELASTIC_ERROR_FILE", json.dumps({"message": {"message": said, "extraInfo": about}})),
+        ("NANOCHAT_REASON_FILE", f"{said}\n"),
+    ):
+        with contextlib.suppress(OSError):
+            if path := os.environ.get(name):
+                Path(path).write_text(text, encoding="utf-8", errors="replace")
+
+
+def complain(message: str) -> None:
     """Print why this process ends. Most mistakes stop every rank, so the other ranks wait: once rank 0 has printed
     the message and ended, the launcher ends them before they print it too."""
-    if rank() > 0:
-        time.sleep(RANK_0_SECONDS)
-        message = f"{message} (rank {rank()})"
+    time.sleep(RANK_0_SECONDS if rank() > 0 else 0)
+    note_end(message)
+    message = f"{message} (rank {rank()})" if rank() > 0 else message
     print(message, file=sys.stderr, flush=True)
 
 
@@ -278,3 +383,10 @@ def free_flags(config: type[Any]) -> frozenset[str]:
 def settings(config: Any) -> dict[str, Any]:
     """A configuration as a plain dict, as checkpoints and reports keep it."""
     return dataclasses.asdict(config)
+
+
+if __name__ == "__main__":  # for shell scripts, which must mean the same folder
+    try:
+        print(folder_for_scripts())
+    except UserError as _mistake:
+        sys.exit(f"error: {_mistake}")

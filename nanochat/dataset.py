@@ -6,7 +6,6 @@ python -m nanochat.dataset --data DIR --name NAME    # your own .parquet, .jsonl
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from nanochat.common import UserError, base_dir, log, run, write_json
+from nanochat.common import UserError, base_dir, log, run, visible, write_json
 from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, resolve, shards
 from nanochat.data.download import Patience, Remote, check_space, fetch_all, part_size, probe_size
+from nanochat.data.hub import endpoint, hub_headers
 from nanochat.data.shards import ABOUT, check_parquet, check_sha256, read_about, shard_name, shard_paths, write_shards
 from nanochat.data.textfiles import READERS, documents
 from nanochat.data.tinyworld import world as tinyworld
@@ -77,16 +77,15 @@ def fineweb_urls(count: int) -> list[str]:
     """The addresses of the first `count` training shards and of the validation shard; -1 means all."""
     if count < -1 or count == 0 or count > FINEWEB_LAST:
         raise UserError(f"FineWeb-Edu has 1 to {FINEWEB_LAST} training shards, or -1 for all, got {count}", 2)
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     numbers = [*range(FINEWEB_LAST if count == -1 else count), FINEWEB_LAST]
-    return [f"{endpoint}/{FINEWEB_PATH}/{shard_name(number)}" for number in numbers]
+    return [f"{endpoint()}/{FINEWEB_PATH}/{shard_name(number)}" for number in numbers]
 
 
 def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = None) -> Corpus:
     """Fetch training shards 0 .. count-1 and the validation shard. Complete shards are kept, partial ones resumed.
 
-    Uses HF_ENDPOINT, HF_TOKEN and the usual proxy variables. UserError if the network or the server fails, or if the
-    disk is too small.
+    Uses HF_ENDPOINT, HF_TOKEN (for the hub itself only) and the usual proxy variables. UserError if the network or the
+    server fails, or if the disk is too small.
     """
     corpus = Corpus("fineweb", base_dir() / "base_data" / "fineweb")
     remotes = [Remote(url, corpus.folder / url.rpartition("/")[2]) for url in fineweb_urls(count)]
@@ -105,8 +104,7 @@ def download_fineweb(count: int, parallel: int = 3, patience: Patience | None = 
 
     if missing:
         hint = _network_hint(missing[0].url)
-        token = os.environ.get("HF_TOKEN")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = hub_headers(missing[0].url)
         size = probe_size(missing[0].url, headers, patience, hint) or 0  # the shards are nearly equal
         begun = sum(part_size(remote.path) for remote in missing)
         check_space(corpus.folder, size * len(missing) - begun)
@@ -142,11 +140,14 @@ def import_folder(source: Path, name: str | None = None, text_column: str = "tex
     """
     source = source.expanduser().resolve()
     name = name or source.stem
-    if not name or name.startswith(".") or {*"/:,"} & {*name}:
+    if not name or name.startswith(".") or {*"/:,"} & {*name} or visible(name) != name:
         raise UserError(
-            f"the name of a corpus must be a plain folder name without / : and , got {name!r}; choose one with --name",
+            "the name of a corpus must be a plain folder name without / : , and control characters, got "
+            f"{name!r}; choose one with --name",
             2,
         )
+    if visible(str(source)) != str(source):
+        raise UserError(f"the path {source} has control characters or is not UTF-8: rename the file or folder", 2)
     corpus = Corpus(name, base_dir() / "base_data" / name)
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     files = [path for path in files if path.suffix in READERS]

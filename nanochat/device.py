@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from nanochat.common import Pulse, UserError, base_dir
+from nanochat.common import Pulse, UserError, base_dir, complain, tr
 from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.ascend import Ascend
@@ -34,6 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # One row for each vendor, the best first. A new vendor is a file in platforms/ and a row here.
 PLATFORMS: dict[str, type[Platform]] = {"npu": Ascend, "cuda": Nvidia, "cpu": Cpu}
+MEASURE = "python check_npu.py --bench"  # measures this host's cards for nanochat.planner
 
 
 def choose(asked: str | None) -> tuple[str, str, str]:
@@ -61,7 +62,7 @@ def choose(asked: str | None) -> tuple[str, str, str]:
 try:
     device_type, backend, reason = choose(os.environ.get("NANOCHAT_DEVICE"))
 except UserError as _mistake:  # at import there is no script edge to print it
-    print(f"error: {_mistake} (NANOCHAT_DEVICE)", file=sys.stderr)
+    complain(f"error: {_mistake} (NANOCHAT_DEVICE)")
     sys.exit(_mistake.exit_code)
 
 
@@ -151,10 +152,9 @@ def port_words(port: str) -> str:
     with socket.socket() as probe:
         probe.bind(("", 0))
         free = probe.getsockname()[1]
-    return (
-        f"MASTER_PORT={port} is taken by another process on this host; start again with a free one on every host, "
-        f"such as MASTER_PORT={free} (torchrun: --master_port), or with torchrun --standalone"
-    )
+    return tr("MASTER_PORT={port} is taken by another process on this host; start again with a free one on every host, "
+              "such as MASTER_PORT={free} (torchrun: --master_port), or with torchrun --standalone", port=port,
+              free=free)  # fmt: skip
 
 
 def planned() -> list[Chip]:
@@ -180,7 +180,7 @@ def with_compute(work: Callable[[Any, Compute], Any]) -> Callable[[Any], None]:
     """A main for common.run(): take the device that the flags name, work there, and leave the process group."""
 
     def main(cfg: Any) -> None:
-        host.use_compile_cache(base_dir() / "compile_cache")
+        host.use_compile_cache(base_dir())
         compute = compute_init(cfg.device_type, getattr(cfg, "kernels", "auto"))
         try:
             work(cfg, compute)
@@ -268,28 +268,42 @@ def peak_flops(compute: Compute) -> tuple[float, str]:
     """The FLOP/s that MFU is measured against, and where the number comes from.
 
     NANOCHAT_PEAK_TFLOPS overrides. A known accelerator takes the dense peak of its data sheet. Every other device, the
-    host too, takes the speed of a matmul measured now.
+    host too, takes the speed of matmuls measured now.
     """
     if override := os.environ.get("NANOCHAT_PEAK_TFLOPS"):
         try:
             return float(override) * 1e12, "NANOCHAT_PEAK_TFLOPS"
         except ValueError as mistake:
             raise UserError(f"NANOCHAT_PEAK_TFLOPS must be a number, got {override!r}", exit_code=2) from mistake
-    known = compute.platform.peak_flops()
-    return known or (_matmul_flops(compute), "a matmul of 1024 x 1024 x 1024 measured at start")
+    return compute.platform.peak_flops() or _matmul_flops(compute)
 
 
-def _matmul_flops(compute: Compute) -> float:
-    """FLOP/s of the fastest of five matmuls."""
-    a = torch.ones(1024, 1024, dtype=compute.dtype, device=compute.device)
-    best = float("inf")
-    for _ in range(5):
-        synchronize(compute)
-        start = time.perf_counter()
+def _matmul_flops(compute: Compute) -> tuple[float, str]:
+    """FLOP/s of matmuls measured now, and what was measured.
+
+    On an accelerator one matmul that is waited for measures its launch too, and an MFU against it would flatter.
+    There matmuls grow, are queued one behind the other, and are waited for together, for a tenth of a second.
+    """
+    if compute.platform.is_host:
+        best = min(_matmul_seconds(compute, 1024, 1) for _ in range(5))
+        return 2 * 1024**3 / best, "a matmul of 1024 x 1024 x 1024 measured at start"
+    size, count = 512, 1
+    while (seconds := _matmul_seconds(compute, size, count)) < 0.1 and count < 1 << 20:
+        size, count = (2 * size, 1) if size < 8192 and seconds < 0.01 else (size, 2 * count)
+    seconds = min(seconds, _matmul_seconds(compute, size, count))
+    return 2 * size**3 * count / seconds, f"unknown peak; {count} matmuls of {size} x {size} x {size} measured at start"
+
+
+def _matmul_seconds(compute: Compute, size: int, count: int) -> float:
+    """How long `count` square matmuls take that are queued one behind the other."""
+    a = torch.ones(size, size, dtype=compute.dtype, device=compute.device)
+    torch.mm(a, a)  # the first one of a size may be compiled or loaded
+    synchronize(compute)
+    start = time.perf_counter()
+    for _ in range(count):
         torch.mm(a, a)
-        synchronize(compute)
-        best = min(best, time.perf_counter() - start)
-    return 2 * 1024**3 / best
+    synchronize(compute)
+    return time.perf_counter() - start
 
 
 def compiler_missing(compute: Compute) -> str:
@@ -298,6 +312,10 @@ def compiler_missing(compute: Compute) -> str:
 
 
 if __name__ == "__main__":  # for shell scripts: the device, its number format, and how many there are
-    _platform = PLATFORMS[device_type]()
-    _format = str(_dtype(_platform)[0]).removeprefix("torch.")
-    print(device_type, _format, _platform.count())
+    try:
+        _platform = PLATFORMS[device_type]()
+        _format = str(_dtype(_platform)[0]).removeprefix("torch.")
+        print(device_type, _format, _platform.count())
+    except UserError as _mistake:
+        complain(f"error: {_mistake}")
+        sys.exit(_mistake.exit_code)

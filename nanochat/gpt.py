@@ -4,6 +4,7 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -16,10 +17,12 @@ from nanochat.common import UserError
 from nanochat.nn import loss
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.operations import Operations
+from nanochat.nn.together import Unit
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
 VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
 QK_SCALE = 1.2  # sharpens attention: multiplies q and k after their norm
+NOT_MADE = (None, None)  # every use casts its own matrix
 
 Role = Literal["matrix", "embedding", "value_embedding", "head", "resid", "x0", "smear"]
 
@@ -72,13 +75,13 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; every use casts the fp32 master to the dtype of the activations."""
+    """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype))
+    def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype) if made is None else made)
 
 
 class Head(Linear):
@@ -105,10 +108,9 @@ class Head(Linear):
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
             return loss.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
-        return loss.chunked_loss(
-            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten(),
-            self.operations.loss_chunk, self.operations.hidden_score,
-        )  # fmt: skip
+        return self.operations.loss(
+            flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
+        )
 
 
 class Attention(nn.Module):
@@ -134,18 +136,21 @@ class Attention(nn.Module):
         cos: Tensor,  # (1 or B, T, 1, D/2)
         sin: Tensor,
         call: CacheCall | None,
+        made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
-        matrices = (self.c_q, self.c_k, self.c_v)
-        q, k, v = self.operations.heads(x, matrices, self.head_dim, cos, sin, QK_SCALE)
-        if value is not None and self.ve_gate is not None:
-            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))  # (B, T, Hkv), between 0 and 3
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        matrices, turn = (self.c_q, self.c_k, self.c_v), (self.head_dim, cos, sin, QK_SCALE)
+        whole, back, *gate = made
+        if value is None or self.ve_gate is None:
+            q, k, v = self.operations.heads(x, matrices, *turn, whole)
+        else:
+            narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
+            q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         if call is None:
             y = self.operations.attend(q, k, v, self.window, scale)
         else:
             y = call.attend(self.layer, q, k, v, self.window, scale)
-        return self.c_proj(y.flatten(2))
+        return self.c_proj(y.flatten(2), back)
 
 
 class MLP(nn.Module):
@@ -157,8 +162,8 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.operations.squared_relu(self.c_fc(x)))
+    def forward(self, x: Tensor, made: Sequence[Tensor | None] = NOT_MADE) -> Tensor:
+        return self.c_proj(self.operations.squared_relu(self.c_fc(x, made[0])), made[1])
 
 
 class Block(nn.Module):
@@ -170,9 +175,26 @@ class Block(nn.Module):
         self.attn = Attention(config, layer, operations)
         self.mlp = MLP(config, operations)
 
-    def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, call: CacheCall | None) -> Tensor:
-        x = x + self.attn(self.operations.norm(x), value, cos, sin, call)
-        return x + self.mlp(self.operations.norm(x))
+    def units(self) -> list[Unit]:
+        """The matrices as they are multiplied: MLP in and out, queries with keys and values, attention out, gate."""
+        a = self.attn
+        parts = [(self.mlp.c_fc,), (self.mlp.c_proj,), (a.c_q, a.c_k, a.c_v), (a.c_proj,)]
+        parts += [] if a.ve_gate is None else [(a.ve_gate,)]
+        return [tuple(matrix.weight for matrix in part) for part in parts]
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        value: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        call: CacheCall | None,
+        made: Sequence[Tensor] | None = None,  # the units() in the compute dtype, if the device casts all at once
+    ) -> Tensor:  # (B, T, C)
+        mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
+        y = self.attn(self.operations.norm(x), value, cos, sin, call, attention)
+        normed, x = self.operations.add_norm(x, y)
+        return x + self.mlp(normed, mlp)
 
 
 class GPT(nn.Module):
@@ -263,22 +285,24 @@ class GPT(nn.Module):
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
+    def _cast_together(self, dtype: torch.dtype) -> list[list[Tensor]] | None:
+        """The matrices of every layer in the compute dtype, if the device casts them all at once. Never of a sharded
+        model, whose layers fully_shard gives a class of their own: it sees only gradients that a layer itself makes."""
+        if not self.operations.fewest_launches or any(type(block) is not Block for block in self.blocks):
+            return None
+        return self.operations.cast_together([block.units() for block in self.blocks], dtype)
+
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c = self.config
         return Cache(
-            c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device, dtype=dtype or self.dtype
-        )
+            c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device, dtype=dtype or self.dtype,
+            embed=self._embed,
+        )  # fmt: skip
 
-    def _begin(self, idx: Tensor, cache: Cache, slots: slice, spans: Spans | None) -> CacheCall:
-        """Where the tokens of this pass go in the cache, and which keys they see."""
-        T = idx.size(1)
-        held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
-        places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        grain = self.operations.shape_grain
-        keys = min(-(-(held + T) // grain) * grain, cache.length)
-        rows = torch.arange(idx.size(0), device=idx.device)[:, None]
-        return CacheCall(cache, slots, rows, places, keys, spans, self.operations)
+    def _embed(self, idx: Tensor) -> Tensor:
+        """Normed embeddings (..., C) of tokens (...), before smearing."""
+        return self.operations.norm(self.wte(idx).to(self.dtype))
 
     def hidden(
         self,
@@ -293,13 +317,14 @@ class GPT(nn.Module):
         With a cache the tokens continue what the slots hold, and each slot gains `lengths` (default T) tokens.
         """
         T = idx.size(1)
-        x = self.operations.norm(self.wte(idx).to(self.dtype))
+        x = self._embed(idx)
         if cache is None:
             call, before = None, torch.zeros_like(x[:, :1])
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         else:
             slots = slots or slice(0, idx.size(0))
-            call, before = self._begin(idx, cache, slots, spans), cache.previous[slots, None].clone()
+            call = CacheCall.begin(idx, cache, slots, lengths, spans, self.operations)
+            before = cache.previous[slots, None].clone()
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
             last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
             cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
@@ -308,14 +333,15 @@ class GPT(nn.Module):
         x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
         x0 = middle = x
         resid, first = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
+        made = self._cast_together(x.dtype)
         for i, block in enumerate(self.blocks):
-            x = resid[i] * x + first[i] * x0
+            x, x0 = self.operations.mix(x, x0, resid[i], first[i])
             value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
-            x = block(x, value, cos, sin, call)
+            x = block(x, value, cos, sin, call, made[i] if made else None)
             if i == self.config.n_layer // 2:
                 middle = x
-        if cache is not None:
-            cache.positions[slots] += T if lengths is None else lengths
+        if call is not None:
+            call.finish()
         return self.operations.norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def logits(self, x: Tensor) -> Tensor:

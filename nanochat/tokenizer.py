@@ -136,6 +136,9 @@ class Tokenizer:
         again = f"Delete the file and train the tokenizer again: python -m scripts.tok_train --data {folder.name}"
         try:
             content = read_json(path)
+        except UserError as failure:
+            raise UserError(f"{path} is damaged: {failure.__cause__}. {again}") from failure
+        try:
             expected = content.pop("sha256")
             if content["format"] != FORMAT or content["version"] != VERSION:
                 raise UserError(

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Functions for the scripts of this folder, which source this file in the root of the repository.
 
-prepare() { # make the environment of this host; sets `device` and `devices`, which NPROC_PER_NODE may lower
+prepare() { # make the environment of this host; sets `base`, `device`, and `devices`, which NPROC_PER_NODE may lower
     local code=3
     case ${NANOCHAT_DEVICE:-npu} in npu)
         code=0
@@ -20,6 +20,8 @@ prepare() { # make the environment of this host; sets `device` and `devices`, wh
         exit 1
     fi
     export OMP_WAIT_POLICY=PASSIVE
+    base=$(python -m nanochat.common)
+    export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
     read -r device _ devices < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
@@ -32,7 +34,7 @@ prepare() { # make the environment of this host; sets `device` and `devices`, wh
 
 launch() { # MODULE FLAGS...: run a module with one process on each device of this host
     if [ "$devices" -gt 1 ]; then
-        torchrun --standalone --nproc_per_node="$devices" -m "$1" -- "${@:2}"
+        python -m nanochat.runtime.launch --nproc_per_node="$devices" -m "$1" -- "${@:2}"
     else
         python -m "$1" "${@:2}"
     fi

@@ -10,7 +10,8 @@ source setup_env.sh
 # shellcheck disable=SC2119  # setup_env must not get the flags of this script
 setup_env
 export OMP_WAIT_POLICY=PASSIVE
-base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+base=$(python -m nanochat.common)
+export NANOCHAT_BASE_DIR=$base
 
 data=
 quick=

@@ -39,5 +39,5 @@ if [ "$hosts" -eq 1 ]; then
     exit
 fi
 echo "multinode: host $number of $hosts, $devices $device device(s) each, meeting at $first:$port"
-exec torchrun --nnodes="$hosts" --node_rank="$number" --nproc_per_node="$devices" \
+exec python -m nanochat.runtime.launch --nnodes="$hosts" --node_rank="$number" --nproc_per_node="$devices" \
     --master_addr="$first" --master_port="$port" -m "${words[0]}" -- "${words[@]:1}"

@@ -26,9 +26,15 @@ esac
 # The seconds that a launcher gives its ranks to save after a signal; its own default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
+NANOCHAT_REASON_FILE=$(mktemp) # in which a start leaves the reason of its failure
+export NANOCHAT_REASON_FILE
+trap 'rm -f "$NANOCHAT_REASON_FILE"' EXIT
+
 saved() { # print a checksum of the checkpoints, which changes with every save
-    local base=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-    find "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null | sort | cksum
+    local home=${HOME:-~} base
+    base=${NANOCHAT_BASE_DIR:-$home/.cache/nanochat}
+    case $base in '~'/*) base=$home/${base#*/} ;; esac
+    { find "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null || true; } | sort | cksum
 }
 
 alive() { # whether any process of the command still runs
@@ -51,6 +57,7 @@ fruitless=0
 number=1
 while true; do
     before=$(saved)
+    : >"$NANOCHAT_REASON_FILE"
     "${start[@]}" &
     child=$!
     code=0
@@ -72,7 +79,9 @@ while true; do
     fruitless=$((fruitless + 1))
     if [ "$(saved)" != "$before" ]; then fruitless=0; fi
     if [ "$fruitless" -ge "${SUPERVISE_TRIES:-3}" ]; then
-        echo "error: supervise: $fruitless starts in a row ended with code $code and saved nothing new; the lines above say why. Fix that, then type the same command again" >&2
+        echo "supervise: $fruitless starts in a row ended with code $code and saved nothing new; fix the cause, then type the same command again" >&2
+        reason=$(cat "$NANOCHAT_REASON_FILE")
+        echo "${reason:-error: the lines above say why}" >&2
         exit "$code"
     fi
     echo "supervise: start $number ended with code $code; restarting in ${SUPERVISE_PAUSE:-5} s" >&2

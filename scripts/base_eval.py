@@ -9,7 +9,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=D
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import device, report
+from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, base_dir, log, run, write_atomic
 from nanochat.data.mixing import resolve_data
@@ -17,6 +17,7 @@ from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.core import Core
+from nanochat.report.sections import write_section
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     section["core"] = None if core is None else {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
     section["val"] = None if bits is None else asdict(bits)
     if compute.main:
-        report.write_section("base_eval", section)
+        write_section("base_eval", section)
     return section
 
 

@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat import device, report
+from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import log, run
 from nanochat.data.mixing import resolve_data
@@ -16,6 +16,7 @@ from nanochat.engine import Engine
 from nanochat.evals import loss as loss_eval
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
+from nanochat.report.sections import sections, write_section
 from nanochat.runtime import parallel
 
 PROMPTS = (
@@ -73,7 +74,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     log(f"base model {loaded.tag}, step {loaded.step:,}, on {data.name}")
     model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": data.name}
-    before = report.sections().get("base_loss", {})
+    before = sections().get("base_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
         log("in the report already")
         return before
@@ -87,7 +88,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         section["samples"] = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}
         for prompt, said in section["samples"].items():
             log(f"{prompt}|{said}")
-        report.write_section("base_loss", section)
+        write_section("base_loss", section)
     return section
 
 

@@ -17,6 +17,7 @@ from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import schedule, sizes
 from nanochat.train.flags import Auto, BatchFlags, Free, StageFlags
 from nanochat.train.stage import Stage, launch
+from tasks.needs import warn_of_missing
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,6 @@ def train(cfg: Config, compute: Compute) -> None:
     horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
                                counts["scaling"], batch.tokens_per_step)  # fmt: skip
     steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)
-    log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
-        f"{counts['total']:,} parameters, {flops:,} FLOPs a token")  # fmt: skip
     log(f"horizon: {steps:,} steps, {steps * batch.tokens_per_step:,} tokens ({horizon.reason})")
 
     # Documents are tokenised once; a row is a pure function of (seed, row number)
@@ -80,7 +79,8 @@ def train(cfg: Config, compute: Compute) -> None:
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     read = steps * batch.rows_per_step
     stage.facts = dataloader.mixture_table(corpus, rows, read)
-    log(f"data: {corpus.name}, {rows.count:,} rows of {shape.sequence_len} tokens, {read / rows.count:.2f} epochs")
+    sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
+    warn_of_missing(corpus.name)
     for part in stage.facts.get("rows", []):
         log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")
 

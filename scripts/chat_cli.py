@@ -1,11 +1,12 @@
 """Chat with a trained model in the terminal.
 
-python -m scripts.chat_cli                            # the latest stage
+python -m scripts.chat_cli                            # the model that was trained last
 python -m scripts.chat_cli -i sft -g d20              # stage sft of the model with tag d20
 python -m scripts.chat_cli -p "What is 37 * 48?"      # one answer; standard output has nothing else
 echo "法国的首都是哪里？" | python -m scripts.chat_cli
 """
 
+import codecs
 import contextlib
 import io
 import os
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, TextIO
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.locate import trained
 from nanochat.common import UserError, base_dir, run
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import DTYPES, compute_cleanup, compute_init
@@ -33,9 +35,9 @@ class Config:
     """Chat with a trained model in the terminal."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
+    """Stage of the model. Default: the stage of the model that was trained last."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the newest."""
+    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
@@ -59,11 +61,16 @@ class Config:
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
+SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page knows it too
 TEXTS = {
     "en": {
         "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
+        "latest": "this is the model that was trained last, at {saved}",
+        "others": "other models, newest first: {flags}",
         "temperature": "temperature {value:g}: {reason}",
         "base": "this is a base model, which has not learned to chat: it continues the text that you type",
+        "smoke": "the smoke preset trained this model for a few steps to test the installation: it can answer nothing. "
+        "Train one that answers with: bash speedrun.sh",
         "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat",
         "help": """/help         show this list
 /new          start a new chat; the instructions stay
@@ -88,11 +95,15 @@ TEXTS = {
         "empty": "the model said nothing",
         "speed": "{tokens} tokens, {rate:.0f} tokens/s, context {used} of {context}",
         "bye": "Ctrl-D or /quit ends the chat",
+        "unkept": "what you type will not be there in the next chat: {path} cannot be written ({why})",
     },
     "zh": {
         "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
+        "latest": "这是最近训练的模型（{saved}）",
+        "others": "其他模型（从新到旧）：{flags}",
         "temperature": "温度 {value:g}：{reason}",
-        "base": "这是基座模型，还没有学过对话，只会接着输入的文字往下写",
+        "base": "这是基座模型，还没有学过对话，只会接着你输入的文字往下写",
+        "smoke": "smoke 预设只训练几步，用来检验安装，这个模型什么也答不出来；要训练能回答问题的：bash speedrun.sh",
         "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",
         "help": """/help         显示本列表
 /new          开始新对话，系统提示不变
@@ -117,6 +128,7 @@ TEXTS = {
         "empty": "模型没有给出回答",
         "speed": "{tokens} 个词元，每秒 {rate:.0f} 个，上下文 {used}/{context}",
         "bye": "按 Ctrl-D 或输入 /quit 退出",
+        "unkept": "这次输入的内容不会留到下次：{path} 无法写入（{why}）",
     },
 }
 
@@ -273,7 +285,10 @@ def set_number(chat: Chat, name: str, given: str) -> None:
 
 def converse(chat: Chat) -> None:
     """Chat until /quit or the end of input."""
-    with history(base_dir() / "chat_history"), keyboard() as ask:
+    path = base_dir() / "chat_history"
+    with history(path) as unkept, keyboard() as ask:
+        if unkept:
+            chat.note("unkept", path=path, why=unkept)
         chat.note("hello")
         while True:
             try:
@@ -305,16 +320,23 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         compute = compute_init(cfg.device_type or None)
         if cfg.dtype != "auto":
             compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
-        loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+        chosen = trained(cfg.source, cfg.model_tag)[0]
+        loaded = load_model(chosen.stage, chosen.tag, cfg.step, compute)
     engine = Engine(loaded.model, loaded.tokenizer, slots=1)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     sampling = replace(sampling, temperature=temperature.value)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes)
     chat.messages = [system(cfg.system)] if cfg.system.strip() else []
-    chat.note("model", stage=loaded.stage, tag=loaded.tag, step=loaded.step, context=engine.length)
+    chat.note("model", stage=loaded.stage, tag=harmless(loaded.tag), step=loaded.step, context=engine.length)
+    if not (cfg.source or cfg.model_tag or cfg.step):
+        chat.note("latest", saved=chosen.saved)
+    if others := chosen.others():
+        chat.note("others", flags=harmless(" | ".join(others)))
     chat.note("temperature", value=temperature.value, reason=temperature.reason[chat.lang])
     if loaded.stage == "base":
         chat.note("base")
+    if loaded.tag == SMOKE:
+        chat.note("smoke")
     return chat
 
 
@@ -323,6 +345,8 @@ def main(cfg: Config) -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
+    if isinstance(sys.stdin, io.TextIOWrapper) and codecs.lookup(sys.stdin.encoding).name == "ascii":
+        sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
     piped = cfg.prompt is None and not sys.stdin.isatty()
     prompt = sys.stdin.read() if piped else cfg.prompt
     if prompt is not None and not prompt.strip():

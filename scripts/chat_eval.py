@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from nanochat import report
 from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, log, read_json, run, warn
 from nanochat.data.conversation import Part, Task
 from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate
 from nanochat.generate.sampling import Sampling
+from nanochat.report.sections import report_dir, write_section
 from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task to keep for the report
@@ -127,7 +127,7 @@ def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's section of the report, or an empty one if that belongs to another checkpoint or other flags."""
     model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
     about = {"tag": loaded.tag, "step": loaded.step, "model": model, "sampling": dict(sampling)}
-    path = report.report_dir() / "sections" / f"{loaded.stage}_eval.json"
+    path = report_dir() / "sections" / f"{loaded.stage}_eval.json"
     before = read_json(path) if path.exists() else {}
     same = all(before.get(name) == value for name, value in about.items())
     return before if same else {**about, "tasks": {}, "chat_core": None}
@@ -138,7 +138,7 @@ def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], 
     before = kept(loaded, sampling)
     section = {**before, "tasks": {**before["tasks"], **tasks}}
     core = before["chat_core"] if core is None else core
-    report.write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
+    write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
 
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:

@@ -16,14 +16,14 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.train import rollout, sizes
-from nanochat.train.flags import EpochFlags, Free, StageFlags
+from nanochat.train.flags import EpochFlags, Free
 from nanochat.train.stage import Stage, Work, launch
 from nanochat.train.update import NO_UPDATE
 from tasks.mixtures import rl_tasks
 
 
 @dataclass(frozen=True)
-class Config(EpochFlags, StageFlags):
+class Config(EpochFlags):
     """Flags of reinforcement learning."""
 
     source: Free[Literal["sft", "mid"]] = "sft"

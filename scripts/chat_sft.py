@@ -11,13 +11,13 @@ from nanochat.common import log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.train import sizes
-from nanochat.train.flags import Auto, ChatFlags, Free, StageFlags
+from nanochat.train.flags import Auto, ChatFlags, Free
 from nanochat.train.stage import Stage, launch
 from tasks.mixtures import mix
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags, StageFlags):
+class Config(ChatFlags):
     """Flags of fine-tuning."""
 
     source: Free[Literal["mid", "base"]] = "mid"
@@ -44,7 +44,7 @@ def train(cfg: Config, compute: Compute) -> None:
     tokens = cfg.target_examples_per_step * T
     batch = sizes.batch(tokens, cfg.device_batch_size, model.config, parameters, None, stage.corpus, compute)
 
-    mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations)
+    mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
     answers, val_answers = chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
     steps = cfg.steps(answers.count, batch.rows_per_step)
     log(f"mixture: {mixture.name}, {answers.count:,} rows of {T} tokens; {steps:,} steps")

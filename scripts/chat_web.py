@@ -1,6 +1,6 @@
 """Chat with a trained model in the browser, or through an OpenAI-compatible API.
 
-python -m scripts.chat_web                      # the latest stage, at http://127.0.0.1:8000
+python -m scripts.chat_web                      # the model that was trained last, at http://127.0.0.1:8000
 python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
 python -m scripts.chat_web --host 0.0.0.0       # other machines can use it too
 """
@@ -9,16 +9,21 @@ import errno
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
-from nanochat.common import UserError, log, run, warn
+from nanochat.checkpoint_manager.locate import trained
+from nanochat.common import UserError, log, run, tr, warn
+from nanochat.data.traits import traits
 from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.sampling import chat_temperature
-from nanochat.serve.server import Settings, create_app, serve
+from nanochat.serve.connections import Caps
+from nanochat.serve.listening import serve
+from nanochat.serve.server import Settings, create_app
+from nanochat.serve.terminal import harmless
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,9 @@ class Config:
     """Chat with a trained model in the browser."""
 
     source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
+    """Stage of the model. Default: the stage of the model that was trained last."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the newest."""
+    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
     step: Annotated[int | None, arg(aliases=["-s"])] = None
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
@@ -92,9 +97,10 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as failure:
         if failure.errno == errno.EADDRINUSE:
             free = next(_free_ports(family, address))
-            text = f"port {port} is taken by another program. Port {free} is free: add --port {free}"
+            text = tr("port {port} is taken by another program. Port {free} is free: add --port {free}", port=port,
+                      free=free)  # fmt: skip
         elif failure.errno == errno.EACCES:
-            text = f"port {port} needs administrator rights: use a port from 1024 on, such as --port 8000"
+            text = tr("port {port} needs administrator rights: use a port from 1024 on, such as --port 8000", port=port)
         elif failure.errno == errno.EADDRNOTAVAIL:
             text = f"--host must be an address of this machine, got {host}: leave it out for 127.0.0.1"
         else:
@@ -141,7 +147,14 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 # --- serving -------------------------------------------------------------------------------------
 
 
-def settings_of(cfg: Config, loaded: Loaded, temperature: float) -> Settings:
+def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
+    """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    knows = traits(loaded.corpus).knows
+    return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
+
+
+def settings_of(cfg: Config, loaded: Loaded, temperature: float, others: list[str]) -> Settings:
     """The server's settings, from the flags and the loaded model."""
     return Settings(
         model=f"nanochat-{loaded.stage}-{loaded.tag}",
@@ -152,6 +165,8 @@ def settings_of(cfg: Config, loaded: Loaded, temperature: float) -> Settings:
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
         hosts=(cfg.host, socket.gethostname(), *cfg.allowed_hosts),
+        caps=Caps(connections=max(Caps.connections, 4 * cfg.slots), per_address=max(Caps.per_address, 2 * cfg.slots)),
+        about=about(loaded, others),
     )
 
 
@@ -159,11 +174,18 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
     """Load the model and serve it until Ctrl-C."""
     if cfg.dtype != "auto":
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+    chosen = trained(cfg.source, cfg.model_tag)[0]
+    loaded = load_model(chosen.stage, chosen.tag, cfg.step, compute)
+    others = chosen.others()
     engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
-    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded, temperature.value))
-    log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}, context of {engine.length} tokens")
+    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded, temperature.value, others))
+    tag = harmless(loaded.tag)
+    log(f"模型 / model: stage {loaded.stage}, tag {tag}, step {loaded.step}, context of {engine.length} tokens")
+    if not (cfg.source or cfg.model_tag or cfg.step):
+        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.saved}")
+    if others:
+        log(f"其他模型 / other models, newest first: {harmless(' | '.join(others))}")
     log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
     if not is_local(cfg.host):
         warn(

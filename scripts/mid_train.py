@@ -12,13 +12,14 @@ from nanochat.data.traits import traits
 from nanochat.dataloader import blend, chat_rows, split_rows
 from nanochat.device import Compute
 from nanochat.train import schedule, sizes
-from nanochat.train.flags import Auto, BatchFlags, ChatFlags, Free, StageFlags
+from nanochat.train.flags import Auto, BatchFlags, ChatFlags, Free
 from nanochat.train.stage import Stage, launch
 from tasks.mixtures import mix
+from tasks.needs import warn_of_missing
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags, BatchFlags, StageFlags):
+class Config(ChatFlags, BatchFlags):
     """Flags of midtraining. The model is the one that base_train has trained."""
 
     base_step: Free[int | None] = None
@@ -43,7 +44,7 @@ def train(cfg: Config, compute: Compute) -> None:
                         None, corpus, compute, cfg.gradient_accumulation_steps)  # fmt: skip
 
     # One row in `every` is of documents, the others of conversations
-    mixture = mix("mid", corpus, cfg.seed, cfg.conversations)
+    mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=False)
     every = traits(corpus).documents_every if cfg.documents_every == "auto" else cfg.documents_every
     if every:
@@ -53,6 +54,7 @@ def train(cfg: Config, compute: Compute) -> None:
         f"{rows.count:,} rows of {length} tokens; {steps:,} steps")  # fmt: skip
 
     per_step = batch.tokens_per_step
+    warn_of_missing(corpus)
     stage.set_up(model, tokenizer, cfg.for_batch(per_step), cfg.init_lr_frac * schedule.rate_scale(per_step))
     for step in stage.train_rows(rows, batch, steps, val_rows, cfg.eval_every):
         lrm = schedule.trapezoid(stage.step, steps, 0, cfg.warmdown_ratio, 0.0)

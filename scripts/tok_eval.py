@@ -23,7 +23,7 @@ from nanochat.common import UserError, log, run
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import resolve_data
 from nanochat.data.shards import texts
-from nanochat.report import write_section
+from nanochat.report.sections import write_section
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 SAMPLES = {

@@ -17,7 +17,7 @@ from nanochat.common import UserError, log, read_json, run, settings, write_json
 from nanochat.data.corpora import shards
 from nanochat.data.mixing import Data, resolve_data
 from nanochat.data.shards import read_about, texts
-from nanochat.report import write_section
+from nanochat.report.sections import write_section
 from nanochat.runtime.progress import Progress, duration
 from nanochat.tokenizer import DEFAULT_PATTERN, FILE_NAME, PATTERNS, Tokenizer, tokenizer_dir
 

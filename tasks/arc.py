@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import ChoiceProblem, ChoiceTask, load_table, one_of
+from tasks.common import ChoiceProblem, ChoiceTask, Published, load_table, one_of
+
+
+def source(subset: str, split: str) -> Published:
+    """A split of ARC on the hub."""
+    return Published("allenai/ai2_arc", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
@@ -21,4 +26,4 @@ class ARC(ChoiceTask):
         one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
         one_of("the split of ARC", split, ("train", "validation", "test"))
         columns = ("question", "choices", "answerKey")
-        super().__init__(subset, load_table("allenai/ai2_arc", subset, split, columns, [subset], folder), _read)
+        super().__init__(subset, load_table(source(subset, split), columns, folder), _read)

@@ -13,13 +13,61 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, log, rank
+from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.conversation import Conversation, Message, Part, Task, chat
+from nanochat.data.hub import endpoint, is_hub
+from nanochat.data.shards import check_packing
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # file ending -> builder of `datasets`, best first
 
 # --- rows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """A split of a data set on the Hugging Face hub.
+
+    A copy of the hub's repository has its files (`<split>*.parquet` or `<split>*.jsonl`) in the folders `inside`, which
+    are searched in this order.
+    """
+
+    repo: str
+    subset: str | None
+    split: str
+    inside: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The last part of the name on the hub: the name of its folder in NANOCHAT_TASK_DIR."""
+        return self.repo.rpartition("/")[2]
+
+    def local_folder(self) -> Path | None:
+        """The folder with a copy in NANOCHAT_TASK_DIR, or None."""
+        task_dir = os.environ.get("NANOCHAT_TASK_DIR")
+        folder = Path(task_dir, self.name).expanduser() if task_dir else None
+        return folder if folder is not None and folder.is_dir() else None
+
+    def files(self, folder: Path) -> list[Path]:
+        """The files of the split below a folder, all of the best type that exists; [] if there are none."""
+        for name in self.inside:
+            for ending in _TYPES:
+                wanted = re.compile(rf"{re.escape(self.split)}([-_.].*)?\.{ending}")
+                files = sorted(path for path in (folder / name).glob(f"*.{ending}") if wanted.fullmatch(path.name))
+                if files:
+                    return files
+        return []
+
+    def __str__(self) -> str:
+        return f"{self.repo} ({', '.join(filter(None, (self.subset, self.split)))})"
+
+
+def carry_in(repos: Sequence[str]) -> str:
+    """How to get data sets of the hub onto this machine, in two sentences."""
+    commands = [f"`hf download {repo} --repo-type dataset --local-dir {repo.rpartition('/')[2]}`" for repo in repos]
+    return tr("Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, run "
+              "{commands}, copy what they fetch into a folder of this machine, and set NANOCHAT_TASK_DIR to that "
+              "folder", commands=", ".join(commands))  # fmt: skip
 
 
 class Table:
@@ -37,17 +85,6 @@ class Table:
         return self._rows[int(self._order[i])]
 
 
-def _local_files(folder: Path, inside: Sequence[str], split: str) -> list[Path]:
-    """The files of a split below a task's folder, all of the best type that exists; [] if there are none."""
-    for name in inside:
-        for ending in _TYPES:
-            wanted = re.compile(rf"{re.escape(split)}([-_.].*)?\.{ending}")
-            files = sorted(path for path in (folder / name).glob(f"*.{ending}") if wanted.fullmatch(path.name))
-            if files:
-                return files
-    return []
-
-
 def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
     """Call `datasets.load_dataset`, and turn its many kinds of failure into one message."""
     # imported here, since the import takes a second or two and only tasks with rows need it
@@ -62,59 +99,55 @@ def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
         cause = failure.__cause__ or failure
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise cause from None
-        raise UserError(f"{where} cannot be read: {cause}. {advice}", exit_code=2) from failure
+        text = tr("{where} cannot be read: {cause}. {advice}", where=where, cause=cause, advice=advice)
+        raise UserError(text, exit_code=2) from failure
 
 
-def load_table(
-    repo: str,
-    subset: str | None,
-    split: str,
-    columns: Sequence[str],
-    inside: Sequence[str],
-    folder: str | Path | None = None,
-) -> Table:
+def _check_files(files: Sequence[Path]) -> None:
+    """UserError for a file that would fill the memory when it is read."""
+    for path in files:
+        try:
+            check_regular(path, most=path.stat().st_size)
+            if path.suffix == ".parquet":
+                check_packing(path)
+        except (OSError, ValueError) as failure:
+            raise UserError(f"{path} cannot be read: {failure}. Copy the file again from its source", 2) from failure
+
+
+def load_table(source: Published, columns: Sequence[str], folder: str | Path | None = None) -> Table:
     """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
 
-    repo: the name on the hub; the last part of it names the folder in NANOCHAT_TASK_DIR. inside: the subfolders that
-    are searched for `<split>*.parquet` or `<split>*.jsonl`, in this order, which fits a copy of the hub's repository.
     columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or lack a column.
     """
-    name = repo.rpartition("/")[2]
-    task_dir = os.environ.get("NANOCHAT_TASK_DIR")
-    if folder is None and task_dir and Path(task_dir, name).expanduser().is_dir():
-        folder = Path(task_dir, name)
+    name, split = source.name, source.split
+    folder = Path(folder).expanduser() if folder is not None else source.local_folder()
     if folder is not None:
-        folder = Path(folder).expanduser()
-        files = _local_files(folder, inside, split)
+        files = source.files(folder)
         if not files:
-            wanted = " or ".join(str(folder / one / f"{split}*.parquet|jsonl") for one in inside)
+            wanted = " or ".join(str(folder / one / f"{split}*.parquet|jsonl") for one in source.inside)
             raise UserError(
                 f"there are no rows of {name} ({split}) in {folder}: looked for {wanted}. Copy one of these files "
                 "there, or name another folder",
                 exit_code=2,
             )
-        source, advice = str(files[0].parent), "Copy the files again from their source"
-        kind = _TYPES[files[0].suffix[1:]]
-        files = {split: [str(path) for path in files]}
-        rows = _read(
-            source, kind, data_files=files, split=split, cache_dir=str(base_dir() / "task_cache"), advice=advice
-        )
+        where, advice = str(files[0].parent), "Copy the files again from their source"
+        kind, cache = _TYPES[files[0].suffix[1:]], str(base_dir() / "task_cache")
+        _check_files(files)
+        named = {split: [str(path) for path in files]}
+        rows = _read(where, kind, data_files=named, split=split, cache_dir=cache, advice=advice)
     else:
-        source = f"{repo} ({', '.join(filter(None, (subset, split)))})"
-        advice = (
-            "Set HF_ENDPOINT to a mirror that this machine can reach. Or, on a machine with a network, run "
-            f"`hf download {repo} --repo-type dataset --local-dir {name}`, copy {name} into a folder of this machine, "
-            "and set NANOCHAT_TASK_DIR to that folder"
-        )
-        rows = _read(source, repo, subset, split=split, advice=advice)
+        where = str(source)
+        token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored one
+        rows = _read(where, source.repo, source.subset, split=split, token=token, advice=carry_in([source.repo]))
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise UserError(
-            f"{source} lacks the columns {missing}; it has {rows.column_names}. Use the published files of {repo}",
+            f"{where} lacks the columns {missing}; it has {rows.column_names}. Use the published files of "
+            f"{source.repo}",
             exit_code=2,
         )
-    log(f"{name} {split}: {len(rows):,} rows from {source}")
-    return Table(rows, source)
+    log(f"{name} {split}: {len(rows):,} rows from {where}")
+    return Table(rows, where)
 
 
 def one_of(what: str, given: str, allowed: Sequence[str]) -> str:

@@ -1,17 +1,132 @@
-"""Your own conversations, one JSON line each."""
+"""Your own conversations, from JSON files in the layouts that people have: messages, ShareGPT, Alpaca."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from nanochat.common import UserError
+from nanochat.common import UserError, parse_json
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, read_messages
 
-_SHAPE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+_SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+# The names that ShareGPT files and their descendants give the three roles.
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+          "chatgpt": "assistant", "bot": "assistant", "system": "system"}  # fmt: skip
+
+
+def read_record(value: Any) -> Conversation:
+    """A conversation in any of the known layouts. ValueError names the rule that the value breaks.
+
+    messages: a list of {"role", "content"}, or an object with such a list under "messages" or "conversations".
+    ShareGPT: {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "system": ...}.
+    Alpaca: {"instruction", "input", "output"}, or {"query", "response"}, with "system" and "history", a list of
+    [question, answer]. The input is appended to the instruction on a line of its own.
+    """
+    if isinstance(value, list):
+        return read_messages(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a conversation is a list of messages or an object, got {type(value).__name__}")
+    if "messages" in value:
+        return read_messages(value["messages"])
+    for name in ("conversations", "conversation"):
+        if name in value:
+            return read_messages([*_system(value), *_sharegpt(value[name])])
+    for question, answer in (("instruction", "output"), ("query", "response")):
+        if question in value and answer in value:
+            return read_messages([*_system(value), *_alpaca(value, question, answer)])
+    keys = ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
+    raise ValueError(
+        f'an object needs the key "messages", "conversations" (ShareGPT), or "instruction" and "output" (Alpaca); it '
+        f"has the keys {keys}"
+    )
+
+
+def _system(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The system message of a ShareGPT or Alpaca record, which many records leave empty."""
+    return [{"role": "system", "content": value["system"]}] if value.get("system") else []
+
+
+def _sharegpt(turns: Any) -> Iterator[Any]:
+    """Turns of {"from", "value"} as messages; turns in another form stay as they are, and read_messages() checks
+    them."""
+    if not isinstance(turns, list):
+        raise ValueError(f"a conversation is a list of messages, got {type(turns).__name__}")
+    for n, turn in enumerate(turns, start=1):
+        if isinstance(turn, Mapping) and {"from", "value"} <= set(turn):
+            if (role := turn["from"]) not in _ROLES:
+                raise ValueError(f'message {n} is "from" {role!r}; known are {", ".join(_ROLES)}')
+            yield {"role": _ROLES[role], "content": turn["value"]}
+        else:
+            yield turn
+
+
+def _alpaca(value: Mapping[str, Any], question: str, answer: str) -> Iterator[dict[str, Any]]:
+    """The earlier exchanges of an Alpaca record, then its question and answer, as messages."""
+    history = value.get("history") or []
+    if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
+        raise ValueError('"history" must be a list of [question, answer]')
+    asked, more = value[question], value.get("input") or ""
+    if not (isinstance(asked, str) and isinstance(more, str)):
+        raise ValueError(f'"{question}" and "input" must be texts')
+    for said, replied in (*history, ("\n".join(filter(None, (asked, more))), value[answer])):
+        yield {"role": "user", "content": said}
+        yield {"role": "assistant", "content": replied}
+
+
+def records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every JSON value of a file with its place in words, such as "line 3".
+
+    The file holds one value per line, or is a single JSON list of records. Empty lines are skipped. ValueError, which
+    names the place, for what is no UTF-8 or no JSON.
+    """
+    with open(path, "rb") as lines:
+        is_list = lines.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    if is_list and (values := _whole_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))) is not None:
+        yield from ((f"item {n}", value) for n, value in enumerate(values, start=1))
+        return
+    with open(path, "rb") as lines:
+        for n, line in enumerate(lines, start=1):
+            try:
+                if text := line.removeprefix(b"\xef\xbb\xbf").decode("utf-8").strip():
+                    yield f"line {n}", parse_json(text)
+            except ValueError as broken:
+                raise ValueError(f"line {n}: {broken}") from broken
+
+
+def _whole_list(data: bytes) -> list[Any] | None:
+    """The values of a file that is one JSON list of records; None if its first line is a value by itself."""
+    first, _, more = data.strip().partition(b"\n")
+    try:
+        values = parse_json(first)
+    except ValueError:
+        return _over_lines(data)
+    is_conversation = bool(values) and isinstance(values[0], Mapping) and {"role", "from"} & set(values[0])
+    return None if more or is_conversation else values
+
+
+def _over_lines(data: bytes) -> list[Any] | None:
+    """A list over several lines. ValueError names the line of a mistake; None if the first line is wrong by itself."""
+    try:
+        return parse_json(data)
+    except json.JSONDecodeError as broken:
+        if broken.lineno > 1:
+            raise
+    except ValueError:
+        pass  # not UTF-8, or nested too deeply
+    return None
+
+
+def _placed(place: str, value: Any) -> Conversation:
+    """The conversation of a record. ValueError, which names its place, if it breaks a rule."""
+    try:
+        return read_record(value)
+    except ValueError as broken:
+        raise ValueError(f"{place}: {broken}") from broken
 
 
 class CustomJSON(Ungraded):
-    """A file in which each line is a list of messages or {"messages": [...]}. Empty lines are skipped.
+    """The conversations of a file in one of the layouts of read_record(), one JSON value per line or in one list.
 
     The whole file is checked at once. UserError names the file, the line and the rule of the first mistake.
     """
@@ -24,16 +139,11 @@ class CustomJSON(Ungraded):
                 f"there is no file {path}. Check the path; the file should hold one conversation per line: {_SHAPE}", 2
             )
         self._conversations: list[Conversation] = []
-        for n, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-            try:
-                text = line.decode("utf-8").strip()
-                if not text:
-                    continue
-                value = json.loads(text)
-                messages = value.get("messages") if isinstance(value, dict) else value
-                self._conversations.append(read_messages(messages))
-            except ValueError as broken:  # not UTF-8, not JSON, not a conversation
-                raise UserError(f"{path}, line {n}: {broken}. A line should look like {_SHAPE}") from broken
+        try:
+            for place, value in records(path):
+                self._conversations.append(_placed(place, value))
+        except ValueError as broken:  # not UTF-8, not JSON, not a conversation
+            raise UserError(f"{path}, {broken}. A line should look like {_SHAPE}") from broken
         if not self._conversations:
             raise UserError(f"{path} holds no conversation. Write one conversation per line: {_SHAPE}")
 

@@ -7,9 +7,14 @@ from typing import Literal
 from nanochat.common import UserError
 from nanochat.data.calculator import calculate
 from nanochat.data.conversation import Conversation, Part, chat
-from tasks.common import final_number, load_table, one_of
+from tasks.common import Published, final_number, load_table, one_of
 
 _CALL = re.compile(r"<<([^<>]*)>>")
+
+
+def source(split: str, subset: str = "main") -> Published:
+    """A split of GSM8K on the hub."""
+    return Published("openai/gsm8k", subset, split, (subset, "."))
 
 
 def read_solution(solution: str) -> list[Part]:
@@ -39,7 +44,7 @@ class GSM8K:
     def __init__(self, split: str, subset: str = "main", folder: str | Path | None = None):
         one_of("the split of GSM8K", split, ("train", "test"))
         one_of("the subset of GSM8K", subset, ("main",))
-        self._table = load_table("openai/gsm8k", subset, split, ("question", "answer"), [subset, "."], folder)
+        self._table = load_table(source(split, subset), ("question", "answer"), folder)
 
     def __len__(self) -> int:
         return len(self._table)

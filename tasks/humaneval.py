@@ -7,7 +7,7 @@ from typing import Literal
 
 from nanochat.data.conversation import Conversation, chat
 from nanochat.evals import sandbox as execution
-from tasks.common import load_table
+from tasks.common import Published, load_table
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -42,6 +42,11 @@ def build_program(prompt: str, reply: str, test: str, function: str) -> str:
     return f"{code}\n\n{test}\n\ncheck({function})\n"
 
 
+def source() -> Published:
+    """HumanEval on the hub."""
+    return Published("openai/openai_humaneval", "openai_humaneval", "test", ("openai_humaneval", "."))
+
+
 class HumanEval:
     """The only split is test. Grading runs the replies as programs, so UserError at once if this machine cannot isolate
     them (nanochat/evals/sandbox.py)."""
@@ -53,8 +58,7 @@ class HumanEval:
         self._unsafe_exec = unsafe_exec
         self._seconds = seconds
         execution.tier(unsafe_exec)
-        repo, columns = "openai/openai_humaneval", ("prompt", "canonical_solution", "test", "entry_point")
-        self._table = load_table(repo, "openai_humaneval", "test", columns, ["openai_humaneval", "."], folder)
+        self._table = load_table(source(), ("prompt", "canonical_solution", "test", "entry_point"), folder)
 
     def __len__(self) -> int:
         return len(self._table)

@@ -6,12 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
+
 from nanochat.common import UserError, sha256_of
 from nanochat.data.conversation import Conversation, Task
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.traits import traits
+from tasks import arc, gsm8k, humaneval, mmlu, smoltalk
 from tasks.arc import ARC
-from tasks.common import Subset, TaskMixture, Ungraded
+from tasks.common import Published, Subset, TaskMixture, Ungraded
 from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
@@ -74,18 +77,48 @@ class Mix:
         return (conversations[i] for i in range(0, len(conversations), HELD_OUT))
 
 
-def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None) -> Mix:
-    """The conversations of stage mid or sft for a corpus; `custom` names your own JSONL file to use instead."""
+class WithYours:
+    """A mixture with your own conversations added, repeated until one in ten is yours, all in a seeded order."""
+
+    def __init__(self, mixture: Conversations, yours: Conversations, seed: int):
+        self._mixture, self._yours = mixture, yours
+        copies = max(round(len(mixture) / (9 * len(yours))), 1)
+        numbers = np.concatenate([np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), copies)])
+        self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Conversation:
+        number = int(self._numbers[i])
+        return self._mixture[number] if number >= 0 else self._yours[-1 - number]
+
+
+def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: str | None = None) -> Mix:
+    """The conversations of stage mid or sft for a corpus.
+
+    `custom` names your own JSONL file to use instead; `added` names one to add. UserError (code 2) for both.
+    """
+    if custom is not None and added is not None:
+        raise UserError("--conversations replaces the mixture and --mix adds to it: give one of them", exit_code=2)
     if custom is not None:
         task = CustomJSON(custom)
         if len(task) < 2:
             raise UserError(
                 f"{custom} must hold at least 2 conversations, since one is for validation, got {len(task)}; add more"
             )
-        return Mix(custom, f"{custom} {sha256_of(Path(custom).expanduser())}", lambda: task)
+        return Mix(custom, f"{custom} {_content(custom)}", lambda: task)
     name = traits(corpus).curriculum
-    make = CURRICULA[name].conversations[stage]
-    return Mix(CURRICULA[name].title, f"{name} {stage} {seed} {tinyworld.VERSION}", lambda: make(seed))
+    title, make = CURRICULA[name].title, CURRICULA[name].conversations[stage]
+    key = f"{name} {stage} {seed} {tinyworld.VERSION}"
+    if added is None:
+        return Mix(title, key, lambda: make(seed))
+    yours = CustomJSON(added)
+    return Mix(f"{title} and {added}", f"{key} + {_content(added)}", lambda: WithYours(make(seed), yours, seed))
+
+
+def _content(file: str) -> str:
+    return sha256_of(Path(file).expanduser())
 
 
 def rl_tasks(corpus: str) -> tuple[Task, Task]:
@@ -104,6 +137,7 @@ class Curriculum:
     conversations: Mapping[Stage, Callable[[int], Conversations]]  # of a seed
     rl: Callable[[], tuple[Task, Task]]  # RL trains on the first and is measured on the second
     measures: Callable[[bool], Measures]  # of `unsafe_exec`, see HumanEval
+    needs: Callable[[], tuple[Published, ...]] = tuple  # the data sets that all of these read
 
 
 def curriculum(corpus: str | None) -> Curriculum:
@@ -159,6 +193,17 @@ def _published_rl() -> tuple[Task, Task]:
     return GSM8K("train"), GSM8K("test")
 
 
+def _published_needs() -> tuple[Published, ...]:
+    return (
+        smoltalk.source("train"),
+        mmlu.source("auxiliary_train", "train"),
+        mmlu.source("all", "test"),
+        *(gsm8k.source(split) for split in ("train", "test")),
+        *(arc.source(f"ARC-{level}", split) for level in ("Easy", "Challenge") for split in ("train", "test")),
+        humaneval.source(),
+    )
+
+
 def _tinyworld_mid(seed: int) -> Conversations:
     return tinyworld.mid_conversations(seed=seed)
 
@@ -179,7 +224,11 @@ def _tinyworld_measures(unsafe_exec: bool) -> Measures:
 
 CURRICULA: Mapping[str, Curriculum] = {
     "published": Curriculum(
-        "SmolTalk and tasks", {"mid": _published_mid, "sft": _published_sft}, _published_rl, _published_measures
+        "SmolTalk and tasks",
+        {"mid": _published_mid, "sft": _published_sft},
+        _published_rl,
+        _published_measures,
+        _published_needs,
     ),
     "tinyworld": Curriculum(
         "TinyWorld", {"mid": _tinyworld_mid, "sft": _tinyworld_sft}, _tinyworld_rl, _tinyworld_measures

@@ -4,9 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import ChoiceProblem, ChoiceTask, load_table, one_of
+from tasks.common import ChoiceProblem, ChoiceTask, Published, load_table, one_of
 
 _SPLITS = {"all": ("test", "validation", "dev"), "auxiliary_train": ("train",)}
+
+
+def source(subset: str, split: str) -> Published:
+    """A split of MMLU on the hub."""
+    return Published("cais/mmlu", subset, split, (subset,))
 
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
@@ -21,4 +26,4 @@ class MMLU(ChoiceTask):
         one_of("the subset of MMLU", subset, tuple(_SPLITS))
         one_of(f"the split of MMLU {subset}", split, _SPLITS[subset])
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")
-        super().__init__("MMLU", load_table("cais/mmlu", subset, split, columns, [subset], folder), _read)
+        super().__init__("MMLU", load_table(source(subset, split), columns, folder), _read)

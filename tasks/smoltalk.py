@@ -4,7 +4,12 @@ from pathlib import Path
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation
-from tasks.common import Ungraded, load_table, one_of, read_messages
+from tasks.common import Published, Ungraded, load_table, one_of, read_messages
+
+
+def source(split: str) -> Published:
+    """A split of SmolTalk on the hub."""
+    return Published("HuggingFaceTB/smol-smoltalk", None, split, ("data", "."))
 
 
 class SmolTalk(Ungraded):
@@ -14,7 +19,7 @@ class SmolTalk(Ungraded):
 
     def __init__(self, split: str, folder: str | Path | None = None):
         one_of("the split of SmolTalk", split, ("train", "test"))
-        self._table = load_table("HuggingFaceTB/smol-smoltalk", None, split, ("messages",), ["data", "."], folder)
+        self._table = load_table(source(split), ("messages",), folder)
 
     def __len__(self) -> int:
         return len(self._table)

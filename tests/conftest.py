@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("NANOCHAT_LANG", None)
+os.environ["LC_ALL"] = "C.UTF-8"  # tests read the English messages
+# What tests compile is compiled once, and not into the user's own cache.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/nanochat-tests-{os.getuid()}")
 
 # A shell starts background jobs with Ctrl-C ignored, which children would inherit: the tests that press it would hang.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

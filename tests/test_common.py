@@ -183,6 +183,15 @@ def test_a_full_disk_is_a_message_with_the_next_step(
     assert "NANOCHAT_BASE_DIR" in said
 
 
+def test_a_folder_that_cannot_be_written_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, why in ((errno.EACCES, "Permission denied"), (errno.EROFS, "Read-only file system")):
+        assert end(OSError(number, why, "/data/report"), monkeypatch) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: /data/report: {why}. Set NANOCHAT_BASE_DIR to a folder that you may write")
+
+
 def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="unreachable"):
         end(OSError(errno.EHOSTUNREACH, "unreachable"), monkeypatch)
@@ -244,12 +253,41 @@ def test_another_rank_waits_for_rank_0_and_speaks_if_it_fails_alone(
     assert end(None, monkeypatch, "--help") == 0 and len(waited) == 2
 
 
+def test_the_reason_of_the_end_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun, ours = tmp_path / "error.json", tmp_path / "reason"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(torchrun))
+    monkeypatch.setenv("NANOCHAT_REASON_FILE", str(ours))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert end(UserError("no data; prepare some"), monkeypatch) == 1
+    assert ours.read_text() == "error: no data; prepare some (rank 0)\n"
+    note = read_json(torchrun)["message"]
+    assert note["message"] == note["extraInfo"]["py_callstack"] == "error: no data; prepare some (rank 0)"
+    assert int(note["extraInfo"]["timestamp"]) > 0
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ZeroDivisionError):
+        end(ZeroDivisionError("one too many"), monkeypatch)
+    assert ours.read_text() == "error: ZeroDivisionError: one too many\n"
+    assert end(None, monkeypatch, "--dept=3") == 2 and "the command line was refused" in ours.read_text()
+
+
+@pytest.mark.parametrize(
+    "encoding", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_a_terminal_without_the_characters_gets_their_escapes(encoding: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "chinese.py"
+    says = "from nanochat import common as c\nc.run(lambda cfg: (c.log('法国'), c.warn('首都')), c.Pulse)"
+    script.write_text(says, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], env={**os.environ, **encoding}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == b"\\u6cd5\\u56fd\n" and b"\\u9996\\u90fd" in done.stderr
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("flags", "message"), [("--depth=2", "error: there is no training"), ("--dept=2", "--dept=2")])
 def test_a_mistake_of_all_ranks_is_printed_once(flags: str, message: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train"]
     ended = subprocess.run([sys.executable, *launcher, "--", flags], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and ended.stderr.count(message) == 1, ended.stderr
+    assert ended.returncode == 1 and ended.stderr.partition("Root Cause")[0].count(message) == 1, ended.stderr
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -262,6 +300,31 @@ def test_the_base_folder_is_the_one_of_the_environment(base_folder: Path, monkey
     monkeypatch.delenv("NANOCHAT_BASE_DIR")
     monkeypatch.setenv("HOME", str(base_folder))
     assert common.base_dir() == base_folder / ".cache" / "nanochat"
+
+
+def shown(**environment: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m nanochat.common` prints, which the scripts take for the base folder."""
+    whole = {name: value for name, value in os.environ.items() if name not in ("HOME", "NANOCHAT_BASE_DIR")}
+    return subprocess.run([sys.executable, "-m", "nanochat.common"], cwd=ROOT, env={**whole, **environment},
+                          capture_output=True, text=True)  # fmt: skip
+
+
+def test_scripts_are_told_the_base_folder_that_python_means(tmp_path: Path) -> None:
+    odd = tmp_path / 'it\'s a "base"'
+    for given, folder in [("~/base", tmp_path / "base"), (str(odd), odd)]:
+        assert shown(HOME=str(tmp_path), NANOCHAT_BASE_DIR=given).stdout == f"{folder}\n"
+        assert folder.is_dir()
+    assert shown(HOME=str(tmp_path)).stdout == f"{tmp_path}/.cache/nanochat\n"
+
+
+def test_a_base_folder_that_cannot_be_used_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    done = shown(NANOCHAT_BASE_DIR=str(tmp_path / "file" / "base"))
+    assert done.returncode == 1 and done.stderr.startswith("error: the base folder cannot be made: ")
+    assert "Set NANOCHAT_BASE_DIR to a folder that you may write" in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # in earnest root may write everywhere
+    with pytest.raises(UserError, match=r"the base folder .* cannot be written\. Set NANOCHAT_BASE_DIR"):
+        common.folder_for_scripts()
 
 
 def test_write_atomic_replaces_the_whole_file(tmp_path: Path) -> None:

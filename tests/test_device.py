@@ -310,7 +310,7 @@ def test_torchrun_starts_ranks_that_talk_and_one_that_speaks(tmp_path: Path) -> 
         assert (tmp_path / f"{rank}.txt").read_text() == "[(0, 0, 2, 4), (1, 1, 2, 4)] False"
 
 
-def test_compiled_kernels_are_kept_in_the_base_folder(base_folder: Path):
+def test_compiled_kernels_are_kept_in_one_folder_for_all_base_folders(tmp_path: Path):
     """In a fresh process, with an optimizer, whose first import would settle on another folder."""
     script = (
         "import os, torch; from nanochat import device\n"
@@ -319,5 +319,14 @@ def test_compiled_kernels_are_kept_in_the_base_folder(base_folder: Path):
         "import torch._inductor.runtime.cache_dir_utils as cache; print('CACHE', cache.cache_dir())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["HOME"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert f"CACHE {base_folder / 'compile_cache'}" in done.stdout
+    assert f"CACHE {tmp_path / '.cache' / 'nanochat' / 'compile_cache'}" in done.stdout
+
+
+def test_scripts_that_ask_for_the_device_get_one_message_about_a_wrong_format() -> None:
+    environment = {**os.environ, "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": "fp8"}
+    asked = subprocess.run([sys.executable, "-m", "nanochat.device"], cwd=ROOT, env=environment, capture_output=True,
+                           text=True)  # fmt: skip
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert asked.stderr == "error: NANOCHAT_DTYPE must be one of float32, bfloat16, float16, got 'fp8'\n"

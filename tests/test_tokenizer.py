@@ -269,6 +269,7 @@ def test_user_text_cannot_write_special_tokens_into_a_chat():
     assert rendered.ids.count(tokenizer.special("assistant_end")) == 1
 
 
+@pytest.mark.slow
 def test_this_suite_passes_with_the_published_trainer(tmp_path):
     if "NANOCHAT_PUBLISHED_RUSTBPE" in os.environ:
         assert importlib.metadata.version("rustbpe") == PUBLISHED

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tools_npu import bench as benchmark
 from tools_npu import versions
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
 
@@ -108,19 +109,19 @@ def open_card(out: Output) -> int:
         free, memory = torch.npu.mem_get_info(0)
     except Exception as failure:  # whatever the driver reports is the finding
         told = first_line(failure)
-        words = (ascend_errors.explain(str(failure)), ascend_errors.explain(str(failure), "zh"))
+        words = (ascend_errors.explain(str(failure), "en"), ascend_errors.explain(str(failure), "zh"))
         remedy = words if words[0] else "npu-smi info"
         out.line(Line("npu:0", FAIL, f"cannot be used: {told}", f"无法使用：{told}", remedy))
         return 0
     chip = ascend_chips.chip_of(soc)
-    known = chip.name if chip else "?"
+    known = chip.name if chip else "not in the table of chips"
     status = FAIL if total != 4950 else PASS if chip else WARN
     data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1)}
     what = f"{name} (SoC {soc}, {known}), {memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
     english = what + ("" if total == 4950 else f"; it computed 0 + ... + 99 = {total:g} instead of 4950")
     chinese = what + ("" if total == 4950 else f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950")
     out.line(Line("npu:0", status, english, chinese, "npu-smi info", data))
-    if words := ascend_errors.in_use(0, free, memory):
+    if words := ascend_errors.in_use(0, free, memory, "en"):
         chinese = ascend_errors.in_use(0, free, memory, "zh")
         out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
     return count
@@ -220,55 +221,14 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
         size *= 2
     seconds = min(seconds, seconds_of(lambda: torch.mm(a, b), 3))
     tflops = 2 * size**3 / seconds / 1e12
-    peak = f", {100 * tflops / chip.tflops:.0f} % of {chip.tflops:g} ({chip.source})" if chip else ""
+    known = chip is not None and chip.tflops > 0
+    peak = f", {100 * tflops / chip.tflops:.0f} % of {chip.tflops:g} ({chip.source})" if known else ", peak unknown"
     text = f"{tflops:.3g} TFLOP/s in {short}, {size}^3{peak}"
-    slow = chip is not None and tflops < 0.4 * chip.tflops
+    slow = known and tflops < 0.4 * chip.tflops
     out.line(Line("matmul speed", WARN if slow else PASS, text, text,
                   ("check power, temperature and other processes with `npu-smi info`",
                    "用 npu-smi info 查看功耗、温度，以及有没有其他进程"),
-                  {"tflops": tflops, "size": size, "peak": chip.tflops if chip else None}))  # fmt: skip
-
-
-def check_bench(out: Output, dtype: Any) -> None:
-    """--bench: report launch cost, copies in both directions, memory bandwidth and the speed of attention."""
-    import torch
-
-    from tools_npu import numerics as check
-
-    operations = check.operations()
-    x = torch.ones(64, device="npu:0")
-
-    def launches() -> None:
-        y = x
-        for _ in range(1000):
-            y = y + 1
-
-    out.begin("launch")
-    launches()
-    micro = 1e6 * seconds_of(launches, 3) / 1000
-    out.line(Line("launch", PASS, f"{micro:.1f} us per operator", f"下发一个算子 {micro:.1f} 微秒", data={"us": micro}))
-    out.begin("copies")
-    host = torch.ones(16 << 20).pin_memory()
-    card = host.to("npu:0")
-    up = host.numel() * 4 / seconds_of(lambda: card.copy_(host, non_blocking=True), 3) / 1e9
-    down = host.numel() * 4 / seconds_of(lambda: host.copy_(card, non_blocking=True), 3) / 1e9
-    memory = 2 * host.numel() * 4 / seconds_of(lambda: card.clone(), 3) / 1e9
-    out.line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} GB/s back, {memory:.0f} GB/s on the card",
-                  f"主机到卡 {up:.1f} GB/s，卡到主机 {down:.1f} GB/s，卡内 {memory:.0f} GB/s",
-                  data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": memory}))  # fmt: skip
-    out.begin("attention speed")
-    shape = (1, 2048, 8, 128) if micro < 100 else (1, 256, 2, 64)  # (B, T, H, D); a slow card gets a small shape
-    q, k, v = (torch.randn(shape, device="npu:0").to(dtype).requires_grad_() for _ in range(3))
-    flops = 3.5 * 4 * shape[1] ** 2 / 2 * shape[2] * shape[3]
-
-    def both() -> None:
-        operations.attend(q, k, v, shape[1]).sum().backward()
-
-    both()
-    tflops = flops / seconds_of(both, 3) / 1e12
-    text = f"{tflops:.3g} TFLOP/s, causal, forward and backward, T {shape[1]}, {shape[2]} heads of {shape[3]}"
-    chinese = f"{tflops:.3g} TFLOP/s，因果，前向加反向，T {shape[1]}，{shape[2]} 个头，每个 {shape[3]} 维"
-    out.line(Line("attention speed", PASS, text, chinese, data={"tflops": tflops}))
+                  {"tflops": tflops, "size": size, "peak": chip.tflops if known else None}))  # fmt: skip
 
 
 # --- collectives -------------------------------------------------------------------------------------
@@ -281,13 +241,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
-    """Check each HCCL collective over all visible cards for its known answer, and measure all_reduce."""
+def check_collectives(out: Output, ranks: int, megabytes: int) -> float | None:
+    """Check each HCCL collective over all visible cards for its known answer; returns GB/s of all_reduce, if any."""
     from nanochat.platforms.ascend_environment import PortBlocks
 
     if ranks < 2:
         out.line(Line("hccl", SKIP, "only one card is visible", "只有一张可见的卡"))
-        return
+        return None
     out.begin("hccl")
     ports = PortBlocks()  # held until the ranks have answered
     env = {**os.environ, "HCCL_IF_BASE_PORT": os.environ.get("HCCL_IF_BASE_PORT") or str(ports.free(hold=True))}
@@ -308,11 +268,11 @@ def check_collectives(out: Output, ranks: int, megabytes: int) -> None:
             said, failed = process.communicate()
             failed += f"\nrank {rank} did not answer within {HCCL_SECONDS} s"
         answers.append((rank, process.returncode, said, failed))
-    report_collectives(out, answers, ranks)
+    return report_collectives(out, answers, ranks)
 
 
-def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> None:
-    """Report the results of all ranks, or the first rank that failed."""
+def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ranks: int) -> float | None:
+    """Report the results of all ranks, or the first rank that failed; returns GB/s of all_reduce if all are correct."""
     from nanochat.platforms import ascend_errors
 
     broken = [answer for answer in answers if answer[1] != 0]
@@ -320,11 +280,11 @@ def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ra
         rank, code, _, failed = broken[0]
         sys.stderr.write(failed)
         last = (failed.strip().splitlines() or [f"exit code {code}"])[-1][:300]
-        words = (ascend_errors.explain(failed), ascend_errors.explain(failed, "zh"))
+        words = (ascend_errors.explain(failed, "en"), ascend_errors.explain(failed, "zh"))
         general = ("source setup_ascend.sh; then check the ports, HCCL_IF_IP and HCCL_SOCKET_IFNAME",
                    "先 source setup_ascend.sh；再检查端口、HCCL_IF_IP 和 HCCL_SOCKET_IFNAME")  # fmt: skip
         out.line(Line("hccl", FAIL, f"rank {rank}: {last}", f"进程 {rank}：{last}", words if words[0] else general))
-        return
+        return None
     results = [json.loads(said.strip().splitlines()[-1]) for _, _, said, _ in answers]
     for name in ("all_reduce", "all_reduce average", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
         wrong = [str(rank) for rank, result in enumerate(results) if name in result["wrong"]]
@@ -335,6 +295,7 @@ def report_collectives(out: Output, answers: list[tuple[int, int, str, str]], ra
     speed = min(result["gb_per_s"] for result in results)
     out.line(Line("hccl bandwidth", PASS, f"all_reduce moves {speed:.2f} GB/s over each link",
                   f"all_reduce 每条链路 {speed:.2f} GB/s", data={"gb_per_s": speed, "ranks": ranks}))  # fmt: skip
+    return None if any(result["wrong"] for result in results) else speed
 
 
 # --- all checks ------------------------------------------------------------------------------------
@@ -354,12 +315,16 @@ def main() -> None:
         from nanochat.platforms import ascend_chips
 
         chip = ascend_chips.chip_of(int(torch.npu.get_soc_version()))
-        dtype = torch.bfloat16 if torch.npu.is_bf16_supported() else torch.float16
+        bf16 = chip.bf16 if chip else torch.npu.is_bf16_supported()
+        dtype = torch.bfloat16 if bf16 else torch.float16
         check_numerics(out, chip, dtype)
         check_speed(out, chip, dtype)
-        if bench and (chip is None or chip.trains):
-            check_bench(out, dtype)
-        check_collectives(out, count, 256 if bench else 16)
+        figures = benchmark.measure(out.begin, out.line, dtype) if bench and (chip is None or chip.trains) else None
+        link = check_collectives(out, count, 256 if bench else 16)
+        if figures:
+            name = chip.name if chip else f"SoC {int(torch.npu.get_soc_version())}"
+            out.begin("bench file")
+            out.line(benchmark.save(figures, link, count, name, dtype, os.environ.get("NANOCHAT_CHECK_CANN", "")))
     out.write({"end": True})
 
 

@@ -7,9 +7,13 @@ import re
 import socket
 from typing import Mapping, NamedTuple
 
-from tools_npu.versions import release
+from tools_npu.versions import order
 
 FILES_WANTED = 4096
+# The first patch of each minor of torch_npu that reads PYTORCH_ALLOC_CONF: TorchNPU 26.2 with torch 2.10 or later.
+FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
+# Those that read TORCH_HCCL_ASYNC_ERROR_HANDLING, and warn of the older name.
+FIRST_WITH_ASYNC_NAME = {(2, 7): 11, (2, 9): 9, (2, 10): 7, (2, 11): 3, (2, 12): 3}
 
 
 class Variable(NamedTuple):
@@ -20,8 +24,10 @@ class Variable(NamedTuple):
 
 
 def allocator_variable(torch_npu: str) -> str:
-    """The allocator variable that this torch_npu reads: PYTORCH_ALLOC_CONF from version 2.13 on."""
-    return "PYTORCH_ALLOC_CONF" if release(torch_npu)[:2] >= (2, 13) else "PYTORCH_NPU_ALLOC_CONF"
+    """The allocator variable of a torch_npu; nanochat/platforms/ascend_environment.py says the same to a job."""
+    number, post = order(torch_npu)
+    torchs = number[:2] >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get(number[:2], post + 1)
+    return "PYTORCH_ALLOC_CONF" if torchs else "PYTORCH_NPU_ALLOC_CONF"
 
 
 def wanted(torch_npu: str) -> list[Variable]:
@@ -69,8 +75,8 @@ def _allocator(environment: Mapping[str, str], torch_npu: str) -> list[Finding]:
                         "garbage_collection_threshold",
                         f"{name}：expandable_segments 不能与 max_split_size_mb 或 garbage_collection_threshold 一起用",
                         f"export {name}=expandable_segments:True"))  # fmt: skip
-    if torch_npu and len(both) == 1 and both[0] != allocator_variable(torch_npu):
-        right = allocator_variable(torch_npu)
+    right = allocator_variable(torch_npu) if torch_npu else ""
+    if both == ["PYTORCH_ALLOC_CONF"] and right == "PYTORCH_NPU_ALLOC_CONF":  # the older name is read by every release
         found.append(Finding("WARN", both[0], f"torch_npu {torch_npu} reads {right}, not {both[0]}",
                              f"torch_npu {torch_npu} 读取的是 {right}，而不是 {both[0]}",
                              f"export {right}=${both[0]}; unset {both[0]}"))  # fmt: skip
@@ -103,6 +109,13 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
             add("FAIL", name, f"must be a whole number of seconds from {low} to {high}",
                 f"应为 {low} 到 {high} 之间的整数，单位秒",
                 f"export {name}={'1200' if low else '1836'}")  # fmt: skip
+    if "HCCL_ASYNC_ERROR_HANDLING" in environment and "TORCH_HCCL_ASYNC_ERROR_HANDLING" not in environment:
+        number, post = order(torch_npu)
+        if number[:2] >= (2, 13) or post >= FIRST_WITH_ASYNC_NAME.get(number[:2], post + 1):
+            value = environment["HCCL_ASYNC_ERROR_HANDLING"]
+            add("WARN", "HCCL_ASYNC_ERROR_HANDLING", f"torch_npu {torch_npu} calls it TORCH_HCCL_ASYNC_ERROR_HANDLING",
+                f"torch_npu {torch_npu} 已改名为 TORCH_HCCL_ASYNC_ERROR_HANDLING",
+                f"export TORCH_HCCL_ASYNC_ERROR_HANDLING={value}; unset HCCL_ASYNC_ERROR_HANDLING")  # fmt: skip
     if environment.get("CUDA_VISIBLE_DEVICES") and not environment.get("ASCEND_RT_VISIBLE_DEVICES"):
         add("WARN", "CUDA_VISIBLE_DEVICES", "NPUs ignore this variable; they read ASCEND_RT_VISIBLE_DEVICES",
             "对 NPU 不起作用；选卡要用 ASCEND_RT_VISIBLE_DEVICES",
@@ -117,6 +130,17 @@ def lint(environment: Mapping[str, str], torch_npu: str = "") -> list[Finding]:
         add("WARN", "TORCH_DEVICE_BACKEND_AUTOLOAD", "`import torch` fails in every shell in which CANN is not set up",
             "在没有配置 CANN 的 shell 里，import torch 会失败", "unset TORCH_DEVICE_BACKEND_AUTOLOAD")  # fmt: skip
     return found
+
+
+def advice(one: Finding, fix: bool) -> tuple[str, str]:
+    """What set-up says about a harmful variable; `fix`: after --fix of a script that was started, not sourced."""
+    if not fix:
+        return (f"{one.english}. Run: {one.remedy}; or source setup_ascend.sh --fix",
+                f"{one.chinese}。请执行 {one.remedy}，或 source setup_ascend.sh --fix")  # fmt: skip
+    return (f"{one.english}. `bash setup_ascend.sh --fix` cannot change your shell; type source setup_ascend.sh --fix, "
+            f"or {one.remedy}",
+            f"{one.chinese}。bash setup_ascend.sh --fix 改不了当前 shell，请输入 source setup_ascend.sh --fix，或 "
+            f"{one.remedy}")  # fmt: skip
 
 
 def port_is_free(port: int) -> bool:

@@ -82,30 +82,43 @@ def home_of(set_env: Path) -> Path:
     return latest if latest.is_dir() else set_env.parent
 
 
+def installed_in(folder: Path) -> list[Cann]:
+    """Every CANN in a folder such as /usr/local/Ascend, the newest first."""
+    found = []
+    for layout in LAYOUTS:
+        script = folder / layout / "set_env.sh"
+        if script.is_file():
+            home = home_of(script)
+            found.append(Cann(str(home), str(script), cann_version(home), layout))
+    return newest_first(found)
+
+
+def newest_first(canns: list[Cann]) -> list[Cann]:
+    """The same, sorted by version."""
+    return sorted(canns, key=lambda cann: cann_key(cann.version) or (0, 0, 0, 0), reverse=True)
+
+
+def named_cann(environment: Mapping[str, str]) -> Cann | None:
+    """The CANN that the environment names, by its own folder or, as ASCEND_HOME does in guides, by the one above."""
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME"):
+        home = Path(environment.get(variable) or "/nowhere")
+        inside = installed_in(home)
+        if inside and not (home / "set_env.sh").is_file():
+            return inside[0]._replace(layout="environment")
+        scripts = [str(path / "set_env.sh") for path in (home, home.parent) if (path / "set_env.sh").is_file()]
+        if home.is_dir() and (scripts or variable != "ASCEND_HOME"):
+            return Cann(str(home), (scripts or [""])[0], cann_version(home), "environment")
+    return None
+
+
 def find_canns(environment: Mapping[str, str]) -> list[Cann]:
     """Every CANN of this host: the one that the environment names comes first, then the newest."""
-    found = []
-    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
-        value = environment.get(variable)
-        if value and Path(value).is_dir():
-            home = Path(value)
-            scripts = [home / "set_env.sh", home.parent / "set_env.sh"]
-            script = next((str(path) for path in scripts if path.is_file()), "")
-            found.append(Cann(str(home), script, cann_version(home), "environment"))
-            break
-    installed = []
+    named = named_cann(environment)
     folders = [Path(prefix(environment) + "/usr/local/Ascend")]
     if environment.get("HOME"):
         folders.append(Path(environment["HOME"]) / "Ascend")
-    for folder in folders:
-        for layout in LAYOUTS:
-            script = folder / layout / "set_env.sh"
-            if script.is_file():
-                home = home_of(script)
-                installed.append(Cann(str(home), str(script), cann_version(home), layout))
-    installed.sort(key=lambda cann: cann_key(cann.version) or (0, 0, 0, 0), reverse=True)
-    seen = {os.path.realpath(cann.home) for cann in found}
-    for cann in installed:
+    found, seen = [], set()
+    for cann in [*([named] if named else []), *newest_first([one for path in folders for one in installed_in(path)])]:
         if os.path.realpath(cann.home) not in seen:
             found.append(cann)
             seen.add(os.path.realpath(cann.home))
@@ -187,7 +200,7 @@ class Holder(NamedTuple):
     """A process that holds memory of a chip."""
 
     npu: int
-    chip: int
+    chip: int | None  # None where npu-smi names the card alone, as it does for newer cards
     pid: int
     name: str  # empty if the process runs in another container
     used_mb: int
@@ -197,7 +210,7 @@ class Holder(NamedTuple):
 # its last pair of numbers is HBM.
 ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
 ROW_TWO = re.compile(r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$")
-HOLDER = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
+HOLDER = re.compile(r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
 
 
 def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
@@ -214,7 +227,7 @@ def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:
             one = None
         elif held := HOLDER.match(line):
             npu, chip, pid, name, used = held.groups()
-            holders.append(Holder(int(npu), int(chip), int(pid), name, int(used)))
+            holders.append(Holder(int(npu), int(chip) if chip else None, int(pid), name, int(used)))
         elif found := ROW_ONE.match(line):
             one = found
     return version[2] if version else "", cards, holders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -31,6 +32,11 @@ CANN_REMEDY = (
 )
 MOUNTS = "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi -v /usr/local/dcmi:/usr/local/dcmi"
 SMI_REMEDY = (f"install the driver; a container needs {MOUNTS}", f"安装驱动；容器要加上 {MOUNTS}")
+
+ROOT_INFO = "/etc/hccl_rootinfo.json"
+ROOT_INFO_MOUNTS = f"-v {ROOT_INFO}:{ROOT_INFO}:ro -v /usr/local/Ascend/driver/topo:/usr/local/Ascend/driver/topo:ro"
+ROOT_INFO_REMEDY = (f"a container needs {ROOT_INFO_MOUNTS}; on the host itself the driver's tools make the file",
+                    f"容器要加上 {ROOT_INFO_MOUNTS}；在主机上由驱动工具生成这个文件")  # fmt: skip
 
 
 def system() -> Iterator[Line]:
@@ -125,7 +131,7 @@ def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
         return
     version, cards, holders = host.parse_smi(text)
     if not cards:
-        yield Line("npu-smi", WARN, "no card can be read from the table that it prints", "它打印的表格里没有 NPU 卡",
+        yield Line("npu-smi", WARN, "no card can be read from the table that it prints", "输出的表格里没有 NPU 卡",
                    "npu-smi info")  # fmt: skip
         return
     names = sorted({card.name for card in cards})
@@ -133,9 +139,39 @@ def smi(env: Mapping[str, str], cards_there: bool) -> Iterator[Line]:
     yield Line("npu-smi", PASS, told, told, data={"version": version, "cards": [card._asdict() for card in cards]})
     for card in cards:
         name = f"card {card.npu}" + (f".{card.chip}" if sum(other.npu == card.npu for other in cards) > 1 else "")
-        yield from card_state(name, card, [h for h in holders if (h.npu, h.chip) == (card.npu, card.chip)])
+        yield from card_state(name, card, [h for h in holders if h.npu == card.npu and h.chip in (None, card.chip)])
     if len(cards) > 1:
         yield topology(env)
+        if any(name.removeprefix("Ascend").startswith("950") for name in names):
+            yield from links_of_new_servers(env)
+
+
+def links_of_new_servers(env: Mapping[str, str]) -> Iterator[Line]:
+    """Check the files in which HCCL looks up how the cards of an Ascend 950 server are linked."""
+    root = host.prefix(env)
+    absent = [name for name in ("/dev/ummu", "/dev/uburma") if not os.path.exists(root + name)]
+    if absent:
+        yield Line("device files", WARN, f"{', '.join(absent)} missing; cards of a 950 server may be linked over them",
+                   f"缺少 {'、'.join(absent)}；950 服务器的卡间通信可能要用",
+                   (f"a container needs --device {' --device '.join(absent)}",
+                    f"容器要加上 --device {' --device '.join(absent)}"))  # fmt: skip
+    file = Path(root + ROOT_INFO)
+    if not file.exists():
+        yield Line("hccl_rootinfo", WARN, f"{ROOT_INFO} does not exist: HCCL then asks the driver for the links",
+                   f"没有 {ROOT_INFO}：HCCL 会改向驱动查询互联信息", ROOT_INFO_REMEDY)  # fmt: skip
+        return
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        topology_file = str(told.get("topo_file_path", "")) if isinstance(told, dict) else ""
+    except (OSError, ValueError) as failure:  # docker makes a folder of a file that the host does not have
+        yield Line("hccl_rootinfo", FAIL, f"{ROOT_INFO} cannot be read: {failure}", f"{ROOT_INFO} 读不了：{failure}",
+                   ROOT_INFO_REMEDY)  # fmt: skip
+        return
+    if topology_file and not Path(root + topology_file).is_file():
+        yield Line("hccl_rootinfo", FAIL, f"{ROOT_INFO} names {topology_file}, which does not exist",
+                   f"{ROOT_INFO} 指向的 {topology_file} 不存在", ROOT_INFO_REMEDY)  # fmt: skip
+    else:
+        yield Line("hccl_rootinfo", PASS, topology_file or ROOT_INFO, topology_file or ROOT_INFO)
 
 
 def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> Iterator[Line]:
@@ -222,13 +258,24 @@ def limits(folder: Path) -> Iterator[Line]:
                    f"上限是 {soft}；多卡任务需要 {environment.FILES_WANTED}", "ulimit -n 65536")  # fmt: skip
     else:
         yield Line("open files", PASS, f"the limit is {soft}", f"上限是 {soft}")
+    asked = folder
     while not folder.is_dir():
         folder = folder.parent
+    if not os.access(str(folder), os.W_OK):
+        yield Line("base folder", FAIL, f"this user may not write {asked}", f"当前用户不能写入 {asked}",
+                   "export NANOCHAT_BASE_DIR=/larger/disk/nanochat")  # fmt: skip
     free = shutil.disk_usage(str(folder)).free / 1e9
     status = PASS if free >= DISK_GB else WARN
     yield Line("disk", status, f"{free:.0f} GB free in {folder}; {DISK_GB} GB or more are recommended",
                f"{folder} 剩余 {free:.0f} GB，建议不少于 {DISK_GB} GB",
                "export NANOCHAT_BASE_DIR=/larger/disk/nanochat", {"free_gb": round(free)})  # fmt: skip
+
+
+def base_folder(env: Mapping[str, str]) -> Path:
+    """The folder of all data and checkpoints, as nanochat itself finds it; ~ is the home folder."""
+    home = env.get("HOME") or os.path.expanduser("~")
+    given = env.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"
+    return Path(home + given[1:] if given.startswith("~/") else os.path.expanduser(given))
 
 
 def all_of(found: setup.Found, env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:
@@ -239,4 +286,4 @@ def all_of(found: setup.Found, env: Mapping[str, str], torch_npu: str) -> Iterat
     yield from smi(env, bool(found.cards))
     yield from launch(found, env)
     yield from variables(env, torch_npu)
-    yield from limits(Path(env.get("NANOCHAT_BASE_DIR") or Path(env.get("HOME", "/")) / ".cache" / "nanochat"))
+    yield from limits(base_folder(env))

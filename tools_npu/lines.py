@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Any, Mapping, NamedTuple, Sequence
 
 PASS, WARN, FAIL, SKIP = "PASS", "WARN", "FAIL", "SKIP"
@@ -32,8 +34,8 @@ class Line(NamedTuple):
 
 
 def language_of(environment: Mapping[str, str]) -> str:
-    """The language of the locale: zh or en."""
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+    """The language of messages, by NANOCHAT_LANG or the locale: zh or en."""
+    for name in ("NANOCHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         if environment.get(name):
             return "zh" if environment[name].lower().startswith("zh") else "en"
     return "en"
@@ -48,14 +50,29 @@ def shown(line: Line, language: str, color: bool) -> str:
     return text
 
 
+# What training needs: each of these checks, by the beginning of its name, must have passed before check_npu says so.
+NEEDED = ("cards", "torch", "torch_npu", "npu:0", "pinned copy", "stacked matmul", "attention causal", "attention band",
+          "rms norm", "rotary", "chunked loss", "fused AdamW")  # fmt: skip
+
+
+def not_shown(lines: Sequence[Line]) -> list[str]:
+    """What training needs and no check has shown to work: checks that failed, were skipped or never ran."""
+    good = [line.name for line in lines if line.status in (PASS, WARN)]
+    return [name for name in NEEDED if not any(one == name or one.startswith(f"{name} ") for one in good)]
+
+
 def summary(lines: list[Line], language: str) -> str:
-    """The last line: how many checks have each status, and the names of those that failed."""
+    """The last line: how many checks have each status, which failed, and whether this host is ready to train."""
     counts = count(lines)
     figures = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     failed = ", ".join(line.name for line in lines if line.status == FAIL)
-    if language == "zh":
-        return f"check_npu: {figures}" + (f"；未通过：{failed}" if failed else "；可以训练")
-    return f"check_npu: {figures}" + (f"; failed: {failed}" if failed else "; ready to train")
+    unknown = ", ".join(not_shown(lines))
+    if failed:
+        end = ("; failed: {}", "；未通过：{}")
+    else:
+        end = ("; not ready to train, not shown to work: {}", "；不能训练，以下项目未通过验证：{}") if unknown else (
+            "; ready to train", "；可以训练")  # fmt: skip
+    return f"check_npu: {figures}" + end[language == "zh"].format(failed or unknown)
 
 
 def count(lines: list[Line]) -> dict[str, int]:
@@ -68,6 +85,7 @@ def as_json(lines: list[Line]) -> dict[str, Any]:
     failed = [line for line in lines if line.status == FAIL]
     return {
         "ok": not failed,
+        "ready": not failed and not not_shown(lines),
         "counts": count(lines),
         "causes": [
             {"name": line.name, "text": line.english, "remedy": line.do("en"), "remedy_zh": line.do("zh")}
@@ -79,6 +97,13 @@ def as_json(lines: list[Line]) -> dict[str, Any]:
             for line in lines
         ],
     }  # fmt: skip
+
+
+def show_what_cannot_be_shown() -> None:
+    """Print characters that standard output lacks, such as Chinese in ASCII, as escape sequences instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def on_terminal(stream: Any) -> bool:

@@ -23,6 +23,7 @@ class Process(NamedTuple):
     cards: tuple[str, ...]  # names of the card files that the process has open
     used_mb: int  # memory that the process holds on cards; 0 if npu-smi does not tell
     command: str
+    job: int = 0  # the id of the first process of its job: a launcher and its ranks are one job
 
 
 def read(path: Path) -> bytes:
@@ -57,11 +58,7 @@ def started_minutes_ago(folder: Path) -> float:
 
 def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Path = Path("/proc")) -> list[Process]:
     """This user's training processes, without this process and the processes that started it."""
-    ancestors, pid = set(), os.getpid()
-    while pid > 1 and pid not in ancestors:
-        ancestors.add(pid)
-        fields = read(proc / str(pid) / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 else 0
+    ancestors = set(line_of(os.getpid(), proc))
     held = {holder.pid: sum(other.used_mb for other in holders if other.pid == holder.pid) for holder in holders}
     devices = os.path.realpath(prefix(environment) + "/dev")
     found = []
@@ -78,7 +75,19 @@ def own(environment: Mapping[str, str], holders: Sequence[Holder] = (), proc: Pa
         if mine and command and (cards or number in held or TRAINING.search(command)):
             words = " ".join(command.rstrip("\x00").split("\x00"))
             found.append(Process(number, started_minutes_ago(folder), cards, held.get(number, 0), words))
-    return sorted(found)
+    listed = {process.pid for process in found}
+    jobs = {pid: [one for one in line_of(pid, proc) if one in listed][-1:] or [pid] for pid in listed}
+    return sorted(process._replace(job=jobs[process.pid][0]) for process in found)
+
+
+def line_of(pid: int, proc: Path) -> list[int]:
+    """A process, the process that started it, and so on up to the first."""
+    line: list[int] = []
+    while pid > 1 and pid not in line:
+        line.append(pid)
+        fields = read(proc / str(pid) / "stat").decode("utf-8", "replace").rpartition(")")[2].split()
+        pid = int(fields[1]) if len(fields) > 1 else 0
+    return line
 
 
 def is_alive(pid: int) -> bool:

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Mapping, NamedTuple, Sequence
 
-from tools_npu import environment, host, versions
+from tools_npu import environment, host, lines, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
@@ -101,7 +101,7 @@ def check_floors(found: Found, asked: str) -> versions.Pick:
             raise Refusal(
                 "this host has no Ascend NPU: no driver, no /dev/davinci*, no CANN. On a GPU or a CPU, run `bash "
                 "speedrun.sh`",
-                "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。用 GPU 或 CPU 请运行 bash speedrun.sh",
+                "本机没有昇腾 NPU：没有驱动，没有 /dev/davinci*，也没有 CANN。改用 GPU 或 CPU：bash speedrun.sh",
                 NO_NPU,
             )
         raise Refusal(
@@ -288,7 +288,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         say(*pick.warning, mark="warning")
     if not found.cards:
         say("no card is visible (/dev/davinci*); making the environment anyway",
-            "看不到 NPU 卡（/dev/davinci*）；环境仍会照常创建", "warning")  # fmt: skip
+            "看不到 NPU 卡（/dev/davinci*），但仍会创建环境", "warning")  # fmt: skip
     check_permissions(found, env, options.fix, options.dry_run)
 
     python = own_python()
@@ -302,7 +302,7 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         make_environment(None, env, options.dry_run)
     else:
         torch_npu = pick.torch_npu
-        say(f"CANN {cann or '?'} -> torch_npu {torch_npu} -> torch {pick.torch}")
+        say(*versions.explain(cann, pick, bool(options.torch_npu)))
         if options.fix and python and not options.dry_run and not re.search(LIBRARY, pair.failure):
             (ROOT / ".venv" / "setup.busy").touch()  # .venv is broken: this mark makes setup_env.sh start from scratch
         make_environment(pick, env, options.dry_run)
@@ -318,10 +318,9 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if options.dry_run:
         print("\n".join(lines))
-    if not options.fix:
-        for finding in environment.lint(new, torch_npu):
-            say(f"{finding.english}. Run: {finding.remedy}; or source setup_ascend.sh --fix",
-                f"{finding.chinese}。请执行 {finding.remedy}，或 source setup_ascend.sh --fix", "warning")  # fmt: skip
+    if not (options.fix and options.env_file):
+        for finding in environment.lint(job_environment(found, torch_npu, env, False), torch_npu):
+            say(*environment.advice(finding, options.fix), mark="warning")
     return finish(options)
 
 
@@ -347,12 +346,12 @@ def finish(options: argparse.Namespace) -> int:
         say("dry run: nothing was changed", "试运行：没有做任何更改")
     elif options.env_file:
         say("ready, and this shell has the variables. Next: python check_npu.py, then bash speedrun_npu.sh",
-            "就绪，变量已写入当前 shell。下一步：先 python check_npu.py，再 bash speedrun_npu.sh")  # fmt: skip
+            "就绪，变量已写入当前 shell。下一步：运行 python check_npu.py，再运行 bash speedrun_npu.sh")  # fmt: skip
     else:
         again = "source setup_ascend.sh" + (" --fix" if options.fix else "")
         say(f"ready. Next: {again} (only `source` can change the variables of your shell), python check_npu.py, then "
             "bash speedrun_npu.sh",
-            f"就绪。下一步：{again}（只有 source 才能改动当前 shell 的变量），再 python check_npu.py 和 "
+            f"就绪。下一步：先 {again}（只有 source 才能改动当前 shell 的变量），再依次运行 python check_npu.py 和 "
             "bash speedrun_npu.sh")  # fmt: skip
     return 0
 
@@ -376,6 +375,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code of setup_ascend.sh."""
+    lines.show_what_cannot_be_shown()
     options, rest = parser().parse_known_args(words)
     if rest and not options.env_file:
         parser().error(f"unrecognized arguments: {' '.join(rest)}; bash setup_ascend.sh --help lists the flags")

@@ -27,6 +27,7 @@ TABLE = (
     Row("2.10.0.post4", "9.1.0", (3, 13)),
     Row("2.9.0.post6", "9.1.0", (3, 13)),
     Row("2.7.1.post8", "9.1.0", (3, 13)),
+    Row("2.10.0.post2", "9.0.0", (3, 13)),
     Row("2.9.0.post2", "9.0.0", (3, 13)),
     Row("2.8.0.post4", "9.0.0", (3, 13)),
     Row("2.7.1.post4", "9.0.0", (3, 13)),
@@ -37,7 +38,13 @@ TABLE = (
     Row("2.7.1", "8.3.RC1", (3, 11)),
 )
 # The vendor's table does not list this release. It was built after CANN 9.1, so a newer CANN gets it with a warning.
-NEWEST = Row("2.13.0", "9.1.0", (3, 14))
+NEWEST = Row("2.14.0", "9.1.0", (3, 14))
+# What the contract with torch_npu is tested on: the oldest release, and the last known patch of every minor.
+OLDEST = "2.7.1"
+SHARED = (2, 10)  # the torch that vllm-ascend, ms-swift and LLaMA-Factory are installed with beside CANN 9.1
+LAST_PATCHES = (
+    "2.7.1.post11", "2.8.0.post5", "2.9.1", "2.10.0.post7", "2.11.0.post3", "2.12.0.post3", "2.13.0", NEWEST.torch_npu,
+)  # fmt: skip
 
 
 def cann_key(version: str) -> tuple[int, int, int, int] | None:
@@ -115,6 +122,27 @@ def resolve(cann: str) -> Pick:
                          "is installed. To choose another release: --torch-npu VERSION",
                          f"配套表里没有 CANN {cann}：选装为 {row.cann} 构建的 torch_npu {row.torch_npu}。"
                          "想换版本：--torch-npu 版本号"))  # fmt: skip
+
+
+def explain(cann: str, pick: Pick, named: bool) -> tuple[str, str]:
+    """Which pair is chosen for a CANN, why, and what else fits, in both languages."""
+    others = [
+        row.torch_npu for row in TABLE if cann_key(row.cann) == cann_key(cann) and row.torch_npu != pick.torch_npu
+    ]
+    chosen = f"CANN {cann or '?'} -> torch_npu {pick.torch_npu} -> torch {pick.torch}"
+    if named:
+        return f"{chosen}, as you asked", f"{chosen}（由你指定）"
+    if not others:
+        return chosen, chosen
+    fit, fit_zh = ", ".join(others), "、".join(others)
+    old = next((name for name in others if release(name)[:2] == SHARED), "")
+    shared = f"; vllm-ascend, ms-swift and LLaMA-Factory use {old}" if old else ""
+    shared_zh = f"；vllm-ascend、ms-swift 和 LLaMA-Factory 用 {old}" if old else ""
+    return (
+        f"{chosen}: the newest release that the vendor pairs with this CANN. {fit} fit too{shared}. To choose one: "
+        "--torch-npu VERSION",
+        f"{chosen}：厂商为这个 CANN 配套的最新版本。{fit_zh} 也配套{shared_zh}。想换版本：--torch-npu 版本号",
+    )
 
 
 def asked(torch_npu: str) -> Pick:

@@ -1,12 +1,17 @@
-"""Counts the operators that one training step launches, on the emulated NPU, with fused and with plain kernels.
+"""Counts the operators of one training step, and the bytes that they move, on the emulated NPU.
 
 python -m bench.npu_ops --quick              # twelve narrow layers; ends within 50 seconds
 python -m bench.npu_ops                      # d12 at its real size: 768 channels, a vocabulary of 32,768
 python -m bench.npu_ops --chip 910_93xx --depth 8
 
-When a pass holds few tokens, an uncompiled step on an NPU is limited by the host, which launches operators one by one:
-their number then decides the speed. The step has one row of 2,048 tokens. Views and allocations are not counted. The
-plain side runs the same code with --kernels plain.
+The host launches the operators of an uncompiled step one by one: their number limits passes of few tokens. Larger
+passes are limited by matmuls, and by the bytes that all other operators move, the vector operators. Such an operator
+counts every tensor that it reads and every tensor that it writes once; a tensor that is changed in place counts twice,
+a lookup counts the rows that it finds. Matmuls and attention are left out of the bytes, views and allocations are left
+out of both. The step has one row of 2,048 tokens.
+
+The plain side runs the same code with --kernels plain, and with Muon's matrices stacked, as published ports have them.
+The fused side is counted a second time with its passes and its Muon step captured as graphs (--graphs).
 """
 
 import json
@@ -25,6 +30,7 @@ from nanochat.common import UserError, log, run
 ROOT = Path(__file__).resolve().parent.parent.parent
 PHASES = ("forward", "backward", "optimizer")
 LENGTH = 2048
+MATMULS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear")
 # Every step copies its inputs and its targets to the device, and reads the figures for its log from there once.
 BATCH_COPIES, LOG_READS = 2, 1
 
@@ -39,6 +45,8 @@ class Task:
     vocab_size: int
     chip: str
     length: int = LENGTH
+    stacked: bool = True  # Muon steps matrices of one shape together, with any kernels
+    graphs: bool = False
 
 
 def count(task: Task) -> dict[str, Any]:
@@ -48,6 +56,7 @@ def count(task: Task) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     asked = json.dumps({name: value for name, value in vars(task).items() if name != "chip"})
     side = [sys.executable, "-m", "bench.npu_ops.side", asked]
+    own |= {"TASK_QUEUE_ENABLE": "1"} if task.graphs else {}
     command = [sys.executable, "-m", "tests.emulated_npu", "--chip", task.chip, "--", *side]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         done = subprocess.run(
@@ -68,6 +77,17 @@ def operators(counts: Mapping[str, Any], *phases: str) -> int:
     return sum(sum(counts[phase].values()) for phase in phases or PHASES)
 
 
+def vector_bytes(counts: Mapping[str, Any], *phases: str) -> int:
+    """How many bytes the vector operators of these phases moved; without phases, of the whole step."""
+    moved = (counts["bytes"][phase].items() for phase in phases or PHASES)
+    return sum(number for names in moved for name, number in names if vector_only(name))
+
+
+def vector_only(name: str) -> bool:
+    """Whether an operator is neither a matmul nor attention."""
+    return name not in MATMULS and "attention" not in name
+
+
 def per_layer(deep: Mapping[str, Any], shallow: Mapping[str, Any], layers: int, *phases: str) -> float:
     """How many operators each of the `layers` additional layers adds."""
     return (operators(deep, *phases) - operators(shallow, *phases)) / layers
@@ -83,10 +103,13 @@ def extra(counts: Mapping[str, Any]) -> tuple[int, int, int]:
     )
 
 
-def figures(fused: Mapping[str, Any], plain: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """The JSON object. Ratios compare numbers of operators; `model_vs_plain` leaves the optimizer out."""
+def figures(
+    fused: Mapping[str, Any], plain: Mapping[str, Any], captured: Mapping[str, Any], task: Task
+) -> dict[str, Any]:
+    """The JSON object. Ratios compare with the plain side; `model_vs_plain` leaves the optimizer out."""
     syncs, copies, unsupported = extra(fused)
     model = ("forward", "backward")
+    ours, theirs = vector_bytes(fused) / task.length, vector_bytes(plain) / task.length
     return {
         "benchmark": "npu_ops",
         "chip": task.chip,
@@ -97,21 +120,33 @@ def figures(fused: Mapping[str, Any], plain: Mapping[str, Any], task: Task) -> d
         "operators": operators(fused),
         "plain_operators": operators(plain),
         **{phase: operators(fused, phase) for phase in PHASES},
+        "vector_bytes_per_token": round(ours),
+        "plain_vector_bytes_per_token": round(theirs),
+        "vector_bytes_vs_plain": round(ours / theirs, 4),
+        "launches_with_graphs": operators(captured),
         "host_syncs": syncs,
         "copies": copies,
         "unsupported": unsupported,
     }
 
 
-def table(fused: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    """One line per phase: both counts, their ratio, and our most frequent operators."""
-    lines = [f"{'':<12}{'fused':>8}{'plain':>8}{'ratio':>8}   most frequent"]
-    for phase in (*PHASES, "step"):
-        phases = PHASES if phase == "step" else (phase,)
-        ours, theirs = operators(fused, *phases), operators(plain, *phases)
-        most = sum((Counter(fused[p]) for p in phases), Counter()).most_common(5)
-        words = ", ".join(f"{name} {n}" for name, n in most)
-        lines.append(f"{phase:<12}{ours:>8}{theirs:>8}{ours / theirs:>8.2f}   {words}")
+def table(fused: Mapping[str, Any], plain: Mapping[str, Any], length: int) -> str:
+    """Operators, then kB of vector operators a token: one line per phase, with what weighs most on our side."""
+    lines = []
+    for what in ("operators", "kB a token"):
+        lines.append(f"{what:<12}{'fused':>8}{'plain':>8}{'ratio':>8}   most")
+        for phase in (*PHASES, "step"):
+            phases = PHASES if phase == "step" else (phase,)
+            if what == "operators":
+                ours, theirs = operators(fused, *phases), operators(plain, *phases)
+                most = sum((Counter(fused[p]) for p in phases), Counter()).most_common(5)
+            else:
+                ours, theirs = (vector_bytes(side, *phases) // 1000 // length for side in (fused, plain))
+                moved = sum((Counter(fused["bytes"][p]) for p in phases), Counter())
+                vector = {name: n // 1000 // length for name, n in moved.items() if vector_only(name)}
+                most = Counter(vector).most_common(5)
+            words = ", ".join(f"{name} {n}" for name, n in most)
+            lines.append(f"{phase:<12}{ours:>8}{theirs:>8}{ours / max(theirs, 1):>8.2f}   {words}")
     return "\n".join(lines)
 
 
@@ -139,12 +174,14 @@ def main(cfg: Config) -> None:
     task = Task("auto", cfg.depth, width, vocab_size, cfg.chip)
     fused = count(task)
     plain = count(Task("plain", cfg.depth, width, vocab_size, cfg.chip))
+    captured = count(Task("auto", cfg.depth, width, vocab_size, cfg.chip, graphs=True))
     log(f"one step of {cfg.depth} layers with {width} channels on 1 x {LENGTH} tokens, on an emulated {cfg.chip}")
-    log(table(fused, plain))
+    log(table(fused, plain, LENGTH))
     for side, counts in (("fused", fused), ("plain", plain)):
         log(f"{side}: waits {counts['synchronisations']}, copies {counts['copies']}, "
             f"unsupported {counts['unsupported']}")  # fmt: skip
-    result = figures(fused, plain, task)
+    result = figures(fused, plain, captured, task)
+    log(f"with graphs: {operators(captured)} launches, {sum(captured['captured'].values())} more in the graphs")
     if cfg.layers:
         shallow = count(Task("auto", cfg.depth - 4, width, vocab_size, cfg.chip))
         model = per_layer(fused, shallow, 4, "forward", "backward")

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.runtime import graphs
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
 
@@ -37,6 +39,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     # Only rank 0 logs, and the output here must be numbers only.
     compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
+    compute.operations.stacks_matrices |= task["stacked"]
     heads = task["width"] // 128
     shape = GPTConfig(task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"])
     model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
@@ -44,8 +47,13 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     model.to(compute.device)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     scale = LossScale.start(compute, {})
+    passes: nn.Module = model
+    if task["graphs"]:
+        graphs.check(compute)
+        passes = graphs.GraphedModel(model, (1, shape.sequence_len), compute)
+        optimizers.capture(compute.platform)
     for seed in (1, 2):
-        update(model, optimizers, Batch(shape, compute, seed), scale, compute)
+        update(passes, optimizers, Batch(shape, compute, seed), scale, compute)
     # The optimizer launches its operators in the same thread as the forward pass, so they are recorded separately.
     parts: list[Any] = []
 
@@ -63,16 +71,21 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     batch = Batch(shape, compute, 3)
     device.synchronize(compute)
     with log.record() as seen:
-        outcome = update(model, optimizers, batch, scale, compute)
+        outcome = update(passes, optimizers, batch, scale, compute)
     if outcome.skipped:
         raise RuntimeError(f"the counted step was skipped: loss {outcome.loss}, norm {outcome.grad_norm}")
     optimizer = sum((part.operators for part in parts), Counter())
+    optimizer_bytes = sum((part.bytes_by_phase["forward"] for part in parts), Counter())
+    moved = {**seen.bytes_by_phase, "optimizer": optimizer_bytes}
+    moved["forward"] = moved["forward"] - optimizer_bytes
     return {
         "loss": outcome.loss,
         "forward": dict(seen.by_phase["forward"] - optimizer),
         "backward": dict(seen.by_phase["backward"]),
         "optimizer": dict(optimizer),
+        "bytes": {phase: dict(names) for phase, names in moved.items()},
         "synchronisations": dict(seen.synchronisations),
+        "captured": dict(seen.captured),
         "copies": dict(seen.copies),
         "copied_bytes": dict(seen.copied_bytes),
         "unsupported": dict(seen.unsupported),

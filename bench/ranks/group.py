@@ -104,7 +104,7 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task["ranks"])
     sys.stdout = sys.stderr  # only the parent prints to standard output
-    host.use_compile_cache(base_dir() / "compile_cache")
+    host.use_compile_cache(base_dir())
     step = training_step(Task(**{**task, "shape": GPTConfig(**task["shape"])}), device.compute_init("cpu"))
     for number in range(2):
         step(number)

@@ -1,6 +1,6 @@
 """Measures training on one CPU thread beside upstream nanochat: speed in CPU seconds, learning, memory.
 
-python -m bench.train --quick            # ends within 50 seconds: uncompiled, ours alone
+python -m bench.train --quick            # ours alone, uncompiled and compiled; 50 seconds besides a first compilation
 python -m bench.train --upstream DIR     # DIR: a checkout of karpathy/nanochat
 python -m bench.train --make-rows DIR    # only write the rows to train on; --rows DIR uses them again
 
@@ -48,6 +48,11 @@ def fastest(measured: Mapping[Variant, Measured], side: str) -> Variant:
     return min((v for v in measured if v.side == side), key=lambda v: measured[v].step_seconds)
 
 
+def fastest_eager(measured: Mapping[Variant, Measured]) -> Variant:
+    """Our uncompiled variant that needs the fewest CPU seconds per step."""
+    return fastest({v: m for v, m in measured.items() if not v.compiled}, "ours")
+
+
 def matmul_speed(measured: Mapping[Variant, Measured], plan: Plan) -> float:
     """FLOP/s of bf16 matmuls with the shapes of this model, each weighted by its FLOPs."""
     bare = next(measured[v] for v in measured if v.side == "matmuls")
@@ -70,7 +75,10 @@ def figures(measured: Mapping[Variant, Measured], plan: Plan) -> dict[str, Any]:
         "tokens_per_cpu_second": round(tokens / own.step_seconds, 1),
         "share_of_matmul_peak": round(flops_per_token(plan.shape) * tokens / (own.step_seconds * peak), 4),
         "matmul_gflops": round(peak / 1e9, 1),
+        "eager_tokens_per_cpu_second": round(tokens / measured[fastest_eager(measured)].step_seconds, 1),
     }
+    if own.compile_seconds:
+        result["compile_cpu_seconds"] = round(own.compile_seconds, 1)
     if any(v.side == "upstream" for v in measured):
         theirs = measured[fastest(measured, "upstream")]
         default = measured[Variant("upstream", "float32")]
@@ -107,7 +115,8 @@ class Config:
     """Print training speed on one CPU thread as a table, and as one JSON object on the last line."""
 
     quick: bool = False
-    """measure ours alone, uncompiled, for a few rounds, so that it ends within 50 seconds"""
+    """measure ours alone in its default format for a few rounds, so that it ends within 50 seconds.
+    The first time, compiling takes about a minute more"""
     upstream: Path | None = None
     """folder of a checkout of karpathy/nanochat to measure beside ours; default: ours alone"""
     make_rows: Path | None = None
@@ -152,17 +161,20 @@ def check(cfg: Config) -> None:
         )
 
 
-def variants(cfg: Config, compiler_missing: str) -> list[Variant]:
-    """The variants to measure; without a compiler, none of them is compiled."""
+def variants(cfg: Config, compiler_missing: str, default: str = "bfloat16") -> list[Variant]:
+    """The variants to measure; without a compiler, none of them is compiled. `default` is this CPU's own format."""
+    if compiler_missing:
+        log(f"no variant is compiled: {compiler_missing}")
+    compiled = not compiler_missing
+    if cfg.quick:
+        own = [Variant("ours", default)] + ([Variant("ours", default, True)] if compiled else [])
+        return [Variant("matmuls", "bfloat16"), *own]
     chosen = [Variant("matmuls", "bfloat16"), Variant("ours", "float32"), Variant("ours", "bfloat16")]
-    compiled = not cfg.quick and not compiler_missing
     if compiled:
         chosen.append(Variant("ours", "bfloat16", True))
     if cfg.upstream is not None:
         chosen.append(Variant("upstream", "float32"))
         chosen += [Variant("upstream", "bfloat16", True)] if compiled else [Variant("upstream", "bfloat16")]
-    if compiler_missing and not cfg.quick:
-        log(f"no variant is compiled: {compiler_missing}")
     return chosen
 
 
@@ -176,9 +188,10 @@ def main(cfg: Config) -> None:
         print(json.dumps({"benchmark": "train", **about}))
         return
     torch.set_num_threads(1)
-    host.use_compile_cache(base_dir() / "compile_cache")  # both sides compile into this folder
+    host.use_compile_cache(base_dir())  # both sides compile into this folder
     compute = device.compute_init("cpu")
-    chosen = variants(cfg, device.compiler_missing(compute))
+    default = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
+    chosen = variants(cfg, device.compiler_missing(compute), default)
     with tempfile.TemporaryDirectory() as temporary:
         rows = cfg.rows or Path(temporary)
         if cfg.rows is not None:

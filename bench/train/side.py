@@ -31,6 +31,13 @@ class Side:
     step: Callable[[int, Batch], float]
     losses: Callable[[Batch], Tensor]
     parameters: int
+    compile_seconds: float = 0.0
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended, such as C++ compilers."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usage)
 
 
 def batch_of(rows: np.ndarray) -> Batch:
@@ -83,7 +90,9 @@ def ours(task: dict[str, Any]) -> Side:
         rates, factor = cfg.for_run(tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
         first_beta = schedule.table_momentum(steps)
     optimizers = Optimizers(model, model.parameter_roles(), config.n_embd, rates, factor, compute.dtype, first_beta)
-    fast = compiling.compiled(model, task["compiled"], shape, compute, model.blocks)
+    start = cpu_seconds()
+    fast = compiling.compiled(model, task["compiled"], shape, compute, model.compile_groups())
+    compile_seconds = cpu_seconds() - start if task["compiled"] else 0.0
     scale = LossScale()
 
     def step(number: int, batch: Batch) -> float:
@@ -95,7 +104,8 @@ def ours(task: dict[str, Any]) -> Side:
         work = dataloader.Step(0, batch[1].numel(), [batch])
         return update(fast, optimizers, work, scale, compute).loss
 
-    return Side(step, lambda batch: model(*batch, "none"), sum(p.numel() for p in model.parameters()))
+    parameters = sum(p.numel() for p in model.parameters())
+    return Side(step, lambda batch: model(*batch, "none"), parameters, compile_seconds)
 
 
 def upstream(task: dict[str, Any]) -> Side:
@@ -199,7 +209,7 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
         return seconds, losses
 
     _, first = take(task["warmup"])
-    reply({"ready": True, "parameters": side.parameters, "losses": first})
+    reply({"ready": True, "parameters": side.parameters, "losses": first, "compile_seconds": side.compile_seconds})
     for line in requests:
         if line.strip() == "bpb":
             reply({"bpb": bits_per_byte(side, held_out, token_bytes, task["rows_per_step"])})

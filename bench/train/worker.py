@@ -57,6 +57,7 @@ class Measured:
     losses: list[float]
     seconds: list[float] = field(default_factory=list)  # CPU seconds of each step
     peak_bytes: int = 0
+    compile_seconds: float = 0.0  # CPU seconds before the first step, with those of the compiler's processes
 
     @property
     def step_seconds(self) -> float:
@@ -149,8 +150,9 @@ def measure(variants: Sequence[Variant], plan: Plan, peer: Path | None = None) -
         measured = {}
         for worker in started:
             ready = worker.answer()
-            measured[worker.variant] = Measured(ready["parameters"], ready["losses"])
-            log(f"ready: {worker.variant.name}")
+            compiling = ready["compile_seconds"]
+            measured[worker.variant] = Measured(ready["parameters"], ready["losses"], compile_seconds=compiling)
+            log(f"ready: {worker.variant.name}{f', compiled in {compiling:.1f} CPU s' if compiling else ''}")
         for _ in range(plan.rounds):
             for worker in started:
                 result, so_far = worker.ask(plan.steps), measured[worker.variant]

@@ -1,23 +1,38 @@
 """The families of models: a checkpoint's meta.json names one, and this table maps its name to its classes."""
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.model import Qwen
+from nanochat.runtime import parallel
+
+# No model of this project is larger, and a shape from a file must not be able to ask for all memory.
+LARGEST = {"sequence_len": 1 << 20, "vocab_size": 1 << 24, "n_layer": 1_000, "n_head": 1 << 12, "n_kv_head": 1 << 12,
+           "n_embd": 1 << 17, "n_hidden": 1 << 20, "head_dim": 1 << 12, "delta_key_heads": 1 << 12,
+           "delta_value_heads": 1 << 12, "delta_key_dim": 1 << 12, "delta_value_dim": 1 << 12,
+           "delta_width": 1 << 6}  # fmt: skip
+MAY_BE_ZERO = {"tied": 1, "qkv_bias": 1, "qk_norm": 1, "zero_centred": 1, "output_gate": 1, "rotary_dim": 1 << 12}
+Shape = TypeVar("Shape", GPTConfig, QwenConfig)
 
 
 @dataclass(frozen=True)
 class Family:
     """The class of a family's models, and of the configuration that one is built from."""
 
-    model: type[GPT]
-    config: type[GPTConfig]
+    model: Any
+    config: Any
 
 
-FAMILIES = {"gpt": Family(GPT, GPTConfig)}
+FAMILIES = {"gpt": Family(GPT, GPTConfig), "qwen": Family(Qwen, QwenConfig)}
 
 
 def family_of(config: Any) -> str:
@@ -25,10 +40,38 @@ def family_of(config: Any) -> str:
     return next(name for name, family in FAMILIES.items() if type(config) is family.config)
 
 
-def build(meta: Mapping[str, Any], compute: Compute) -> GPT:
-    """A model of the family and shape that meta.json names, on the host, without weights yet.
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value of a configuration has the right type and is within bounds."""
+    if name in LARGEST:
+        return type(value) is int and 1 <= value <= LARGEST[name]
+    if name in MAY_BE_ZERO:
+        return type(value) is int and 0 <= value <= MAY_BE_ZERO[name]
+    if name in ("rope_theta", "norm_eps"):
+        return type(value) is float and 0 < value < float("inf")
+    return type(value) is str and len(value) <= LARGEST["n_layer"]
 
-    Checkpoints written before there were families name none and are of family gpt. UserError for an unknown family.
+
+def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
+    """The configuration that a file describes. UserError, which names the file `where`, if a value has a wrong type or
+    is out of bounds."""
+    names = {field.name for field in fields(kind)}
+    wrong = [f"{name} is {reprlib.repr(value)}" for name, value in shape.items()
+             if name not in names or not _fits(name, value)]  # fmt: skip
+    if wrong:
+        raise UserError(
+            f"{where} describes no model that this version can build: {', '.join(wrong[:3])}, and the limits are "
+            f"{', '.join(f'{name} {LARGEST[name]:,}' for name in LARGEST if name in names)}. Copy the checkpoint "
+            "again, or update nanochat to the version that wrote it"
+        )
+    return kind(**shape)
+
+
+def build(meta: Mapping[str, Any], values: dict[str, Tensor], compute: Compute, where: str) -> GPT:
+    """A model of the family and shape that the meta.json `where` names, on the host, without weights yet.
+
+    `values` are the parameters that it will get. They are compared first, so that no shape costs more memory than its
+    file. Checkpoints written before there were families name none and are of family gpt. UserError for an unknown
+    family, an impossible shape, or parameters of another model.
     """
     name = meta.get("family", "gpt")
     if name not in FAMILIES:
@@ -37,4 +80,7 @@ def build(meta: Mapping[str, Any], compute: Compute) -> GPT:
             "nanochat to the version that wrote the checkpoint."
         )
     family = FAMILIES[name]
-    return family.model(family.config(**meta["model"]), dtype=compute.dtype, operations=compute.operations)
+    shape = checked_shape(family.config, meta["model"], where)
+    with torch.device("meta"):
+        parallel.check_shapes(family.model(shape), values)
+    return family.model(shape, dtype=compute.dtype, operations=compute.operations)

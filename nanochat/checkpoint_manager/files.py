@@ -1,10 +1,13 @@
 """The step folders of a checkpoint: each gets its name only when complete; sizes and SHA-256 hashes verify it."""
 
+import contextlib
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,30 @@ from typing import Any
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
+# What meta.json must hold, and what of a resumed run's state and program it may hold, with the types.
+NEEDED = {"step": int, "steps": int, "stage": str, "tokenizer_hash": str, "files": dict, "model": dict, "config": dict,
+          "state": dict}  # fmt: skip
+OPTIONAL = {"family": str, "made_with": dict}
+STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
+CODE = {"code": dict, "other_code": dict}
 HASHERS = 4  # threads that verify files: Python releases its lock while hashing
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder, which gets the name `folder` on success and is removed on failure. UserError (code 2)
+    if `folder` exists already."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already: name another folder, or delete it", exit_code=2)
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, folder)
+        fsync_path(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def steps(folder: Path) -> list[int]:
@@ -123,17 +149,22 @@ def verify(folder: Path, training: bool = True) -> str:
     try:
         meta = read_json(folder / "meta.json")
         digest = meta.pop("sha256", None)  # steps of early versions do not have it
-        files = {name: (known["bytes"], known["sha256"]) for name, known in meta["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:  # not JSON, or not in our format
-        return f"meta.json cannot be read ({failure!r})"
-    if digest is not None and digest != _digest(meta):
+        files = {name: (int(known["bytes"]), known["sha256"]) for name, known in meta["files"].items()}
+        right = digest is None or digest == _digest(meta)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:  # not in our format
+        return f"meta.json cannot be read ({failure.__cause__ or failure!r})"
+    if not right:
         return "meta.json has a wrong SHA-256"
+    if outside := [name for name in files if Path(name).name != name]:
+        return f"meta.json names a file outside its folder ({reprlib.repr(outside[0])})"
     if not training:
         files = {name: known for name, known in files.items() if not name.startswith("optim-")}
     for name, (size, _) in files.items():
         path = folder / name
         if not path.exists():
             return f"{name} is missing"
+        if not path.is_file():
+            return f"{name} is not a regular file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes, not {size:,}"
     try:
@@ -146,17 +177,47 @@ def verify(folder: Path, training: bool = True) -> str:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """The content of a step's meta.json. UserError if it is damaged or of another format."""
+    """The content of a step's meta.json. UserError if it is damaged, of another format, or of a wrong type anywhere."""
     where = step_dir(folder, step)
     try:
         meta = read_json(where / "meta.json")
     except ValueError as damage:
-        raise UserError(
-            f"{where / 'meta.json'} is damaged ({damage}): delete {where} to use the step before it"
-        ) from damage
+        raise _damaged(where, str(damage.__cause__)) from damage
+    if not isinstance(meta, dict):
+        raise _damaged(where, "it is not an object")
     if meta.get("format") != FORMAT:
         raise UserError(
-            f"{where} has checkpoint format {meta.get('format')}, this version reads {FORMAT}: use the version that "
-            "wrote it, or name another checkpoint"
+            f"{where} has checkpoint format {reprlib.repr(meta.get('format'))}, this version reads {FORMAT}: use the "
+            "version that wrote it, or name another checkpoint"
         )
+    if wrong := _wrong_types(meta, step):
+        raise _damaged(where, wrong)
     return meta
+
+
+def _damaged(where: Path, why: str) -> UserError:
+    return UserError(f"{where / 'meta.json'} is damaged ({why}): delete {where} to use the step before it")
+
+
+def _wrong_types(meta: dict[str, Any], step: int) -> str:
+    """The first value of meta.json that has a wrong type, or ""."""
+    for name, kind in NEEDED.items():
+        if type(meta.get(name)) is not kind:
+            return f"its {name!r} is {reprlib.repr(meta.get(name))}, expected {kind.__name__}"
+    corpus = meta["config"].get("corpus", "")
+    if meta["step"] != step or not isinstance(corpus, str):
+        return f"it describes step {meta['step']} of corpus {reprlib.repr(corpus)}"
+    made_with = meta.get("made_with", {})
+    for table, kinds in ((meta, OPTIONAL), (meta["state"], STATE), (made_with, CODE)):
+        for name, kind in kinds.items():
+            if name in table and type(table[name]) is not kind:
+                return f"its {name!r} is {reprlib.repr(table[name])}, expected {kind.__name__}"
+    for name in ("meter", "scale", "norms"):
+        held = meta["state"].get(name, [])
+        values = list(held.values()) if isinstance(held, dict) else held
+        if odd := [value for value in values if type(value) not in (int, float)]:
+            return f"its {name!r} holds {reprlib.repr(odd[0])}, expected a number"
+    for name, known in meta["files"].items():
+        if not (isinstance(known, dict) and type(known.get("bytes")) is int and type(known.get("sha256")) is str):
+            return f"its file {reprlib.repr(name)} is described by {reprlib.repr(known)}"
+    return ""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors.torch import load_file
 
 from nanochat.checkpoint_manager.families import build
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
 from nanochat.checkpoint_manager.locate import MADE_BY, find
+from nanochat.checkpoint_manager.tensors import read_tensors
 from nanochat.common import UserError, warn
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -73,7 +73,8 @@ def load_model(
             "make it again from the step before it"
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
-    model = build(meta, compute)
+    values = read_tensors(where / "model.safetensors")
+    model = build(meta, values, compute, str(where / "meta.json"))
     tokenizer = Tokenizer.load(where)
     if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
         raise UserError(
@@ -81,13 +82,14 @@ def load_model(
             f"model was trained with {model.config.vocab_size:,} and {meta['tokenizer_hash'][:8]}: the folder was "
             "changed. Put the original tokenizer.json back, or name another step"
         )
-    parallel.load_whole(model, load_file(where / "model.safetensors"))
+    parallel.load_whole(model, values)
+    del values
     held_in(model, dtype or compute.dtype)
     return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
 
 
-def held_in(model: GPT, dtype: torch.dtype) -> None:
+def held_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.to(dtype)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)

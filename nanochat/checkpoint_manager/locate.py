@@ -1,5 +1,7 @@
 """Where the checkpoints of a stage lie, and which one a stage and a tag mean."""
 
+import shlex
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,14 +39,67 @@ def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
         raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
     for name, folder in _candidates(stage, tag):
         return name, folder
+    raise _none(stage, tag)
+
+
+def _none(stage: str | None, tag: str | None) -> UserError:
     what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
     under = f" with tag {tag}" if tag else ""
     maker = MADE_BY[stage or "base"]
-    raise UserError(
+    return UserError(
         f"{what}{under} in {base_dir()}. Make one with `python -m {maker}`, or run the whole pipeline with "
         "`bash speedrun.sh`.",
         exit_code=2,
     )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to chat with: its stage and tag, its last step, and when that step was saved, in seconds since 1970."""
+
+    stage: str
+    tag: str
+    step: int
+    saved_at: float
+
+    @property
+    def flags(self) -> str:
+        """The flags that choose this model on a command line."""
+        return f"-i {self.stage} -g {shlex.quote(self.tag)}"
+
+    @property
+    def saved(self) -> str:
+        """When the step was saved, to the minute, in this machine's time."""
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
+
+    def others(self, most: int = 8) -> list[str]:
+        """The flags of all other models, newest first; +N stands for those beyond `most`."""
+        flags = [model.flags for model in trained() if model != self]
+        return flags if len(flags) <= most else [*flags[:most], f"+{len(flags) - most}"]
+
+
+def trained(stage: str | None = None, tag: str | None = None) -> list[Trained]:
+    """Every model of a stage and a tag (None: of any), the one that was trained last first; UserError if none is there.
+
+    Chats offer the first. `find` prefers later stages instead, which for a chat would be the RL model of an old run.
+    """
+    models = []
+    for name, folder in _candidates(stage, tag):
+        step = latest_step(folder)
+        assert step is not None  # _candidates gives no other folders
+        models.append(Trained(name, folder.name, step, _saved_at(folder, step)))
+    if not models:
+        raise _none(stage, tag)
+    return sorted(models, key=lambda model: -model.saved_at)
+
+
+def _saved_at(folder: Path, step: int) -> float:
+    """When a step was saved: as its meta.json says, because a copy of the folder has later times of change."""
+    try:
+        told = read_meta(folder, step).get("saved_at")
+    except UserError:  # loading the step will say what is wrong
+        told = None
+    return told if isinstance(told, int | float) else (step_dir(folder, step) / "meta.json").stat().st_mtime
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Whether a stage is finished, and the step that it resumes from."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,15 +7,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.same_run import RunSettings
-from nanochat.checkpoint_manager.save import Optimizers
-from nanochat.common import UserError, log
+from nanochat.checkpoint_manager.save import Optimizers, State
+from nanochat.checkpoint_manager.tensors import read_tensors
+from nanochat.common import UserError, log, parse_json, tr
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
@@ -45,7 +44,7 @@ def finished(
     if not parallel.agree(int(step in lines and reported), compute):
         return False  # stopped after the last save
     if compute.main:
-        log(f"already done: {folder} has all {step:,} steps")
+        log(tr("already done: {folder} has all {step:,} steps", folder=folder, step=step))
     return True
 
 
@@ -79,13 +78,14 @@ def resume_stage(
         same_run.check_data(folder, meta, data)
         same_run.check_code(folder, meta, other_code, compute)
     if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
-        log(f"the steps after {step or 0:,} were moved to {place}; delete that folder when you no longer need them")
+        log(tr("the steps after {step:,} were moved to {place}; delete that folder when you no longer need them",
+               step=step or 0, place=place))  # fmt: skip
     barrier(compute)
     if not step:
         return Resumed(0, {})
     meta = restore(folder, step, model, optimizers)
     if compute.main:
-        log(f"resuming from step {step:,} of {folder}")
+        log(tr("resuming from step {step:,} of {folder}", step=step, folder=folder))
     return Resumed(step, meta["state"])
 
 
@@ -110,7 +110,7 @@ def _named(folder: Path, start: int | str, compute: Compute) -> int:
 def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
     """Load parameters into a model of any sharding, and optimizer state if optimizers are given; return meta.json."""
     where = step_dir(folder, step)
-    parallel.load_whole(model, load_file(where / "model.safetensors"))
+    parallel.load_whole(model, read_tensors(where / "model.safetensors"))
     if optimizers is not None:
         _restore_optimizer(where, optimizers)
     return read_meta(folder, step)
@@ -122,19 +122,36 @@ def _restore_optimizer(folder: Path, optimizers: Optimizers) -> None:
     wanted = optimizers.state()
     missing = {name: value.shape[0] for name, (value, _, _) in wanted.items()}
     for path in sorted(folder.glob("optim-*.safetensors")):
-        with safe_open(path, "pt") as part:
-            layout = json.loads(part.metadata()["layout"])
-            for name in set(layout) & set(wanted):
-                target, _, first = wanted[name]
-                begin = layout[name][1]
-                held = part.get_tensor(name)
-                low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
-                if low < high:
-                    target[low - first : high - first] = held[low - begin : high - begin].to(target.device)
-                    missing[name] -= high - low
+        try:
+            _fill(path, wanted, missing)
+        except (
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            RuntimeError,
+        ) as failure:  # another format
+            raise UserError(
+                f"{path} cannot be read as optimizer state ({failure}). Delete {folder} to resume from the step before"
+            ) from failure
     holes = [name for name, rows in missing.items() if rows > 0]
     if holes:
         raise UserError(
             f"{folder} holds no complete optimizer state: {holes[0]} and {len(holes) - 1} more lack rows. Delete this "
             "folder to resume from the step before."
         )
+
+
+def _fill(path: Path, wanted: State, missing: dict[str, int]) -> None:
+    """Copy the rows of one file that this rank holds, and count them in `missing`."""
+    with safe_open(path, "pt") as part:
+        layout = parse_json(part.metadata()["layout"])
+        for name in set(layout) & set(wanted):
+            target, _, first = wanted[name]
+            begin = layout[name][1]
+            held = part.get_tensor(name)
+            low, high = max(begin, first), min(begin + held.shape[0], first + target.shape[0])
+            if low < high:
+                target[low - first : high - first] = held[low - begin : high - begin].to(target.device)
+                missing[name] -= high - low

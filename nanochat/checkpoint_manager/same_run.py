@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanochat.common import UserError, free_flags, settings, warn
+from nanochat.common import UserError, free_flags, settings, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
@@ -52,9 +52,9 @@ def check_settings(folder: Path, meta: Mapping[str, Any], wanted: RunSettings) -
     """Refuse to resume with settings other than those the run started with."""
     if changed := wanted.changes(meta["config"]):
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(changed)}). Give the same settings to resume, "
-            f"{_instead(meta)}"
-        )
+            tr("{folder} was begun with other settings ({changes}). Give the same settings to resume, {instead}",
+               folder=folder, changes="; ".join(changed), instead=_instead(meta))
+        )  # fmt: skip
 
 
 def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
@@ -63,16 +63,17 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
     if known != data and meta["step"] < meta["steps"]:
         corpus = meta["config"].get("corpus")
         raise UserError(
-            f"{folder} was begun on other data: the rows of corpus {corpus} were {known} and are {data} now, so step "
-            f"{meta['step']:,} of {meta['steps']:,} would mix the two. Put the old corpus back to resume, "
-            f"{_instead(meta)}"
-        )
+            tr("{folder} was begun on other data: the rows of corpus {corpus} were {before} and are {now} now, so step "
+               "{step:,} of {steps:,} would mix the two. Put the old corpus back to resume, {instead}", folder=folder,
+               corpus=corpus, before=known, now=data, step=meta["step"], steps=meta["steps"], instead=_instead(meta))
+        )  # fmt: skip
 
 
 def _instead(meta: Mapping[str, Any]) -> str:
-    """How to start without the checkpoints that are there; a later stage has the tag of its parent."""
-    beside = "give another --model_tag to start a run beside it, " if meta["stage"] == "base" else ""
-    return f"{beside}or delete the folder to start again."
+    """How to start without the checkpoints that are there."""
+    flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"
+    return tr("give another name with {flag} to start a run beside it, or give --resume=none to start again, which "
+              "moves these checkpoints aside.", flag=flag)  # fmt: skip
 
 
 def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: Compute) -> None:
@@ -86,12 +87,13 @@ def check_code(folder: Path, meta: Mapping[str, Any], accepted: bool, compute: C
     before, now = meta.get("made_with", {}), made_with(compute)
     changed = _changed_files(before, now) if "code" in before else []
     if changed and not accepted:
-        more = f"; and {len(changed) - NAMED} more files" if len(changed) > NAMED else ""
+        more = tr("; and {count} more files", count=len(changed) - NAMED) if len(changed) > NAMED else ""
         raise UserError(
-            f"the code has changed since {folder} was saved at step {meta['step']:,} ({'; '.join(changed[:NAMED])}"
-            f"{more}), so the run would not be the same. Put the files back to resume exactly, give --other_code to "
-            f"resume with the code as it is now, {_instead(meta)}"
-        )
+            tr("the code has changed since {folder} was saved at step {step:,} ({changes}), so the run would not be "
+               "the same. Put the files back to resume exactly, give --other_code to resume with the code as it is "
+               "now, {instead}", folder=folder, step=meta["step"], changes="; ".join(changed[:NAMED]) + more,
+               instead=_instead(meta))
+        )  # fmt: skip
     others = [f"{name} {before[name]} before, {value} now" for name, value in now.items()
               if name not in CODE and before.get(name, value) != value]  # fmt: skip
     if changed:

@@ -1,4 +1,4 @@
-"""Writes safetensors files one tensor at a time, and hashes them at the same time."""
+"""Writes safetensors files one tensor at a time, hashes them at the same time, and reads them."""
 
 import hashlib
 import json
@@ -10,13 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
+
+from nanochat.common import UserError
 
 # The formats that we write -> their names in the header (huggingface.co/docs/safetensors).
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 BLOCK = 1 << 24  # bytes per write: large for a disk, small compared with a tensor
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped into memory. UserError if it is no such file or holds no fractions."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError, KeyError) as failure:  # KeyError: a format that torch does not have
+        raise UserError(
+            f"{path} is not a whole safetensors file ({failure}): delete its folder to use the step before it, or copy "
+            "the file again"
+        ) from failure
+    if other := [name for name, value in tensors.items() if not value.is_floating_point()]:
+        raise UserError(
+            f"{path}: {other[0]} holds {tensors[other[0]].dtype}, and parameters must be floating-point numbers: copy "
+            "the file again"
+        )
+    return tensors
 
 
 class TensorFile:

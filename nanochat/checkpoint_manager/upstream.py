@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.checkpoint_manager.files import FORMAT, publish, seal, step_dir, write_meta
 from nanochat.checkpoint_manager.locate import STAGES, checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, read_json
+from nanochat.common import UserError, check_regular, read_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
@@ -45,7 +46,8 @@ def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
     `tokenizer` is the folder of tokenizer.pkl (default: `tokenizer` in the same base folder). UserError (code 2) if a
     file is missing or the checkpoint is too old.
     """
-    found = sorted(int(path.stem.removeprefix("model_")) for path in folder.glob("model_*.pt"))
+    names = (path.stem.removeprefix("model_") for path in folder.glob("model_*.pt"))
+    found = sorted(int(name) for name in names if name.isdecimal())
     if not found:
         raise UserError(
             f"{folder} has no model_NNNNNN.pt: name a folder such as base_checkpoints/d20 of karpathy/nanochat", 2
@@ -61,9 +63,14 @@ def read(folder: Path, step: int | None, tokenizer: Path | None) -> Upstream:
             f"{folder.resolve().parent.name}: move {folder.name} into a folder of that name",
             exit_code=2,
         )
-    meta = read_json(folder / f"meta_{step:06d}.json")
+    about = folder / f"meta_{step:06d}.json"
+    meta = read_json(about) if about.exists() else None
+    shape = meta.get("model_config") if isinstance(meta, dict) else None
+    if not isinstance(shape, dict):
+        raise UserError(
+            f"{about} is missing or has no model_config: copy the file again, since it describes the model", 2
+        )
     tensors = _tensors(folder / f"model_{step:06d}.pt")
-    shape = meta.get("model_config", {})
     _refuse_older(folder, tensors, shape)
     pickled = (tokenizer or folder.resolve().parent.parent / "tokenizer") / "tokenizer.pkl"
     return Upstream(stage, folder.resolve().name, step, tensors, shape, read_tokenizer(pickled))
@@ -76,7 +83,11 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     except Exception as failure:  # an edge: torch's reader raises many kinds of errors on a damaged or foreign file
         reason = str(failure).splitlines()[0]
         raise UserError(f"{path} cannot be read as plain tensors ({reason}): copy the file again") from failure
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+    # A tensor that repeats its rows may be far larger than its file.
+    whole = isinstance(state, Mapping) and all(
+        isinstance(one, Tensor) and one.is_contiguous() for one in state.values()
+    )
+    if not whole:
         raise UserError(f"{path} is not a table of tensors: name a checkpoint of karpathy/nanochat")
     names = (str(name).removeprefix("_orig_mod.").removeprefix("transformer.") for name in state)
     return {name: value.float() for name, value in zip(names, state.values(), strict=True)}
@@ -112,7 +123,8 @@ def convert(theirs: Upstream, corpus: str) -> Path:
     final = step_dir(folder, theirs.step)
     if final.exists():
         raise UserError(f"{final} exists already: delete it to convert again")
-    shape = GPTConfig(**{key: theirs.shape[key] for key in GPTConfig.__dataclass_fields__})
+    named = {key: theirs.shape[key] for key in GPTConfig.__dataclass_fields__}
+    shape = checked_shape(GPTConfig, named, f"the meta file of {theirs.tag}, step {theirs.step:,},")
     with torch.device("meta"):
         model = GPT(shape)
     parallel.check_shapes(model, theirs.tensors)
@@ -146,6 +158,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if not path.exists():
         raise UserError(f"there is no tokenizer at {path}: name its folder with --tokenizer", exit_code=2)
     try:
+        check_regular(path)
         state = cast(dict[str, Any], plain(path.read_bytes()))
         ranks, specials = state["mergeable_ranks"], state["special_tokens"]
         order = sorted(ranks, key=ranks.__getitem__)
@@ -153,7 +166,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         if [ranks[token] for token in order] != list(range(len(order))) or specials != expected:
             raise ValueError("its token numbers differ from the numbers in karpathy/nanochat's tokenizers")
         regex = state["pat_str"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as failure:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, StopIteration) as failure:
         raise UserError(
             f"{path} is not a tokenizer of karpathy/nanochat's HEAD: {failure}. Name the folder of one with --tokenizer"
         ) from failure

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError, base_dir, tr
 from nanochat.data.shards import read_about, shard_paths
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
@@ -40,15 +40,16 @@ def resolve(data: str | None) -> Corpus:
         if len(there) == 1:
             return there[0]
         if there:
-            raise UserError(f"there are several corpora ({names}); choose one with --data, such as "
-                            f"--data {there[0].name}", 2)  # fmt: skip
+            raise UserError(tr("there are several corpora ({names}); choose one with --data, such as --data {first}",
+                               names=names, first=there[0].name), 2)  # fmt: skip
         raise UserError(
-            f"there is no training data in {base_dir() / 'base_data'}. Make some with one of\n"
-            f"  {MAKE_TINYWORLD}    # small, made on this machine, no network\n"
-            f"  {MAKE_FINEWEB}                # FineWeb-Edu, about 100 MB a shard\n"
-            "and then train its tokenizer with\n  python -m scripts.tok_train",
+            tr("there is no training data in {folder}. Make some with one of\n"
+               "  {tinyworld}    # small, made on this machine, no network\n"
+               "  {fineweb}                # FineWeb-Edu, about 100 MB a shard\n"
+               "and then train its tokenizer with\n  python -m scripts.tok_train",
+               folder=base_dir() / "base_data", tinyworld=MAKE_TINYWORLD, fineweb=MAKE_FINEWEB),
             exit_code=2,
-        )
+        )  # fmt: skip
     for corpus in there:
         if corpus.name == data:
             return corpus
@@ -60,10 +61,12 @@ def resolve(data: str | None) -> Corpus:
         if imported:
             names = " and ".join(c.name for c in imported)
             raise UserError(f"{data} was imported as {names}; choose one with --data {imported[0].name}", 2)
-        raise UserError(f"{data} is not imported yet. Import it with: python -m nanochat.dataset --data {data}", 2)
+        raise UserError(tr("{data} is not imported yet. Import it with: {command}", data=data,
+                           command=f"python -m nanochat.dataset --data {data}"), 2)  # fmt: skip
     make = {"tinyworld": MAKE_TINYWORLD, "fineweb": MAKE_FINEWEB}.get(data, "python -m nanochat.dataset --data DIR")
-    have = f"the corpora here are {names}" if names else "there is no corpus yet"
-    raise UserError(f"there is no corpus or folder {data!r}; {have}. Make it with: {make}", exit_code=2)
+    have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
+    raise UserError(tr("there is no corpus or folder {data!r}; {have}. Make it with: {make}", data=data, have=have,
+                       make=make), exit_code=2)  # fmt: skip
 
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:
@@ -75,10 +78,10 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
     missing = [name for name in about.get("shards", {}) if not (corpus.folder / name).exists()]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(about['shards'])} shards of {corpus.name} are missing, the first is {missing[0]}. "
-            f"Get them with: {make}",
+            tr("{count} of {all} shards of {corpus} are missing, the first is {first}. Get them with: {make}",
+               count=len(missing), all=len(about["shards"]), corpus=corpus.name, first=missing[0], make=make),
             exit_code=2,
-        )
+        )  # fmt: skip
     if len(paths) < 2:
         raise UserError(
             f"a corpus needs at least two shards, one for training and one for validation; {corpus.folder} has "

@@ -2,6 +2,7 @@
 
 import contextlib
 import email.utils
+import errno
 import fcntl
 import os
 import queue
@@ -17,9 +18,11 @@ from typing import BinaryIO
 
 import requests
 
-from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_json
+from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
+from nanochat.data.hub import HUB
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
+RESERVE = 1 << 30  # bytes of the disk that stay free while a server sends a file without saying how large it is
 SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
 
@@ -61,7 +64,7 @@ class _Retry(Exception):
     """A failure that the next attempt may not meet; `wait_seconds` is the wait the server asked for, if it did."""
 
     def __init__(self, message: str, wait_seconds: float | None = None):
-        super().__init__(message)
+        super().__init__(visible(message))
         self.wait_seconds = wait_seconds
 
 
@@ -96,6 +99,7 @@ def fetch_all(
     """Fetch the missing files, `parallel` at a time, and return those that were fetched, in the order of `files`.
 
     A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the next call resumes it.
+    A file that the server gives no size for may fill the disk up to RESERVE; then nothing of it is kept.
     `check` raises ValueError for the wrong content, such as a login page. `advance` gets counts of bytes as they
     arrive, negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error message.
     UserError if a file cannot be fetched. Ctrl-C leaves the parts.
@@ -142,7 +146,7 @@ def probe_size(url: str, headers: dict[str, str], patience: Patience | None = No
 
     def ask() -> int | None:
         with _request(url, transfer, {}) as response:
-            return _total(response)
+            return _total(response, transfer)
 
     return _retrying(ask, lambda: 0, url, transfer)
 
@@ -187,7 +191,10 @@ def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer
             failures = 1 if progress() > before else failures + 1
             if failures >= (patience.attempts if transfer.reached else patience.attempts_unreached):
                 tries = f"{failures} attempts" if failures > 1 else "1 attempt"
-                raise UserError(f"could not download {url}: {problem} ({tries}). {transfer.hint}".rstrip()) from problem
+                kept = f" The {progress():,} bytes that arrived are kept as a .part file." if progress() else ""
+                raise UserError(
+                    f"could not download {url}: {problem} ({tries}).{kept} {transfer.hint}".rstrip()
+                ) from problem
             wait = patience.first_wait_seconds * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
             wait = min(max(wait, problem.wait_seconds or 0), patience.longest_wait_seconds)
             transfer.say(f"{url.rpartition('/')[2]}: {problem}; trying again in {wait:.0f} s")
@@ -196,7 +203,20 @@ def _retrying(attempt: Callable, progress: Callable[[], int], url: str, transfer
 
 
 def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
-    """Fetch the missing bytes of a file, append them to the part, check the whole file and rename it."""
+    """Fetch the missing bytes of a file. UserError if the disk is full, which says what is kept."""
+    try:
+        return _fetch_rest(remote, transfer)
+    except OSError as failure:
+        if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk is full: {part_of(remote.path)} keeps the {part_size(remote.path):,} bytes that arrived. Free "
+            "some space and type the same command again, which resumes the download, or delete the file"
+        ) from failure
+
+
+def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
+    """Append the missing bytes of a file to its part, check the whole file and rename it."""
     part = part_of(remote.path)
     with open(part, "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)  # a second process that fetches the same file waits here
@@ -205,7 +225,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
             return Fetched(remote.path, remote.path.stat().st_size, None)
         offset = f.tell()
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
-            total = _total(response)
+            total = _total(response, transfer)
             if response.status_code == 416 and total != offset:
                 raise _start_over(f, transfer, "the part on disk does not belong to the file")
             if response.status_code != 416:
@@ -214,6 +234,7 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
                 elif response.status_code == 206 and _first_byte(response) != offset:
                     raise _start_over(f, transfer, "the server sent a range that was not asked for")
                 _note_etag(remote.path, response)
+                check_space(part.parent, (total or 0) - f.tell())
                 _receive(response, f, total, transfer)
             promised = _promised_sha256(response)
         f.flush()
@@ -233,10 +254,13 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 
 def _receive(response: requests.Response, f: BinaryIO, total: int | None, transfer: _Transfer) -> None:
     """Append the bytes of a response to the part."""
+    most = f.tell() + shutil.disk_usage(f.name).free - RESERVE if total is None else total
     try:
         for chunk in response.iter_content(CHUNK):
             f.write(chunk)
             transfer.advance(len(chunk))
+            if f.tell() > most:
+                break
             if transfer.stop.is_set():
                 raise _Abandoned
     except requests.RequestException as failure:
@@ -244,8 +268,15 @@ def _receive(response: requests.Response, f: BinaryIO, total: int | None, transf
         raise _Retry(f"the connection broke off {so_far}: {_words(failure)}") from failure
     if total is not None and f.tell() < total:
         raise _Retry(f"the connection ended at {f.tell():,} of {total:,} bytes")
-    if total is not None and f.tell() > total:
+    if f.tell() > most and total is not None:
         raise _start_over(f, transfer, f"{f.tell():,} bytes arrived for a file of {total:,}")
+    if f.tell() > most:
+        sent = f.tell()
+        _empty(f, transfer)
+        raise UserError(
+            f"could not download {response.url}: the server does not say how large the file is, and has sent {sent:,} "
+            f"bytes, which leaves less than {RESERVE / 1e9:.0f} GB of the disk free. Nothing was kept. {transfer.hint}"
+        )
 
 
 def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests.Response:
@@ -264,7 +295,7 @@ def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests
     response.close()
     if status in (408, 429) or status >= 500:
         raise _Retry(f"the server answered {status} {response.reason}", _retry_after(response))
-    token = " If the data needs an account, set HF_TOKEN to a token that may read it." if status in (401, 403) else ""
+    token = f" If the data needs an account, set HF_TOKEN, which is sent only to {HUB}." if status in (401, 403) else ""
     raise UserError(f"could not download {url}: the server answered {status} {response.reason}.{token} {transfer.hint}")
 
 
@@ -294,17 +325,25 @@ def _note_etag(path: Path, response: requests.Response) -> None:
             write_json(_etag_file(path), {"etag": etag})
 
 
-def _total(response: requests.Response) -> int | None:
-    """The size of the whole file: from Content-Range if the response is a range, else from Content-Length."""
+def _total(response: requests.Response, transfer: _Transfer) -> int | None:
+    """The size of the whole file: from Content-Range if the response is a range, else from Content-Length. None if the
+    server does not say. UserError if it says something else than a number of bytes."""
     if response.status_code in (206, 416):
         size = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
         size = response.headers.get("Content-Length", "")
-    return int(size) if size.isdigit() else None
+    if size in ("", "*"):
+        return None
+    if not re.fullmatch("[0-9]{1,15}", size):
+        raise UserError(
+            f"could not download {response.url}: the server gives {size[:40]!r} as the size of the file, which must be "
+            f"a number of bytes. {transfer.hint}".rstrip()
+        )
+    return int(size)
 
 
 def _first_byte(response: requests.Response) -> int | None:
-    match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    match = re.match(r"bytes ([0-9]+)-", response.headers.get("Content-Range", ""))
     return int(match.group(1)) if match else None
 
 
@@ -319,11 +358,11 @@ def _promised_sha256(response: requests.Response) -> str | None:
 def _retry_after(response: requests.Response) -> float | None:
     """The Retry-After header in seconds; the server may give seconds or a date."""
     value = response.headers.get("Retry-After", "")
-    if value.isdigit():
+    if re.fullmatch("[0-9]+", value):
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

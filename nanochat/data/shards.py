@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import reprlib
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
 HELD_OUT = 50  # one document in 50 is held out for validation
 FEW = 1_000  # with fewer documents exactly this share is held out; in a larger corpus, this share on average
+LARGE = 1 << 28  # bytes; what unpacks to more must not be packed better than any text
+PACKED = 1_000  # times; zstd packs prose about 3 times
+BATCH_CHARACTERS = 1 << 24  # in a list of documents, unless a single one is longer
 VALIDATION_CHARACTERS = 20_000_000  # enough for a stable figure; further held-out documents go to training instead
 
 
@@ -37,11 +41,23 @@ def read_about(folder: Path) -> dict[str, Any]:
     if there is no corpus.json."""
     path = folder / ABOUT
     try:
-        return read_json(path) if path.exists() else {}
+        about = read_json(path) if path.exists() else {}
     except ValueError as failure:
-        raise UserError(
-            f"{path} is damaged: {failure}. Delete {folder} and make the corpus again with python -m nanochat.dataset."
-        ) from failure
+        raise _unreadable(path, str(failure.__cause__)) from failure
+    if not isinstance(about, dict):
+        raise _unreadable(path, "it is not an object")
+    for name, kind in (("make", str), ("kind", str), ("source", str), ("characters", dict), ("shards", dict)):
+        if not isinstance(about.get(name, kind()), kind):
+            raise _unreadable(path, f"its {name!r} is {reprlib.repr(about[name])}")
+    if not all(isinstance(known, dict) and "/" not in name for name, known in about.get("shards", {}).items()):
+        raise _unreadable(path, "its shards are not described by name")
+    return about
+
+
+def _unreadable(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} is damaged: {why}. Delete {path.parent} and make the corpus again with python -m nanochat.dataset."
+    )
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -181,22 +197,137 @@ def _checked_digest(number: int, text: str) -> int:
 # --- reading -------------------------------------------------------------------------------------
 
 
+# pyarrow ends the process where it describes a column of a damaged footer, so footers are read here. A footer is a
+# struct in Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LISTS, _STRUCT = 1, 2, 3, 7, 8, (9, 10), 12
+_DICTIONARIES = {2, 8}  # the encodings PLAIN_DICTIONARY and RLE_DICTIONARY
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """An unsigned number of seven bits a byte, and where it ends."""
+    number = shift = 0
+    while True:
+        byte, at = data[at], at + 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at
+        shift += 7
+
+
+def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+    """A value of a Thrift type, and where it ends; a struct becomes a dict by the numbers of its fields."""
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind == _BYTE:
+        return data[at], at + 1
+    if kind == _DOUBLE:
+        return None, at + 8
+    if kind == _BINARY:
+        size, at = _number(data, at)
+        return data[at : at + size], at + size
+    if kind in _LISTS:
+        head, at = data[at], at + 1
+        count, at = (head >> 4, at) if head < 0xF0 else _number(data, at)
+        values, of = [], head & 0x0F
+        for _ in range(count):  # every element takes a byte, so a wrong count ends at the end of the data
+            value, at = _value(data, at, _BYTE if of in (_TRUE, _FALSE) else of)
+            values.append(value)
+        return values, at
+    if kind == _STRUCT:
+        fields, number = {}, 0
+        while head := data[at]:
+            number, at = (number + (head >> 4), at + 1) if head >> 4 else _signed(data, at + 1)
+            fields[number], at = _value(data, at, head & 0x0F)
+        return fields, at + 1
+    if kind in (4, 5, 6):  # i16, i32, i64
+        return _signed(data, at)
+    raise ValueError(f"its footer has a value of the unknown type {kind}")
+
+
+def _signed(data: bytes, at: int) -> tuple[int, int]:
+    number, at = _number(data, at)
+    return (number >> 1) ^ -(number & 1), at
+
+
+def _chunks(path: Path) -> Iterator[tuple[str, set[int], int, int, int]]:
+    """Of each column in each row group: name, encodings, number of values, unpacked bytes and packed bytes."""
+    with open(path, "rb") as file:
+        end = file.seek(-8, os.SEEK_END)
+        size = int.from_bytes(file.read(4), "little")
+        if size > end:
+            raise ValueError("its footer is longer than the file")
+        file.seek(end - size)
+        data = file.read(size)
+    try:
+        for group in _value(data, 0, _STRUCT)[0].get(4, []):
+            for column in group[1]:
+                about = column[3]
+                name = b".".join(about[3]).decode("utf-8", "replace")
+                yield name, set(about[2]), about[5], about[6], about[7]
+    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        raise ValueError("its footer is damaged") from failure
+
+
+def check_packing(path: Path, columns: Iterable[str] = ()) -> None:
+    """Raise ValueError if a part of a parquet file unpacks to far more than any text does; all columns without names.
+
+    Only the footer is read. A dictionary may repeat each value in every row, so its size counts that often.
+    """
+    wanted = {*columns}
+    for name, encodings, count, size, packed in _chunks(path):
+        most = size * count if encodings & _DICTIONARIES else size
+        if (not wanted or name in wanted) and size > max(1 << 20, PACKED * packed) and most > LARGE:
+            raise ValueError(
+                f"{packed:,} bytes of its column {name!r} unpack to {size:,} and may be repeated to {most:,}, and no "
+                "text packs that well"
+            )
+
+
+def read_column(path: Path, column: str, size: int = 1_000) -> Iterator[list[Any]]:
+    """The values of a column of a parquet file, in lists of at most `size` values and about BATCH_CHARACTERS.
+
+    Texts are read through dictionaries, so one that is stored once and repeated is held once. ValueError, OSError or
+    ArrowException if the file is damaged.
+    """
+    check_packing(path, [column])
+    with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=[column]) as file:
+        rows = 0
+        for batch in file.iter_batches(batch_size=size, columns=[column]):
+            rows += batch.num_rows
+            values = batch.column(0)
+            if isinstance(values, pa.DictionaryArray):
+                used = values.indices.unique()
+                texts = dict(zip(used.to_pylist(), values.dictionary.take(used).to_pylist(), strict=True))
+                yield from _short_lists([texts[number] for number in values.indices.to_pylist()])
+            else:
+                yield values.to_pylist()
+        if rows != file.metadata.num_rows:  # no checksum covers the footer, which holds this count
+            raise ValueError(f"it has {rows:,} rows, expected {file.metadata.num_rows:,}")
+
+
+def _short_lists(values: list[str | None]) -> Iterator[list[str | None]]:
+    """Split a list where its texts exceed BATCH_CHARACTERS."""
+    start = characters = 0
+    for number, text in enumerate(values):
+        characters += len(text or "")
+        if characters > BATCH_CHARACTERS and number > start:
+            yield values[start:number]
+            start, characters = number, len(text or "")
+    yield values[start:]
+
+
 def batches(path: Path, size: int = 1_000) -> Iterator[list[str]]:
     """The documents of one shard, in lists. Rows without text are skipped. UserError if the shard is damaged."""
     _check_size(path)
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            if COLUMN not in file.schema_arrow.names:
-                raise ValueError(f"it has no column {COLUMN!r} but {', '.join(file.schema_arrow.names)}")
-            kind = file.schema_arrow.field(COLUMN).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise ValueError(f"its column {COLUMN!r} holds {kind}, not text")
-            rows = 0
-            for batch in file.iter_batches(batch_size=size, columns=[COLUMN]):
-                rows += batch.num_rows
-                yield [text for text in batch.column(0).to_pylist() if text]
-            if rows != file.metadata.num_rows:  # no checksum covers the footer, which holds this count
-                raise ValueError(f"it has {rows:,} rows, expected {file.metadata.num_rows:,}")
+        schema = pq.read_schema(path)
+        if COLUMN not in schema.names:
+            raise ValueError(f"it has no column {COLUMN!r} but {', '.join(schema.names)}")
+        kind = schema.field(COLUMN).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise ValueError(f"its column {COLUMN!r} holds {kind}, not text")
+        for texts in read_column(path, COLUMN, size):
+            yield [text for text in texts if text]
     except (pa.ArrowException, OSError, ValueError) as failure:
         raise _damaged(path, str(failure).splitlines()[0] if str(failure) else repr(failure)) from failure
 

@@ -1,6 +1,5 @@
 """Reads documents from your own files: parquet, JSON lines and plain text."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, parse_json
+from nanochat.data.shards import read_column
 
 END_OF_TEXT = "<|endoftext|>"  # the line between two documents in the .txt files of published data sets
 LONG_TXT = 20_000  # characters; a longer .txt document is split at the next blank line
@@ -41,15 +41,17 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     try:
-        with pq.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise _no_column(path, column, file.schema_arrow.names)
-            row = 0
-            for batch in file.iter_batches(batch_size=1_000, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    yield f"{path} row {row}", text
-                    row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as failure:
+        names = pq.read_schema(path).names
+        if column not in names:
+            raise _no_column(path, column, names)
+        row = 0
+        for values in read_column(path, column):
+            for text in values:
+                yield f"{path} row {row}", text
+                row += 1
+    except UserError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as failure:
         raise UserError(f"{path} cannot be read: {failure}. Get the file again or leave it out.") from failure
 
 
@@ -59,7 +61,7 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as failure:
             raise UserError(f"{where} is not JSON: {failure}. Fix or remove the line.") from failure
         if not isinstance(record, dict) or column not in record:

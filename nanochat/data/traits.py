@@ -17,6 +17,8 @@ class Traits:
     """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
     greedy_chats: Mapping[str, str] | None = None
     """Why chats take the likeliest token where no temperature was asked for, by language; None: they draw."""
+    knows: Mapping[str, str] | None = None
+    """What a chat model of the corpus knows, for those who meet it on the page, by language; None: nobody can say."""
     curriculum: Literal["tinyworld", "published"] = "published"
     """What the later stages learn from and what chat models are measured on: a key of CURRICULA in tasks.mixtures."""
 
@@ -27,7 +29,12 @@ TINYWORLD = Traits(
     documents_every=4,
     greedy_chats={
         "en": "a TinyWorld model knows facts by its likeliest words only",
-        "zh": "TinyWorld 模型很小，最可能的词才可靠",
+        "zh": "TinyWorld 模型很小，只有概率最高的词才可靠",
+    },
+    knows={
+        "en": "capitals and landmarks, animals and plants, colours, shapes, opposites, the calendar, planets, jobs, "
+        "everyday things, spelling and sums",
+        "zh": "各国首都和名胜、动物和植物、颜色、形状、反义词、日期和节日、行星、职业、日常用品、单词拼写和算术",
     },
     curriculum="tinyworld",
 )

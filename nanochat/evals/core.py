@@ -5,7 +5,6 @@ many problems share a batch, and the head computes logits only for the positions
 """
 
 import csv
-import json
 import os
 import random
 import tempfile
@@ -20,14 +19,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from nanochat.common import UserError, base_dir, fsync_path, log
+from nanochat.common import UserError, base_dir, check_regular, fsync_path, log, parse_json, sha256_of
 from nanochat.data import download
 from nanochat.device import Compute
 from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
+MOST_SHOTS = 100
+YAML_BYTES = 1 << 20  # of the largest core.yaml that is read; the published one has 3 kB
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+MOST_PACKED, MOST_UNPACKED, MOST_FILES = 500_000_000, 2_000_000_000, 1_000  # the published one: 162 MB packed
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
 PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
 HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
@@ -97,10 +99,21 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
         if not zipfile.is_zipfile(path):
             raise ValueError("not a zip archive")
 
+    size = download.probe_size(url, {}, patience, hint)
+    if size and size > MOST_PACKED:
+        raise UserError(f"{url} has {size:,} bytes; the bundle has at most {MOST_PACKED:,}. {hint}")
     log(f"downloading {url}")
     download.fetch_all([download.Remote(url, archive)], patience=patience, hint=hint, check=check, say=log)
+    log(f"{archive.name}: SHA-256 {sha256_of(archive)}")  # the publisher promises none; compare it between machines
     with tempfile.TemporaryDirectory(dir=base, prefix=".eval_bundle-") as folder:
         with zipfile.ZipFile(archive) as packed:
+            files = packed.infolist()
+            if len(files) > MOST_FILES or sum(file.file_size for file in files) > MOST_UNPACKED:
+                archive.unlink()
+                raise UserError(
+                    f"{url} unpacks to {len(files):,} files of {sum(file.file_size for file in files):,} bytes; the "
+                    f"bundle has at most {MOST_FILES:,} files of {MOST_UNPACKED:,}. {hint}"
+                )
             packed.extractall(folder)
         found = next(Path(folder).rglob("core.yaml"), None)
         if found is None:
@@ -111,16 +124,29 @@ def download_bundle(url: str = BUNDLE_URL, patience: download.Patience | None = 
     return target
 
 
+def _read_yaml(path: Path) -> Any:
+    """The value of a short YAML file. ValueError or YAMLError for a pipe or device, deep nesting, or aliases, which
+    can make a few lines mean billions."""
+    check_regular(path, YAML_BYTES)
+    text, depth = path.read_text(encoding="utf-8"), 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > 20 or isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"line {event.start_mark.line + 1} of {path.name} is nested too deeply or has an alias")
+    return yaml.safe_load(text)
+
+
 def read_bundle(folder: Path) -> list[IclTask]:
     """The tasks in core.yaml with the baselines in eval_meta_data.csv. UserError if a file is missing or malformed."""
     try:
-        listed = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        listed = _read_yaml(folder / "core.yaml")["icl_tasks"]
+        check_regular(folder / "eval_meta_data.csv", YAML_BYTES)
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
             percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
         tasks = [
             IclTask(
                 label=entry["label"],
-                kind=entry["icl_task_type"],
+                kind=str(entry["icl_task_type"]),
                 path=folder / "eval_data" / entry["dataset_uri"],
                 shots=int(entry["num_fewshot"][0]),
                 delimiter=entry.get("continuation_delimiter", " "),
@@ -128,7 +154,7 @@ def read_bundle(folder: Path) -> list[IclTask]:
             )
             for entry in listed
         ]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as broken:
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError, AttributeError) as broken:
         raise UserError(
             f"the eval bundle in {folder} differs from the published one ({broken!r}): replace it with a fresh copy of "
             f"{BUNDLE_URL}"
@@ -138,6 +164,11 @@ def read_bundle(folder: Path) -> list[IclTask]:
             raise UserError(
                 f"{task.label} in {folder / 'core.yaml'}: icl_task_type must be one of {', '.join(FIELDS)}, got "
                 f"{task.kind}. Correct it, or remove the task"
+            )
+        if not 0 <= task.shots <= MOST_SHOTS:
+            raise UserError(
+                f"{task.label} in {folder / 'core.yaml'}: num_fewshot must be 0 to {MOST_SHOTS}, got {task.shots}. "
+                "Correct it, or remove the task"
             )
         if not task.path.is_file():
             raise UserError(
@@ -150,13 +181,13 @@ def read_bundle(folder: Path) -> list[IclTask]:
 def read_problems(task: IclTask, limit: int | None = None) -> list[dict[str, Any]]:
     """The first `limit` problems of a task in upstream's shuffled order. UserError if a problem lacks a field."""
     problems = []
-    with open(task.path, encoding="utf-8") as f:
+    with open(task.path, "rb") as f:
         for n, line in enumerate(f, start=1):
             try:
-                problem = json.loads(line)
+                problem = parse_json(line)
                 options = {"multiple_choice": "choices", "schema": "context_options"}.get(task.kind)
                 missing = [field for field in FIELDS[task.kind] if field not in problem]
-                if missing or (options and not 0 <= problem["gold"] < len(problem[options])):
+                if missing or (options and problem["gold"] not in range(len(problem[options]))):
                     raise ValueError(
                         f"{', '.join(missing)} missing" if missing else "gold is not the index of an option"
                     )

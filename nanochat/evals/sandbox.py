@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import selectors
 import signal
 import subprocess
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import UserError, log
+from nanochat.evals.system_calls import filter_for
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_TIMED_OUT = 124  # the exit code of the supervisor in sandbox_child.py
+_TIMED_OUT, _NOT_SET_UP = 124, 125  # exit codes of the supervisor in sandbox_child.py
 OUTPUT = 64 << 10  # bytes of output to keep
 MEMORY = 512 << 20  # bytes of address space for a program
 
@@ -31,10 +31,10 @@ class ProgramResult:
     output: str
 
 
-def _collect(process: subprocess.Popen[bytes], secret: bytes, end: float) -> tuple[bytes, bool]:
-    """Read until the output or the time ends; return the first OUTPUT bytes, and whether the secret appeared."""
+def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
+    """Read until the output or the time ends; return the first OUTPUT bytes."""
     assert process.stdout is not None
-    kept, window, seen = b"", b"", False
+    kept = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, end - time.monotonic())):
@@ -42,21 +42,22 @@ def _collect(process: subprocess.Popen[bytes], secret: bytes, end: float) -> tup
             if not block:
                 break
             kept += block[: OUTPUT - len(kept)]
-            window = window[-len(secret) :] + block
-            seen = seen or secret in window
-    return kept, seen
+    return kept
 
 
-def _execute(program: str, seconds: float, memory: int, isolated: bool) -> ProgramResult:
-    """Run a program under a supervisor in its own session, with an empty environment, in a temporary folder."""
-    secret = secrets.token_hex(16).encode()
+def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple[int, str]:
+    """Run a program under a supervisor in its own session, with an empty environment, in a temporary folder.
+
+    Returns the supervisor's exit code, 0 if the program passed, and the output.
+    """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanochat-exec-", ignore_cleanup_errors=True))
         given = stack.enter_context(tempfile.TemporaryFile())
-        given.write(secret + b"\n" + program.encode("utf-8", "surrogatepass"))
+        given.write(program.encode("utf-8", "surrogatepass"))
         given.seek(0)
         folder = os.path.realpath(folder)  # the kernel's list of mounts names it without symbolic links
-        wish = {"isolated": isolated, "seconds": seconds, "memory": memory, "root": folder, "parent": os.getpid()}
+        wish = {"isolated": isolated, "seconds": seconds, "memory": memory, "root": folder, "parent": os.getpid(),
+                "calls": filter_for()}  # fmt: skip
         process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(wish)],
@@ -70,30 +71,39 @@ def _execute(program: str, seconds: float, memory: int, isolated: bool) -> Progr
         )
         try:
             # The supervisor enforces `seconds`; the margin covers its start on a busy machine.
-            kept, seen = _collect(process, secret, time.monotonic() + seconds + 10)
+            kept = _collect(process, time.monotonic() + seconds + 10)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-    text = kept.replace(b"\n" + secret + b"\n", b"").decode("utf-8", "replace")
-    return ProgramResult(seen and code == 0, code in (_TIMED_OUT, -signal.SIGKILL), text)
+    return code, kept.decode("utf-8", "replace")
+
+
+def _not_possible(isolated: bool) -> str | None:
+    """The reason why this machine cannot run a program in a tier, or None if it can."""
+    code, output = _execute("", seconds=10, memory=MEMORY, isolated=isolated)
+    return None if code == 0 else output.strip() or "the sandbox did not start"
 
 
 @functools.lru_cache(maxsize=1)
 def _no_namespaces() -> str | None:
     """The reason why this machine cannot isolate a program, or None if it can. Tries once and remembers."""
-    outcome = _execute("", seconds=10, memory=MEMORY, isolated=True)
-    return None if outcome.passed else outcome.output.strip() or "the sandbox did not start"
+    return _not_possible(isolated=True)
 
 
 @functools.lru_cache(maxsize=2)
 def tier(unsafe_exec: bool = False) -> str:
     """The strongest sandbox of this machine, `namespaces` or `limits`; the first call logs which one it is.
 
-    In `namespaces` a program has no network and no capabilities, sees no other process, and has no files but Python's
-    own (read-only) and 16 MB of scratch space in memory; its CPU time, memory, file size and processes are limited.
-    `limits` applies only those limits: the program can read the user's files and reach the network. So without
-    `unsafe_exec` this function raises a UserError instead of returning `limits`.
+    In both tiers a program has no capabilities, no network, no second process or thread, no shared memory and no keys;
+    root becomes nobody; CPU time, memory and file size are limited. In `namespaces` it sees no other process, and no
+    files but Python's own (read-only) and 16 MB of scratch space in memory. In `limits` it reads only Python's files
+    and writes only to its own folder if the kernel has Landlock, and otherwise what its user may read and write. So
+    without `unsafe_exec` this function raises a UserError instead of returning `limits`. Either tier is refused if one
+    of its parts cannot be set up.
+
+    The program and the tests that grade it share one process, so a program that is written to cheat can pass, for
+    example with an object that equals everything. A pass is worth something only for programs that try to be right.
     """
     if not sys.platform.startswith("linux"):
         raise UserError("running model-written code needs Linux: leave HumanEval out on this machine")
@@ -104,8 +114,13 @@ def tier(unsafe_exec: bool = False) -> str:
     if not unsafe_exec:
         raise UserError(
             f"refusing to run model-written code: this machine cannot isolate it in namespaces ({reason}), so the code "
-            "could read your files and reach the network. Leave HumanEval out, use a user or container that may "
-            "create namespaces, or accept the risk with --unsafe-exec"
+            "could read your files. Leave HumanEval out, use a user or container that may create namespaces, or accept "
+            "the risk with --unsafe-exec"
+        )
+    if failure := _not_possible(isolated=False):
+        raise UserError(
+            f"refusing to run model-written code, even with --unsafe-exec: its rights cannot be taken away on this "
+            f"machine ({failure}). Leave HumanEval out, or run it as another user"
         )
     log(f"code execution: limits only, because of --unsafe-exec (no namespaces: {reason})")
     return "limits"
@@ -115,6 +130,12 @@ def run_program(program: str, seconds: float = 5.0, memory: int = MEMORY, unsafe
     """Run a Python program (standard library only) in the strongest sandbox. It passes if it runs to its last line.
 
     `seconds` limits both wall and CPU time; `memory` is the limit of the address space in bytes. A program that ends
-    early has not passed, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a signal.
+    early has not passed, whether by an exception, a failed assert, `SystemExit`, `os._exit` or a signal. UserError if
+    the sandbox cannot be set up.
     """
-    return _execute(program, seconds, memory, isolated=tier(unsafe_exec) == "namespaces")
+    code, output = _execute(program, seconds, memory, isolated=tier(unsafe_exec) == "namespaces")
+    if code == _NOT_SET_UP:
+        raise UserError(
+            f"the sandbox for model-written code could not be set up: {output.strip()}. Leave HumanEval out"
+        )
+    return ProgramResult(code == 0, code in (_TIMED_OUT, -signal.SIGKILL), output)

@@ -1,16 +1,15 @@
 """Writes a checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included."""
 
 import json
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanochat import device
+from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import UserError, fsync_path, write_atomic, write_json
+from nanochat.common import write_atomic, write_json
 from nanochat.data import bpe
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -78,12 +77,7 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
 
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     """Write the folder, whole or not at all. UserError (code 2) if it exists already."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already: name another folder, or delete it", exit_code=2)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with new_folder(folder) as temporary:
         for name, content in _configs(loaded, dtype).items():
             write_json(temporary / name, content)
         about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step)
@@ -92,7 +86,3 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
         wanted = device.DTYPES[dtype]
         tensors = {name: value.detach().to(wanted) for name, value in loaded.model.named_parameters()}
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
-        os.rename(temporary, folder)
-        fsync_path(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The key-value cache: keys and values of the sequences that a model is generating."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,9 @@ class Cache:
     """Keys, values and lengths of the sequences in flight, one sequence in each slot.
 
     k and v are [layers, slots, T, Hkv, D]. `positions` (slots,) counts the tokens that a slot holds, and `previous`
-    (slots, C) is the embedding of the slot's last token before smearing. A forward pass reads and writes a contiguous
-    range of slots.
+    (slots, C) is the embedding of the slot's last token before smearing. `states` lists every tensor that has one row
+    per slot and changes with each token, whatever the slot's length; a family of models may append its own. A forward
+    pass reads and writes a contiguous range of slots.
     """
 
     def __init__(
@@ -28,18 +29,69 @@ class Cache:
         channels: int,
         device: torch.device,
         dtype: torch.dtype,
+        embed: Callable[[Tensor], Tensor] | None = None,
     ):
+        """`embed` gives the embeddings (..., C) of tokens (...) before smearing, for a model that smears."""
         shape = (layers, slots, length, kv_heads, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
         self.previous = torch.zeros(slots, channels, device=device, dtype=dtype)
+        self.states = [self.positions, self.previous]
+        self.named: dict[str, Tensor] = {}
         self.length = length
+        self._embed = embed
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether cut() can shorten a slot: its states follow from the length and the last token alone."""
+        return len(self.states) == 2
+
+    def cut(self, slot: int, tokens: int, last: int) -> None:
+        """Let a slot hold only its first `tokens` tokens, of which `last` is the last one."""
+        assert self.cuts_anywhere
+        self.positions[slot] = tokens
+        if self._embed is not None:
+            token = torch.tensor([last]).to(self.positions.device, non_blocking=True)
+            self.previous[slot] = self._embed(token)[0]
+
+    def add_state(self, name: str, state: Tensor) -> None:
+        """Keep one more tensor with one row per slot, which changes with each token; `named[name]` finds it."""
+        self.named[name] = state
+        self.states.append(state)
 
     def clear(self, slots: slice) -> None:
         """Forget what the slots held."""
-        self.positions[slots] = 0
-        self.previous[slots] = 0
+        for state in self.states:
+            state[slots] = 0
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Make a slot hold what another one holds, which is so many tokens."""
+        for entries in (self.k, self.v):
+            entries[:, target, :tokens] = entries[:, source, :tokens]
+        for state in self.states:
+            state[target] = state[source]
+
+    def take(self, slot: int, tokens: int) -> list[Tensor]:
+        """A copy of all that a slot holds, which is so many tokens, for put()."""
+        entries = [held[:, slot, :tokens].clone() for held in (self.k, self.v)]
+        return [*entries, *(state[slot].clone() for state in self.states)]
+
+    def put(self, slot: int, taken: list[Tensor]) -> None:
+        """Make a slot hold what take() returned."""
+        for held, entries in zip((self.k, self.v), taken[:2], strict=True):
+            held[:, slot, : entries.size(1)] = entries
+        for state, values in zip(self.states, taken[2:], strict=True):
+            state[slot] = values
+
+    def kept(self, slots: slice) -> list[Tensor]:
+        """Copies of the slots' states, for restore()."""
+        return [state[slots].clone() for state in self.states]
+
+    def restore(self, slots: slice, kept: list[Tensor]) -> None:
+        """Give the slots the states that kept() returned."""
+        for state, values in zip(self.states, kept, strict=True):
+            state[slots] = values
 
 
 @dataclass(frozen=True)
@@ -61,8 +113,32 @@ class CacheCall:
     keys: int  # K, how many places of the cache attention reads
     spans: Spans | None
     operations: Operations
+    lengths: Tensor | None = None  # (B,) how many of the T tokens are real; None: all
     masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys each query sees
     last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of each row's last keys
+
+    @classmethod
+    def begin(
+        cls,
+        idx: Tensor,  # (B, T)
+        cache: Cache,
+        slots: slice,
+        lengths: Tensor | None,
+        spans: Spans | None,
+        operations: Operations,
+    ) -> "CacheCall":
+        """Where the tokens of a pass go in the cache, and which keys they see."""
+        T = idx.size(1)
+        held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
+        places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
+        grain = operations.shape_grain
+        keys = min(-(-(held + T) // grain) * grain, cache.length)
+        rows = torch.arange(idx.size(0), device=idx.device)[:, None]
+        return cls(cache, slots, rows, places, keys, spans, operations, lengths)
+
+    def finish(self) -> None:
+        """Count the tokens that each slot has gained."""
+        self.cache.positions[self.slots] += self.places.size(1) if self.lengths is None else self.lengths
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
         """Write the new keys and values, then attend to all that the rows hold; shapes as in Operations.attend."""

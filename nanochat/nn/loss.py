@@ -1,4 +1,4 @@
-"""Softcapped logits, and their cross-entropy in chunks, so that the logits of a whole batch never exist at once."""
+"""Logits, softcapped or not, and their cross-entropy in chunks: the logits of a batch never exist at once."""
 
 from typing import Any
 
@@ -20,11 +20,13 @@ def token_losses(
     targets: Tensor,  # (N,) token ids, -1 = ignored
     vocab: int,
     chunk: int = 2048,
+    capped: bool = True,  # whether the logits are softcapped
 ) -> Tensor:  # (N,) fp32 nats, 0 where ignored
     """The cross-entropy of each token, without gradient; only a chunk's logits exist at one time."""
     weight = weight.to(x.dtype)
+    scores = softcap if capped else Tensor.float
     losses = [
-        F.cross_entropy(softcap(F.linear(x[i : i + chunk], weight)[:, :vocab]), targets[i : i + chunk],
+        F.cross_entropy(scores(F.linear(x[i : i + chunk], weight)[:, :vocab]), targets[i : i + chunk],
                         ignore_index=-1, reduction="none")
         for i in range(0, x.size(0), chunk)
     ]  # fmt: skip
@@ -56,30 +58,63 @@ def _chunk_loss(
     return (nll * scale).sum(), gradient.to(x.dtype)
 
 
+def _uncapped_chunk_loss(
+    x: Tensor,  # (n, C)
+    weight: Tensor,  # (V, C) in x's dtype
+    targets: Tensor,  # (n,)
+    scale: Tensor,  # (n,) fp32 weight of each token, 0 = ignored
+) -> tuple[Tensor, Tensor]:
+    """_chunk_loss() of logits that are not softcapped: one fp32 copy of them, which becomes the gradient."""
+    raw = F.linear(x, weight)
+    index = targets.clamp_min(0)[:, None]
+    top = raw.amax(dim=1, keepdim=True).float()
+    own = raw.gather(1, index).float()
+    exponent = raw.float().sub_(top).exp_()
+    total = exponent.sum(dim=1, keepdim=True)
+    nll = (total.log() + top - own).squeeze(1)
+    exponent.mul_(scale[:, None] / total).scatter_add_(1, index, -scale[:, None])
+    return (nll * scale).sum(), exponent.to(x.dtype)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """The loss and both gradients in one pass over chunks of tokens; only a chunk's logits exist at one time."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, vocab: int, chunk: int, hidden: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        vocab: int,
+        chunk: int,
+        hidden: float,
+        capped: bool,
     ) -> Tensor:
         head = weight.to(x.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        x_grads, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
+        x_grads, weight_grad = [], None
+        if ctx.needs_input_grad[1]:  # a frozen head has no gradient
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
         for i in range(0, x.size(0), chunk):
-            part = x[i : i + chunk]
-            chunk_loss, gradient = _chunk_loss(part, head, targets[i : i + chunk], scale[i : i + chunk], vocab, hidden)
+            part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
+            if capped:
+                chunk_loss, gradient = _chunk_loss(part, head, wanted, shares, vocab, hidden)
+            else:
+                chunk_loss, gradient = _uncapped_chunk_loss(part, head, wanted, shares)
             loss = loss + chunk_loss
             x_grads.append(gradient @ head)
-            weight_grad += gradient.mT @ part
-        ctx.save_for_backward(torch.cat(x_grads), weight_grad.to(weight.dtype))
+            if weight_grad is not None:
+                weight_grad += gradient.mT @ part
+        ctx.save_for_backward(torch.cat(x_grads), None if weight_grad is None else weight_grad.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         (upstream,) = grads
-        return x_grad * upstream.to(x_grad.dtype), weight_grad * upstream.to(weight_grad.dtype), *[None] * 5
+        weight_grad = None if weight_grad is None else weight_grad * upstream.to(weight_grad.dtype)
+        return x_grad * upstream.to(x_grad.dtype), weight_grad, *[None] * 6
 
 
 def chunked_loss(
@@ -90,12 +125,13 @@ def chunked_loss(
     weights: Tensor | None = None,  # (N,) weight of each token's loss, default 1
     chunk: int = 1024,  # tokens at a time
     hidden: float = float("-inf"),  # the score of the padded rows of the head
+    capped: bool = True,  # whether the logits are softcapped; a head whose logits are not has no padded rows
 ) -> Tensor:  # () fp32
-    """The sum over tokens of weight times cross-entropy in nats of the softcapped logits, with gradients.
+    """The sum over tokens of weight times cross-entropy in nats of the logits, with gradients.
 
     The forward pass computes the gradients too, chunk by chunk: this takes memory for chunk x V logits, not N x V.
     """
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped)  # type: ignore[no-any-return]

@@ -6,15 +6,17 @@ Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.nn import plain_attention
+from nanochat.nn import loss, plain_attention
+from nanochat.nn.lean import weighted_norm
 from nanochat.nn.plain_attention import Masks
+from nanochat.nn.together import Unit
 
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
 
@@ -27,6 +29,7 @@ class Operations:
     hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
     shape_grain = 1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
     launches_are_dear = False  # whether one operator over many tensors is much cheaper than one for each
+    fewest_launches = False  # whether to save operators where that changes how results are rounded
 
     def __init__(self, stacks_matrices: bool = True):
         """`stacks_matrices`: Muon steps all matrices of one shape together."""
@@ -41,12 +44,21 @@ class Operations:
         """RMS norm over the last dimension, without parameters."""
         return F.rms_norm(x, (x.size(-1),))
 
+    def weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32
+        epsilon: float,
+    ) -> Tensor:
+        """RMS norm over the last dimension, times a weight for each channel."""
+        return weighted_norm(x, weight, epsilon)
+
     def rotary_tables(
-        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embedding, base 100,000 (RoFormer, arXiv 2104.09864), as rotary() reads them:
-        here (length, D/2) each."""
-        frequency = 100_000 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        """Cosines and sines of the rotary embedding (RoFormer, arXiv 2104.09864), as rotary() reads them: here
+        (length, D/2) each."""
+        frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -68,6 +80,7 @@ class Operations:
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
         sharpen: float,
+        made: Tensor | None = None,  # the matrices as one, from cast_together()
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """Queries and keys, rotated, normed and multiplied by `sharpen`, and values.
 
@@ -77,6 +90,53 @@ class Operations:
         q = self.norm(self.rotary(q, cos, sin)) * sharpen
         k = self.norm(self.rotary(k, cos, sin)) * sharpen
         return q, k, v
+
+    def cast_together(self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]] | None:
+        """The matrices of all layers in the compute dtype, one for each unit; None: every use casts its own."""
+        return None
+
+    def gated_heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Sequence[nn.Module],  # to queries, keys and values
+        gate: nn.Module,  # from the first channels of x to (B, T, Hkv)
+        value: Tensor,  # (B, T, Hkv * D) value embedding of each token
+        head_dim: int,
+        cos: Tensor,  # from rotary_tables
+        sin: Tensor,
+        sharpen: float,
+        made: Sequence[Tensor] | None = None,  # the matrices as one, and the gate's, from cast_together()
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        """As heads(), and each head of a value gains 3 sigmoid(gate) times the value embedding."""
+        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen)
+        logits = gate(x[..., : cast(int, gate.in_features)])
+        return q, k, v + (3 * torch.sigmoid(logits)).unsqueeze(-1) * value.view_as(v)
+
+    def mix(
+        self,
+        x: Tensor,  # (B, T, C)
+        x0: Tensor,  # (B, T, C)
+        a: Tensor,  # ()
+        b: Tensor,  # ()
+    ) -> tuple[Tensor, Tensor]:
+        """a x + b x0, and the x0 to give to the next layer."""
+        return a * x + b * x0, x0
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """norm(x + y), and x + y."""
+        x = x + y
+        return self.norm(x), x
+
+    def loss(
+        self,
+        x: Tensor,  # (N, C) normed activations
+        head: Tensor,  # (V', C) fp32 master
+        targets: Tensor,  # (N,) token ids, -1 = ignored
+        vocab: int,
+        weights: Tensor | None,  # (N,) weight of each token's loss
+    ) -> Tensor:  # () fp32
+        """See loss.chunked_loss."""
+        return loss.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score)
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """The factor of the scores that attend() is to be given after heads(); None means 1/sqrt(D)."""
@@ -129,29 +189,3 @@ class Operations:
     ) -> Tensor:  # (B, T, H, D)
         """attend_cached() by lengths, for devices whose takes_lengths() says True."""
         raise NotImplementedError(f"{type(self).__name__} attends over a cache by mask")
-
-
-class _SquaredRelu(torch.autograd.Function):
-    """relu(x)^2 with two operators in either direction: where x < 0, the root of the output is 0 already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        root = F.relu(x)
-        ctx.save_for_backward(root)
-        return root * root
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (root,) = ctx.saved_tensors
-        return (grads[0] * root).mul_(2.0)
-
-
-def squared_relu_in_few_launches(x: Tensor) -> Tensor:
-    """relu(x)^2, for devices on which every operator costs a launch."""
-    return _SquaredRelu.apply(x)  # type: ignore[no-any-return]
-
-
-def square_sums_in_few_launches(gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
-    """The sum of squares of each tensor, for devices on which every operator costs a launch."""
-    norms = torch._foreach_norm([g.float() for g in gradients])  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).square()

@@ -4,15 +4,18 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanochat.common import UserError, log
 from nanochat.nn.operations import Asked, Operations
-from nanochat.platforms import ascend_environment, ascend_errors, ascend_kernels
+from nanochat.platforms import ascend_environment, ascend_errors, ascend_kernels, ascend_operators
 from nanochat.platforms.ascend_chips import CHIPS, AscendChip, chip_of
 from nanochat.platforms.ascend_environment import PortBlocks
 from nanochat.platforms.ascend_kernels import KINDS, NEEDS
@@ -34,8 +37,11 @@ class Ascend(Platform):
         """Try to import torch_npu. Every failure (no CANN, a wrong version) is a reason, not an error."""
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
-        # torch and torch_npu share their first two numbers
-        if why := ascend_environment.prepare_loading(torch.__version__):
+        try:
+            version = metadata.version("torch_npu")
+        except metadata.PackageNotFoundError:  # built from source, without metadata: as torch's own release
+            version = torch.__version__
+        if why := ascend_environment.prepare_loading(version):
             return f"torch_npu could not be loaded: {why}"
         try:
             usable = importlib.import_module("torch_npu").npu.is_available()
@@ -44,25 +50,29 @@ class Ascend(Platform):
         return "" if usable else "torch_npu loaded, but sees no NPU"
 
     @cached_property
-    def chip(self) -> AscendChip | None:
-        """The chip by its SoC version; None for a version that is not known."""
-        return chip_of(self.module.get_soc_version())
+    def chip(self) -> AscendChip:
+        """The chip by its SoC version. What the table does not say, torch_npu and the device are asked."""
+        soc = int(self.module.get_soc_version())
+        chip = chip_of(soc) or AscendChip(
+            f"SoC {soc}", (soc,), bool(self.module.is_bf16_supported()), "listed", 0, "not known", 0,
+            saturates=not self.module.utils.is_support_inf_nan(),
+        )  # fmt: skip
+        return chip if chip.memory_gib else replace(chip, memory_gib=self.module.mem_get_info()[1] / 2**30)
 
     def chips(self) -> Sequence[AscendChip]:
-        """Every chip that is known."""
-        return CHIPS
+        """Every chip whose peak is known, so that one can plan for it elsewhere."""
+        return [chip for chip in CHIPS if chip.tflops]
 
     def best_dtype(self) -> tuple[torch.dtype, str]:
         """bf16 where the chip has bf16, else fp16."""
-        if self.module.is_bf16_supported():
+        if self.chip.bf16:
             return torch.bfloat16, "the NPU has bf16"
-        return torch.float16, "the NPU has no bf16; " + (
-            "a gradient scaler is used" if self.chip is None or self.chip.trains else "for inference only"
-        )
+        how = "a gradient scaler is used" if self.chip.trains else "for inference only"
+        return torch.float16, f"the NPU has no bf16; {how}"
 
     def lacks_dtype(self, dtype: torch.dtype) -> str:
         """The refusal of bf16 on a chip without bf16."""
-        if dtype != torch.bfloat16 or self.module.is_bf16_supported():
+        if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
         return "NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16"
 
@@ -98,24 +108,35 @@ class Ascend(Platform):
     # --- work ------------------------------------------------------------------------------------
 
     def operations(self, asked: Asked) -> Operations:
-        """What the chip has, or torch's own operators where plain was asked for or the chip is not known."""
+        """What the chip has, or torch's own operators where plain was asked for.
+
+        On a chip that is not in the table, each fused operator is tried first.
+        """
         chip = self.chip
-        kind = "plain" if chip is None or asked == "plain" else chip.kernels
-        if asked == "fused" and kind != "fused":
-            what = "this chip, whose SoC version is not known," if chip is None else f"a {chip.name}"
-            raise UserError(f"--kernels fused was asked for, but {what} has no fused attention for training; use auto")
-        if chip is not None and kind != "plain" and (lacking := ascend_kernels.missing(kind)):
+        if asked == "plain":
+            log("kernels: plain")
+            return ascend_kernels.AscendPlain(stacks_matrices=False, saturates=chip.saturates)
+        operators = NEEDS.get(chip.kernels, chip.operators)
+        if chip_of(chip.socs[0]) is None:
+            log(f"{chip.name} is not in the table of chips, so its operators are tried (--kernels plain uses none)")
+            operators = ascend_operators.try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
+        if asked == "fused" and ascend_operators.ATTENTION not in operators:
+            raise UserError(
+                f"--kernels fused was asked for, but a {chip.name} has no fused attention for training; use auto"
+            )
+        if lacking := ascend_kernels.missing(operators):
             raise UserError(
                 f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
                 "install one that fits CANN (python check_npu.py), or give --kernels plain"
             )
-        operators = ", ".join(NEEDS.get(kind, ()))
-        log(f"kernels: {kind}" + (f" ({operators})" if operators else ""))
-        return KINDS[kind](stacks_matrices=asked != "plain", saturates=chip is not None and chip.saturates)
+        log(f"kernels: {chip.kernels}" + (f" ({', '.join(operators)})" if operators else ""))
+        if chip.kernels == "listed":
+            return ascend_operators.AscendListed(operators, saturates=chip.saturates)
+        return KINDS[chip.kernels](saturates=chip.saturates)
 
     def cannot_train(self) -> str:
         """Why an inference card cannot train."""
-        if self.chip is None or self.chip.trains:
+        if self.chip.trains:
             return ""
         return (
             f"a {self.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
@@ -124,12 +145,12 @@ class Ascend(Platform):
 
     def clear_overflow(self) -> None:
         """Forget earlier overflows, on a chip that saturates."""
-        if self.chip is not None and self.chip.saturates:
+        if self.chip.saturates:
             self.module.amp.GradScaler.clear_npu_overflow_flag()
 
     def overflows(self) -> list[torch.Tensor]:
         """The status flag of a chip that saturates, read as torch_npu's GradScaler reads it."""
-        if self.chip is None or not self.chip.saturates:
+        if not self.chip.saturates:
             return []
         status = torch.zeros(8, dtype=torch.float32, device=torch.device(self.name, self.index))
         import torch_npu  # pyright: ignore[reportMissingImports]
@@ -145,8 +166,22 @@ class Ascend(Platform):
         return AscendTracer(folder, name, steps)
 
     def peak_flops(self) -> tuple[float, str] | None:
-        """The dense peak of a known chip."""
-        return None if self.chip is None else (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense")
+        """The dense peak of a chip whose peak is published or estimated."""
+        return (self.chip.tflops * 1e12, f"{self.chip.name}, {self.chip.source} dense") if self.chip.tflops else None
+
+    def graphs_missing(self) -> str:
+        """What the chip, torch_npu or the environment lacks."""
+        if self.chip is not None and self.chip.kernels != "fused":
+            return f"a {self.chip.name} captures no graphs; the second generation (910B, 910C) does"
+        if not hasattr(self.module, "make_graphed_callables"):
+            return "this torch_npu has no make_graphed_callables; install a newer one"
+        if os.environ.get("TASK_QUEUE_ENABLE") == "2":
+            return "TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1"
+        return ""
+
+    def new_graph(self) -> Any:
+        """An empty graph of torch_npu."""
+        return self.module.NPUGraph()
 
     def compiler_missing(self) -> str:
         """Compilers for NPUs are not used."""

@@ -11,20 +11,32 @@ BLOCK = 16  # ports that a job's collectives take from HCCL_IF_BASE_PORT on
 FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above the ports that Linux hands out by itself (32768-60999)
 
 
-def prepare_loading(version: str, environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set what torch_npu reads while it loads, where the user has not; "" or why loading would abort.
+# The first patch of each minor of torch_npu in which PYTORCH_ALLOC_CONF is read (TorchNPU 26.2 with torch 2.10 or
+# later, seen in the compiled library of each wheel); all read PYTORCH_NPU_ALLOC_CONF.
+FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
+
+
+def allocator_variable(torch_npu: str) -> str:
+    """The variable by which a torch_npu is best told how to allocate: torch's own name where it reads that."""
+    number, patch = re.match(r"(\d+)\.(\d+)", torch_npu), re.search(r"post(\d+)", torch_npu)
+    major, minor = (int(number[1]), int(number[2])) if number else (0, 0)
+    post = int(patch[1]) if patch else 0
+    torchs = (major, minor) >= (2, 13) or post >= FIRST_WITH_TORCHS_NAME.get((major, minor), post + 1)
+    return ALLOCATORS[0 if torchs else 1]
+
+
+def prepare_loading(torch_npu: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Set what a version of torch_npu reads while it loads, where the user has not; "" or why loading would abort.
 
     The task queue lets Python run ahead of the device, the affinity keeps its threads on near cores, and segments
-    that grow keep the memory from fragmenting. From 2.13 on the allocator's variable has torch's own name, and both
-    variables at once abort the process.
+    that grow keep the memory from fragmenting. Both names of the allocator's variable at once abort the process.
     """
     if all(name in environ for name in ALLOCATORS):
         return f"{ALLOCATORS[0]} and {ALLOCATORS[1]} are both set, on which it aborts; unset {ALLOCATORS[1]}"
     environ.setdefault("TASK_QUEUE_ENABLE", "2")
     environ.setdefault("CPU_AFFINITY_CONF", "2")
     if not any(name in environ for name in ALLOCATORS):
-        major, minor = (int(re.sub(r"\D.*", "", part) or 0) for part in (*version.split("."), "0")[:2])
-        environ[ALLOCATORS[0 if (major, minor) >= (2, 13) else 1]] = "expandable_segments:True"
+        environ[allocator_variable(torch_npu)] = "expandable_segments:True"
     return ""
 
 

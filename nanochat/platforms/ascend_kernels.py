@@ -5,32 +5,41 @@ hidden.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.nn import few_launches
 from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.kept import Kept
-from nanochat.nn.operations import Operations, square_sums_in_few_launches, squared_relu_in_few_launches
+from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
+from nanochat.nn.together import Unit, cast_together
 
 EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format
 WHOLE = 2147483647  # a window without end
 NEEDS = {  # the operators of torch_npu that each kind of chip computes with
-    "fused": ("npu_fusion_attention", "npu_fused_infer_attention_score", "npu_rms_norm", "npu_rotary_mul"),
+    "fused": (
+        "npu_fusion_attention",
+        "npu_fused_infer_attention_score",
+        "npu_rms_norm",
+        "npu_rms_norm_backward",
+        "npu_add_rms_norm",
+        "npu_rotary_mul",
+    ),
     "chunked": (),
     "inference": ("npu_prompt_flash_attention", "npu_incre_flash_attention"),
 }
 
 
-def missing(kind: str) -> list[str]:
-    """Operators that this kind of chip computes with and this torch_npu lacks."""
+def missing(operators: Sequence[str]) -> list[str]:
+    """Those of the operators that this torch_npu lacks."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    return [name for name in NEEDS[kind] if not hasattr(torch_npu, name)]
+    return [name for name in operators if not hasattr(torch_npu, name)]
 
 
 class AscendPlain(Operations):
@@ -57,6 +66,11 @@ class AscendChunked(AscendPlain):
 
     name = "chunked"
     loss_chunk = 2048
+    fewest_launches = True
+
+    def cast_together(self, layers: Sequence[Sequence[Unit]], dtype: torch.dtype) -> list[list[Tensor]] | None:
+        """See Operations.cast_together. Without gradients parameters mostly have the compute dtype already."""
+        return cast_together(layers, dtype) if torch.is_grad_enabled() else None
 
     def heads(
         self,
@@ -66,26 +80,56 @@ class AscendChunked(AscendPlain):
         cos: Tensor,
         sin: Tensor,
         sharpen: float,
+        made: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         """See Operations.heads. One matmul makes all heads, and queries and keys are rotated and normed together."""
         weights = [cast(Tensor, matrix.weight) for matrix in matrices]
         counts = [weight.size(0) // head_dim for weight in weights]
-        both = F.linear(x, torch.cat(weights).to(x.dtype)).unflatten(-1, (-1, head_dim))
+        made = torch.cat([weight.to(x.dtype) for weight in weights]) if made is None else made
+        both = F.linear(x, made).unflatten(-1, (-1, head_dim))
         qk, v = both.split((counts[0] + counts[1], counts[2]), dim=2)
         q, k = self.sharpened(self.norm(self.rotary(qk, cos, sin)), sharpen).split((counts[0], counts[1]), dim=2)
         return q, k, v
+
+    def gated_heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Sequence[nn.Module],
+        gate: nn.Module,
+        value: Tensor,  # (B, T, Hkv * D)
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        made: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        """See Operations.gated_heads."""
+        whole, narrow = made or (None, cast(Tensor, gate.weight).to(x.dtype))
+        x, logits = few_launches.narrow(x, narrow)
+        q, k, v = self.heads(x, matrices, head_dim, cos, sin, sharpen, whole)
+        return q, k, few_launches.add_values(v, value.view_as(v), logits)
 
     def sharpened(self, qk: Tensor, sharpen: float) -> Tensor:
         """Queries and keys times `sharpen`."""
         return qk * sharpen
 
+    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.mix."""
+        return few_launches.mix(x, x0, a, b)
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
-        return squared_relu_in_few_launches(x)
+        dtype, device = x.dtype, x.device
+        zero = self.kept.get(("zero", dtype, device), lambda: torch.zeros((), dtype=dtype, device=device))
+        return few_launches.squared_relu(x, zero)
+
+    def loss(self, x: Tensor, head: Tensor, targets: Tensor, vocab: int, weights: Tensor | None) -> Tensor:
+        """See Operations.loss."""
+        return few_launches.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """See Operations.square_sums."""
-        return square_sums_in_few_launches(gradients)
+        return few_launches.square_sums(gradients)
 
     def attend(
         self,
@@ -154,6 +198,31 @@ class AscendInference(AscendChunked):
         return decode(q, *_last_keys(k, v, ends, last, window))
 
 
+class AddNorm(torch.autograd.Function):
+    """norm(x + y) and x + y in one operator, which torch_npu gives no gradient; the norm's own has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        normed, factors, total = torch_npu.npu_add_rms_norm(x, y, ones, EPSILON)
+        ctx.save_for_backward(total, ones, factors)
+        ctx.set_materialize_grads(False)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        of_norm, of_total = grads
+        if of_norm is None:
+            return of_total, of_total, None
+        grad = torch_npu.npu_rms_norm_backward(of_norm, *ctx.saved_tensors)[0]
+        if of_total is not None:
+            grad.add_(of_total)
+        return grad, grad, None
+
+
 class AscendFused(AscendChunked):
     """For the second generation (910B, 910C), by torch_npu's fused operators."""
 
@@ -172,15 +241,28 @@ class AscendFused(AscendChunked):
         """See Operations.norm."""
         import torch_npu  # pyright: ignore[reportMissingImports]
 
+        return torch_npu.npu_rms_norm(x, self.ones(x), EPSILON)[0]
+
+    def ones(self, x: Tensor) -> Tensor:
+        """The factors of a norm over the last dimension of x, all 1."""
         size, dtype, device = x.size(-1), x.dtype, x.device
-        ones = self.kept.get((size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
-        return torch_npu.npu_rms_norm(x, ones, EPSILON)[0]
+        return self.kept.get((size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.add_norm."""
+        return AddNorm.apply(x, y, self.ones(x))  # type: ignore[no-any-return]
+
+    def weighted_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """See Operations.weighted_norm."""
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        return torch_npu.npu_rms_norm(x, weight.to(x.dtype), epsilon)[0]
 
     def rotary_tables(
-        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        self, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float = 100_000
     ) -> tuple[Tensor, Tensor]:
         """Cosines, and sines negated, each (length, D) with both halves alike, as the fused operator reads them."""
-        cos, sin = super().rotary_tables(length, head_dim, device, dtype)
+        cos, sin = super().rotary_tables(length, head_dim, device, dtype, base)
         return torch.cat((cos, cos), dim=-1), -torch.cat((sin, sin), dim=-1)
 
     def rotary(

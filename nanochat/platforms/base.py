@@ -5,7 +5,7 @@ The defaults suit an accelerator whose module in torch has the functions of torc
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -27,7 +27,7 @@ class Chip(Protocol):
     def trains(self) -> bool: ...
 
     @property
-    def tflops(self) -> float: ...
+    def tflops(self) -> float: ...  # 0 where no peak is known
 
     @property
     def memory_gib(self) -> float: ...
@@ -231,6 +231,32 @@ class Platform:
         """The kind of the card that this process uses; None where it is not known."""
         return None
 
+    # --- graphs ----------------------------------------------------------------------------------
+
+    def graphs_missing(self) -> str:
+        """Why sequences of operators cannot be captured and replayed on this device; "" if they can."""
+        return ""
+
+    def graphed(self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        """A call whose forward and backward pass each replay as one launch, on inputs of the samples' shapes.
+
+        The module runs a few times, and gradients of its parameters may be left behind. Its arguments and results are
+        tensors, and it must not wait for the device.
+        """
+        return self.module.make_graphed_callables(call, samples)
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats `work` as one launch, on the same tensors. `work` must have run once before; what it
+        computes now is undefined until the first replay, and tensors that it makes live as long as the function."""
+        graph = self.new_graph()
+        with self.module.graph(graph):
+            work()
+        return graph.replay
+
+    def new_graph(self) -> Any:
+        """An empty graph."""
+        raise NotImplementedError
+
     # --- the compiler ----------------------------------------------------------------------------
 
     def compiler_missing(self) -> str:
@@ -238,7 +264,8 @@ class Platform:
         return ""
 
     def prepare_compiling(self) -> None:
-        """Change torch's settings so that compiled training on this device repeats bit for bit."""
+        """Set up torch's compiler: use its cache, and repeat compiled training on this device bit for bit."""
+        host.prepare_compiling()
 
     @contextlib.contextmanager
     def saving_memory(self, tokens: int) -> Iterator[None]:

@@ -116,6 +116,10 @@ class Cpu(Platform):
         """Nobody asks this of the host."""
         raise NotImplementedError("passes are not probed on the host")
 
+    def graphs_missing(self) -> str:
+        """The host launches nothing."""
+        return "the device is a CPU, which launches no operators that a graph could hold"
+
     def compiler_missing(self) -> str:
         """What torch.compile lacks on the host."""
         if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
@@ -125,7 +129,9 @@ class Cpu(Platform):
         return ""
 
     def prepare_compiling(self) -> None:
-        """Several compiled threads would otherwise add to a row of a table in any order."""
+        """As for every device; and several compiled threads would otherwise add to a row of a table in any order."""
+        super().prepare_compiling()
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs alone
         if torch.get_num_threads() > 1:
             torch.use_deterministic_algorithms(True, warn_only=True)
             # Filling new memory is for debugging, and slow.

@@ -3,7 +3,11 @@
 import contextlib
 import ctypes
 import os
+import shlex
+import tempfile
 from pathlib import Path
+
+import torch
 
 
 def cpu_flags() -> frozenset[str]:
@@ -30,12 +34,73 @@ def _cpuinfo(key: str) -> str:
         return ""
 
 
-def use_compile_cache(folder: Path) -> None:
-    """Keep compiled kernels in this folder, where later stages and runs find them.
+def use_compile_cache(base: Path) -> Path:
+    """The folder of compiled kernels, in which every stage and run finds what an earlier one compiled.
 
-    Call this early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
+    It is TORCHINDUCTOR_CACHE_DIR; else ~/.cache/nanochat/compile_cache, whatever the base folder, so that two base
+    folders compile once; else `base`/compile_cache. The compiler's command line is not quoted, so a path with a space
+    or a quote is passed over, at worst for a private folder among the temporary files. Call this early: the first
+    optimizer imports torch's compiler, which then settles on a folder of its own.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        places = [base / "compile_cache"]
+        with contextlib.suppress(RuntimeError):  # no home
+            places.insert(0, Path.home() / ".cache" / "nanochat" / "compile_cache")
+        chosen = next((place for place in places if plain_path(place) and _can_write(place)), None)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(chosen or _private_folder())
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def plain_path(path: Path) -> bool:
+    """Whether a path is one word of an unquoted command line."""
+    try:
+        return shlex.split(str(path)) == [str(path)]
+    except ValueError:  # a quote without an end
+        return False
+
+
+def _can_write(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK)
+    return False
+
+
+def _private_folder() -> Path:
+    """A folder among the temporary files that no other user can write to: what it holds is loaded and run."""
+    folder = Path(tempfile.gettempdir()) / f"nanochat-compile-cache-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        return Path(tempfile.mkdtemp(prefix="nanochat-compile-cache-"))
+    return folder
+
+
+def prepare_compiling() -> None:
+    """Let torch's compiler find what an earlier process compiled, also one of another checkout in another folder.
+
+    The names of compiled files are hashes of the compiler's command line, which names the folder of torch. That folder
+    gets a name in the cache that is the same for all checkouts, and that has no space or quote.
+    """
+    from torch._functorch import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.utils import cpp_extension
+
+    # The loss and attention are functions with gradients of their own, which the cache leaves out unless it is told to
+    # take them: their code is part of the key.
+    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):  # from torch 2.9 on
+        config.autograd_cache_allow_custom_autograd_functions = True
+    link = Path(cache_dir()) / f"torch-{torch.__version__}"
+    if not link.exists():  # not there, or its checkout is gone
+        fresh = link.with_name(f".{link.name}-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            fresh.symlink_to(Path(torch.__file__).parent, target_is_directory=True)
+            os.replace(fresh, link)
+    if link.exists():
+        cpp_extension._TORCH_PATH = str(link)
+        cpp_extension.TORCH_LIB_PATH = str(link / "lib")
 
 
 def keep_freed_memory() -> None:

@@ -1,10 +1,13 @@
 """NVIDIA GPUs: their peaks by name, and messages for a GPU that cannot be opened or is in use."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from nanochat.common import log
 from nanochat.nn.operations import Asked, Operations
-from nanochat.platforms.base import Platform
+from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia_attention import NvidiaOperations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
@@ -18,6 +21,23 @@ PEAKS = {
 def peak_tflops(name: str) -> float | None:
     """The peak of a GPU by its full name; None for an unknown GPU."""
     return next((tflops for part, tflops in PEAKS.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class NvidiaChip:
+    """A kind of GPU that nanochat.planner can plan for."""
+
+    name: str  # a part of the device's name
+    memory_gib: float
+    trains: bool = True
+
+    @property
+    def tflops(self) -> float:
+        """The dense bf16 peak."""
+        return PEAKS[self.name]
+
+
+CHIPS = (NvidiaChip("A100", 80), NvidiaChip("H100", 80), NvidiaChip("H200", 141))
 
 
 class Nvidia(Platform):
@@ -63,8 +83,23 @@ class Nvidia(Platform):
         log(f"attention: {made.name}")
         return made
 
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """An empty CUDA graph."""
+        return torch.cuda.CUDAGraph()
+
     def peak_flops(self) -> tuple[float, str] | None:
         """The data sheet's dense bf16 peak of a known GPU."""
         name = torch.cuda.get_device_name(self.index)
         tflops = peak_tflops(name)
         return None if tflops is None else (tflops * 1e12, f"{name}, data sheet, bf16 dense")
+
+    def chips(self) -> Sequence[Chip]:
+        """The kinds whose memory and links the planner knows."""
+        return CHIPS
+
+    @property
+    def chip(self) -> Chip | None:
+        """The GPU by its name, with the memory that this one has; None for kinds that the planner does not know."""
+        name = torch.cuda.get_device_name(self.index)
+        known = next((chip for chip in CHIPS if chip.name in name and peak_tflops(name) == chip.tflops), None)
+        return None if known is None else NvidiaChip(known.name, self.memory_total() / 2**30)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nanochat.common import UserError
-from nanochat.nn.operations import Operations, square_sums_in_few_launches
+from nanochat.nn.few_launches import square_sums
+from nanochat.nn.operations import Operations
 
 BLOCK = 128  # queries and keys that FlexAttention looks at together
 HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
@@ -53,7 +54,7 @@ class NvidiaOperations(Operations):
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """See Operations.square_sums."""
-        return square_sums_in_few_launches(gradients)
+        return square_sums(gradients)
 
     def attend(
         self,

@@ -53,7 +53,7 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     try:
         part = read_json(path) if path.exists() else None
     except ValueError as failure:
-        warn(f"{path} is damaged ({failure}): this shard is tokenised again")
+        warn(f"{path} is damaged ({failure.__cause__}): this shard is tokenised again")
         return None
     return part if part and is_there(path.parent, part) else None
 

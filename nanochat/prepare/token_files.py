@@ -94,7 +94,7 @@ def read_meta(folder: Path, needs: Sequence[str] = ("dtype", "parts")) -> dict[s
     try:
         meta = read_json(path) if path.exists() else None
     except ValueError as failure:
-        raise damage(path, f"it is not JSON ({failure})") from failure
+        raise damage(path, f"it is not JSON ({failure.__cause__})") from failure
     if meta is not None and not ({*needs} <= {*meta} and all({*part} == PART for part in meta.get("parts", []))):
         raise damage(path, "it lacks required entries")
     return meta

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError, base_dir, tr
 from nanochat.device import Compute
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -77,11 +77,11 @@ def check(facts: Mapping[str, Any], compute: Compute) -> None:
         if other.get(name) != ranks[0].get(name)
     ]
     if differences:
-        more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+        more = tr("; and {count} more", count=len(differences) - NAMED) if len(differences) > NAMED else ""
         raise UserError(
-            f"the ranks were not started alike: {'; '.join(differences[:NAMED])}{more}. Start all of them with the "
-            "same command, code and data."
-        )
+            tr("the ranks were not started alike: {differences}. Start all of them with the same command, code and "
+               "data.", differences="; ".join(differences[:NAMED]) + more)
+        )  # fmt: skip
 
 
 def _check_folder(compute: Compute) -> None:
@@ -98,6 +98,7 @@ def _check_folder(compute: Compute) -> None:
         token.unlink(missing_ok=True)
     if blind := [rank for rank, sees in enumerate(seen) if not sees]:
         raise UserError(
-            f"rank(s) {', '.join(map(str, blind))} do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR to a "
-            f"folder on a disk that all hosts share; on rank {compute.rank} it is {base_dir()}."
-        )
+            tr("rank(s) {ranks} do not see the base folder of rank 0. Set NANOCHAT_BASE_DIR to a folder on a disk that "
+               "all hosts share; on rank {rank} it is {folder}.", ranks=", ".join(map(str, blind)), rank=compute.rank,
+               folder=base_dir())
+        )  # fmt: skip

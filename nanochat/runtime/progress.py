@@ -21,12 +21,12 @@ def amount(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 8.3 s, 4:05, 1:04:05."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    """Seconds for people, in at most two units: 8.3 s, 4 min 5 s, 3 h 20 min, 2 d 5 h."""
+    for size, part, names in ((86_400, 3_600, ("d", "h")), (3_600, 60, ("h", "min")), (60, 1, ("min", "s"))):
+        whole, rest = divmod(round(seconds / part), size // part)
+        if whole:
+            return f"{whole:,} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
+    return f"{seconds:.1f} s"
 
 
 class Progress:

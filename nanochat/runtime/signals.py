@@ -38,9 +38,10 @@ def caught(pulse: Pulse) -> Iterator[None]:
             raise KeyboardInterrupt
         if not pulse.asked:
             again = "; again to stop at once" if alone and number == signal.SIGINT else ""
-            os.write(2, f"{signal.Signals(number).name}: saving at the end of this step{again}\n".encode())
+            words = "stopping" if pulse.at_once else f"saving at the end of this step{again}"
+            os.write(2, f"{signal.Signals(number).name}: {words}\n".encode())
         pulse.ask(signal.Signals(number).name)
-        if alone and not pulse.moments:
+        if pulse.at_once or (alone and not pulse.moments):
             raise Stopped
 
     before = {number: signal.signal(number, note) for number in CAUGHT}
@@ -51,6 +52,19 @@ def caught(pulse: Pulse) -> Iterator[None]:
         pulse.catching, pulse.asked = False, ""
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def at_once(pulse: Pulse) -> Iterator[None]:
+    """Inside this block a signal raises Stopped at once, on every rank by itself: for long work that is not worth
+    finishing, such as compiling. A launcher gives its ranks 30 seconds before it kills them."""
+    pulse.at_once = True
+    try:
+        if pulse.asked:
+            raise Stopped
+        yield
+    finally:
+        pulse.at_once = False
 
 
 def agreed(compute: Compute) -> bool:

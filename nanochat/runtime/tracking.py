@@ -1,11 +1,10 @@
 """Records figures while a stage trains: always in metrics.jsonl, and in wandb when a run is named."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanochat.common import UserError, to_json, warn, write_atomic
+from nanochat.common import UserError, parse_json, to_json, warn, write_atomic
 
 
 class Tracker:
@@ -62,7 +61,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         for text in path.read_bytes().splitlines():
             try:
-                lines.append(json.loads(text))
+                lines.append(parse_json(text))
             except ValueError:  # not JSON, or a character cut in two
                 break
     return lines

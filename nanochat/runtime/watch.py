@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, note_end, tr
 from nanochat.device import Compute, with_compute
 from nanochat.runtime import signals
 
@@ -117,8 +117,9 @@ class Watch:
 
     def _end(self, words: str) -> None:
         if not self._over.is_set():
-            print(f"error: {words}. All ranks end; type the same command to resume from the newest checkpoint. "
-                  f"(rank {self.compute.rank})", file=sys.stderr, flush=True)  # fmt: skip
+            words = f"error: {words}. All ranks end; the same command, without --resume, resumes from the newest save."
+            note_end(words)
+            print(f"{words} (rank {self.compute.rank})", file=sys.stderr, flush=True)
             os._exit(1)  # the main thread waits in a collective that will never end
 
     def gone(self) -> str:
@@ -179,8 +180,9 @@ def over(compute: Compute, seconds: float) -> Iterator[None]:
             raise
         first = str(failure).splitlines()[0].partition(". ")[0]
         raise UserError(
-            f"{words}. Type the same command to resume from the newest checkpoint. (A collective failed with: {first})"
-        ) from failure
+            tr("{words}. The same command, without --resume, resumes from the newest checkpoint. (A collective failed "
+               "with: {first})", words=words, first=first)
+        ) from failure  # fmt: skip
     finally:
         watch.close()
         with suppress(RuntimeError, ValueError):

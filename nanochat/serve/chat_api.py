@@ -24,6 +24,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 IGNORED = frozenset({"user", "metadata", "store"})
 SAMPLING = frozenset({"temperature", "top_k", "max_tokens", "max_completion_tokens", "seed"})
 READ = SAMPLING | {"messages", "model", "stream", "stream_options", "truncation"}
+MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
+MOST_PARTS = 4000  # of all messages together
 ERROR_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -32,10 +34,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None):
         """`retry_after` is in seconds."""
-        super().__init__(message)
+        super().__init__(_whole(message))
         self.status = status
         self.code = code
-        self.param = param
+        self.param = param and _whole(param)
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     @property
@@ -43,6 +45,11 @@ class ApiError(Exception):
         """The error JSON."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def _whole(text: str) -> str:
+    """A text that may repeat a name from a request; half of a surrogate pair, which JSON may hold, becomes "?"."""
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,14 @@ def _conversation(fields: Mapping[str, Any]) -> Conversation:
         raise _invalid("messages must be a list of {role, content}, got " + _kind(given), "messages")
     if not given:
         raise ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
+    if len(given) > MOST_MESSAGES:
+        text = f"there may be at most {MOST_MESSAGES:,} messages, got {len(given):,}: leave out the oldest"
+        raise ApiError(400, "too_many_messages", text, "messages")
+    if (parts := sum(map(_count, given))) > MOST_PARTS:
+        text = (
+            f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave out the oldest messages"
+        )
+        raise ApiError(400, "too_many_messages", text, "messages")
     messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(given))
     first = 1 if messages[0].role == "system" else 0
     for i, message in enumerate(messages[first:], start=first):
@@ -176,6 +191,12 @@ def _conversation(fields: Mapping[str, Any]) -> Conversation:
     if messages[-1].role != "user":
         raise _invalid("the last message must have the role user", f"messages[{len(messages) - 1}].role")
     return Conversation(messages)
+
+
+def _count(item: Any) -> int:
+    """How many parts a message has, before it is checked."""
+    lists = [item.get(name) for name in ("content", "parts")] if isinstance(item, dict) else []
+    return sum(len(some) for some in lists if isinstance(some, list))
 
 
 def _message(item: Any, name: str) -> Message:

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from nanochat.common import UserError
+
 
 class EngineEvent(Protocol):
     """One token of a request. `finish` is the reason why the reply ended, on the last token only."""
@@ -79,7 +81,7 @@ class EngineThread(Generic[E]):
     def __init__(self, engine: StepEngine[E], waiting: int):
         """`waiting` is the number of tickets that may wait beyond the ones that have a slot."""
         self.slots = self.free_slots = engine.free_slots
-        self.tickets: set[Ticket[E]] = set()  # submitted and not yet released
+        self.tickets: set[Ticket[E]] = set()  # submitted; neither released nor at their end
         self._engine = engine
         self._most = self.slots + waiting
         self._inbox: queue.SimpleQueue[tuple[Ticket[E], bool] | None] = queue.SimpleQueue()
@@ -105,9 +107,17 @@ class EngineThread(Generic[E]):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def full(self) -> bool:
+        """Whether as many tickets wait as may wait."""
+        return len(self.tickets) >= self._most
+
     def submit(self, ticket: Ticket[E]) -> None:
-        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets wait already."""
-        if len(self.tickets) >= self._most:
+        """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets wait already.
+
+        The end of a reply gives its place to another ticket, even if its client never reads it.
+        """
+        if self.full:
             raise asyncio.QueueFull
         self.tickets.add(ticket)
         self._inbox.put((ticket, True))
@@ -159,7 +169,9 @@ class EngineThread(Generic[E]):
     def _admit(self, ticket: Ticket[E]) -> None:
         try:
             ticket.request = self._engine.submit(ticket.prompt, ticket.sampling)
-        except Exception as failure:  # the edge of the thread, as in _run; callers check the prompt, so it is rare
+        except UserError as failure:  # the client's mistake
+            self._news.append((ticket, failure))
+        except Exception as failure:  # the edge of the thread, as in _run
             traceback.print_exc()
             self._news.append((ticket, failure))
         else:
@@ -174,10 +186,13 @@ class EngineThread(Generic[E]):
     def _publish(self) -> None:
         assert self._loop is not None
         if self._news:
-            self._loop.call_soon_threadsafe(_deliver, self._news)
+            self._loop.call_soon_threadsafe(self._deliver, self._news)
             self._news, self._published = [], time.monotonic()
 
+    # --- on the loop -----------------------------------------------------------------------------
 
-def _deliver(news: Sequence[tuple[Ticket[Any], Any]]) -> None:
-    for ticket, item in news:
-        ticket.tell(item)
+    def _deliver(self, news: Sequence[tuple[Ticket[E], E | Exception]]) -> None:
+        for ticket, item in news:
+            ticket.tell(item)
+            if isinstance(item, Exception) or item.finish is not None:
+                self.tickets.discard(ticket)

@@ -1,6 +1,7 @@
 """Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows text safely."""
 
 import contextlib
+import locale
 import os
 import re
 import signal
@@ -8,16 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from nanochat import common
+
 HISTORY_LINES = 1000
+UTF8_LOCALES = ("C.UTF-8", "en_US.UTF-8", "zh_CN.UTF-8")
+LINE_EDITOR = (
+    "set input-meta on",  # these three matter only where no locale of UTF8_LOCALES is installed
+    "set output-meta on",
+    "set convert-meta off",
+    "tab: self-insert",  # a chat has no file names to complete, and pasted text may have tabs
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def language(asked: str) -> str:
     """en or zh: the language asked for, or, for auto, the language of the terminal's locale."""
-    if asked != "auto":
-        return asked
-    locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
-    return "zh" if locale.lower().startswith("zh") else "en"
+    return common.language() if asked == "auto" else asked
 
 
 # --- what is shown -------------------------------------------------------------------------------
@@ -96,18 +103,67 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def history(path: Path) -> Iterator[None]:
-    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the history file."""
-    try:
-        import readline  # here, because the import changes input(), and Windows does not have it
-    except ImportError:
-        yield
-        return
-    path.touch(mode=0o600)
-    with contextlib.suppress(OSError):  # the file may be in another line editor's format
-        readline.read_history_file(path)
-    readline.set_history_length(HISTORY_LINES)
+def utf8() -> Iterator[None]:
+    """Inside this block the line editor reads UTF-8 even if the terminal's locale is C or is not installed.
+
+    Without it the editor takes each byte of a Chinese character for a key pressed with Alt, and lists files or recalls
+    old lines. The editor looks at the environment for each line, so the environment is what changes.
+    """
+    name = "LC_ALL" if os.environ.get("LC_ALL") else "LC_CTYPE"
+    before = os.environ.get(name)
+    if _ascii_only():
+        os.environ[name] = next(filter(_installed, UTF8_LOCALES), "C")
     try:
         yield
     finally:
-        readline.write_history_file(path)
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _ascii_only() -> bool:
+    return not _installed("") or locale.nl_langinfo(locale.CODESET) in ("ANSI_X3.4-1968", "US-ASCII")
+
+
+def _installed(name: str) -> bool:
+    """Whether the system has this locale; "" is the environment's. It is then in use."""
+    try:
+        locale.setlocale(locale.LC_CTYPE, name)
+    except locale.Error:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def history(path: Path) -> Iterator[str]:
+    """Inside this block the arrow keys recall earlier lines and chats. Only the user may read the history file.
+
+    Gives why the lines cannot be kept for the next chat, or "".
+    """
+    with utf8():
+        try:
+            import readline  # here, because the import changes input(), and Windows does not have it
+        except ImportError:
+            yield "this Python has no readline"
+            return
+        for setting in LINE_EDITOR:
+            readline.parse_and_bind(setting)
+        problem = _read_history(readline, path)
+        readline.set_history_length(HISTORY_LINES)
+        try:
+            yield problem
+        finally:
+            with contextlib.suppress(OSError):  # a folder that became full or read-only does not end a chat in error
+                readline.write_history_file(path)
+
+
+def _read_history(readline: Any, path: Path) -> str:
+    """Read the history file, and create it if it is missing; why it cannot be written, or ""."""
+    problem = ""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    except OSError as failure:
+        problem = failure.strerror or str(failure)
+    with contextlib.suppress(OSError):  # the file may be in another line editor's format
+        readline.read_history_file(path)
+    return problem

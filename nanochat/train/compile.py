@@ -1,23 +1,117 @@
 """Compiles a model where torch.compile works and pays; elsewhere the model stays uncompiled, and the log says why."""
 
+import contextlib
+import hashlib
+import inspect
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from nanochat import device
-from nanochat.common import UserError, log, warn
+from nanochat.common import UserError, log, read_json, warn, write_json
 from nanochat.device import Compute
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, signals
 from nanochat.train import memory
 
+SAVED = 0.3  # of an uncompiled step, that compiling saves at least (dev/LOG.md)
+FEW = 10  # steps; fewer are not worth an uncompiled pass to time them
+# Seconds of a compilation that this machine has not measured yet, alone on two cores: of any model, and of each layer.
+FIRST, EACH = 10.0, 4.0
+AGAIN = 0.2  # of that, where the cache holds all of it
 
-def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-    for block in blocks:
-        block._compiled_call_impl = None
-    return model
+
+@dataclass(frozen=True)
+class Ahead:
+    """What is left to train in this run."""
+
+    steps: int
+    passes: int  # of a step, on each rank
+    least_seconds: float  # of a step, if the device computed at its peak
+    as_before: bool = False  # the steps so far were compiled, and the next must round as they did
+
+
+# --- what compiling costs --------------------------------------------------------------------------
+
+
+class Costs:
+    """What compiling has cost on this machine, kept beside the compiled code: seconds, by what was compiled."""
+
+    def __init__(self, key: str, parts: int):
+        """`parts` is how many layers are compiled, each of another kind or all in one graph."""
+        self.key, self.parts = key, parts
+        self.file = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.devnull) / "costs.json"
+        self.known: dict[str, dict[str, float]] = {}
+        with contextlib.suppress(OSError, ValueError):  # no record yet, or a damaged one
+            self.known = read_json(self.file)
+
+    def estimate(self) -> tuple[float, str]:
+        """Seconds that compiling will take, and how this is known."""
+        mine = self.known.get(self.key, {})
+        if "again" in mine:
+            return mine["again"], "from the cache"
+        if "first" in mine:
+            return AGAIN * mine["first"], "from the cache"
+        others = [one["first"] / (FIRST + EACH * one["parts"]) for one in self.known.values() if "first" in one]
+        pace = min(others, default=1.0)  # this machine's, when it did little else
+        return pace * (FIRST + EACH * self.parts), "for the first time"
+
+    def measured(self, seconds: float, first: bool) -> None:
+        """Keep what compiling took just now, unless it was faster before: the machine may have been busy."""
+        name, mine = "first" if first else "again", self.known.get(self.key, {})
+        mine |= {"parts": self.parts, name: min(round(seconds, 1), mine.get(name, seconds))}
+        with contextlib.suppress(OSError):  # a cache that others own serves without a record
+            write_json(self.file, {**self.known, self.key: mine})
+
+
+def _costs(model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module]) -> Costs:
+    """The record of compiling this model, by its sizes, the shape of a pass, and the code and torch that compute it."""
+    operations = compute.operations
+    code = [Path(inspect.getfile(one)).read_bytes() for one in (type(model), *type(operations).__mro__[:-1])]
+    sizes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    facts = (sizes, shape, str(compute.dtype), compute.world_size > 1, torch.get_num_threads(), torch.__version__)
+    key = hashlib.sha256(repr((device.describe(compute), *facts)).encode() + b"".join(code)).hexdigest()[:16]
+    if compute.world_size == 1:
+        return Costs(key, len(blocks))
+    return Costs(key, len({tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}))
+
+
+# --- whether it pays -------------------------------------------------------------------------------
+
+
+def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Compute) -> bool:
+    """Whether the steps that are left save more time than compiling takes; rank 0 decides for all ranks.
+
+    A step takes at least as long as at the device's peak. If that does not settle the question, a pass is timed.
+    """
+    if parallel.agree(int(SAVED * ahead.steps * ahead.least_seconds > cost), compute):
+        return True
+    if ahead.steps < FEW:
+        return False
+    saved = SAVED * ahead.steps * ahead.passes * time_pass()
+    return bool(parallel.agree(int(saved > cost), compute))
+
+
+def _timed_pass(model: nn.Module, tokens: Tensor, compute: Compute) -> float:
+    """Seconds of an uncompiled pass, forward and backward; every rank must call it."""
+    seconds = []
+    for _ in range(2):  # the first also sets up
+        device.synchronize(compute)
+        start = time.monotonic()
+        model(tokens, tokens.clone(), "sum").backward()
+        device.synchronize(compute)
+        seconds.append(time.monotonic() - start)
+        model.zero_grad()
+    return min(seconds)
+
+
+# --- compiling -------------------------------------------------------------------------------------
 
 
 def compiled(
@@ -26,11 +120,13 @@ def compiled(
     shape: tuple[int, int],
     compute: Compute,
     blocks: Sequence[nn.Module],
+    ahead: Ahead | None = None,
 ) -> nn.Module:
-    """The model to train with: compiled if that works, else the model itself, and one line that says why.
+    """The model to train with: compiled if that works and pays, else the model itself, and a line that says why.
 
-    `wanted` None means: wherever the device has a compiler. The first pass of shape (B, T) runs here, so that a
-    compiler fails now, before any state is touched. With several ranks each of `blocks` is compiled by itself.
+    `wanted` None means: wherever the device has a compiler and, with `ahead`, the steps to come repay it. The first
+    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched. With several ranks each
+    of `blocks` is compiled by itself. A signal ends the compilation at once: Stopped.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
     if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
@@ -40,11 +136,32 @@ def compiled(
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
         log(f"not compiled: {why_not}")
         return model
-    start = time.monotonic()
-    compute.platform.prepare_compiling()
     tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
-    with torch.no_grad():  # tables made while tracing would be traced again
-        model(tokens[:1])
+    with signals.at_once(compute.pulse):
+        with torch.no_grad():  # tables made while tracing would be traced again
+            model(tokens[:1])
+        costs = _costs(model, shape, compute, blocks)
+        cost, how = costs.estimate()
+        if wanted is None and ahead is not None and not ahead.as_before:
+            with memory.advising(shape[0], shape[0]):
+                pays = _pays(ahead, cost, lambda: _timed_pass(model, tokens, compute), compute)
+            if not pays:
+                log(
+                    f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} s (--compile overrides)"
+                )
+                return model
+        log(f"compiling {how}, about {cost:.0f} s ...")
+        return _compile(model, wanted, tokens, compute, blocks, costs)
+
+
+def _compile(
+    model: nn.Module, wanted: bool | None, tokens: Tensor, compute: Compute, blocks: Sequence[nn.Module], costs: Costs
+) -> nn.Module:
+    start, rows = time.monotonic(), len(tokens)
+    compute.platform.prepare_compiling()
+    from torch._dynamo.utils import counters
+
+    missed = counters["inductor"]["fxgraph_cache_miss"]
     try:
         if compute.world_size > 1:
             for block in blocks:
@@ -56,14 +173,30 @@ def compiled(
             # The targets are a clone, since aliased arguments would compile another graph.
             fast(tokens, tokens.clone(), "sum").backward()
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
+        if compute.pulse.asked:  # the signal ended the compiler's processes, or another rank
+            raise signals.Stopped from failure
         if memory.ran_out(failure):
-            raise memory.advice(shape[0], shape[0]) from failure
+            raise memory.advice(rows, rows) from failure
         if wanted:
             raise
         warn(f"torch.compile failed, and training continues uncompiled: {str(failure).splitlines()[0]}")
         fast = _uncompiled(model, blocks)
-    for parameter in model.parameters():
-        parameter.grad = None
+    else:
+        seconds, first = time.monotonic() - start, counters["inductor"]["fxgraph_cache_miss"] > missed
+        log(f"torch.compile: {seconds:.1f} s{'' if first else ', from the cache'}")
+        if compute.main:
+            costs.measured(seconds, first)
+    model.zero_grad()
     compute.platform.finish_compiling()
-    log(f"torch.compile: {time.monotonic() - start:.1f} s")
     return fast
+
+
+def is_compiled(fast: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether compiled() has compiled the model that it gave."""
+    return hasattr(fast, "_orig_mod") or any(block._compiled_call_impl is not None for block in blocks)
+
+
+def _uncompiled(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    for block in blocks:
+        block._compiled_call_impl = None
+    return model

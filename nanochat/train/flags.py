@@ -3,15 +3,19 @@
 A flag of type Free[...] changes how a run works, not what it learns: a run may resume with another value.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from nanochat.common import Free as Free
+from nanochat.common import warn
 from nanochat.nn.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.train.optim import Rates
 
 Auto = Literal["auto"]
+FEW_STEPS = 20  # a stage with fewer gets a warning
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class StageFlags(Rates):
     """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
     default: the only corpus there is, or the parent's"""
     model_tag: Free[str | None] = None
-    """folder of the checkpoints, such as d4; default: d and the depth for base, the newest tag for later stages"""
+    """name of the model, and of its folder of checkpoints; default: d and the depth for base, such as d4.
+    Later stages train the model of this name; default: the newest"""
     save_every: Free[int] = 0
     """steps between checkpoints; 0: save by time and at the end only"""
     save_seconds: Free[float] = 60.0
@@ -43,7 +48,10 @@ class StageFlags(Rates):
     stop_at: Free[int | None] = None
     """step after which to save and stop; the same command without this flag resumes"""
     compile: Free[bool | None] = None
-    """use torch.compile; default: wherever torch.compile works and pays"""
+    """use torch.compile; default: where it works and the steps left in this run repay its time"""
+    graphs: Free[bool] = False
+    """replay each pass, and on NPUs each Muon step, as one captured launch; needs one NPU or GPU, and no compiler.
+    Try it where the host cannot launch operators fast enough: small models, few rows per pass"""
     kernels: Free[Asked] = "auto"
     """operators to compute with; auto: the fastest that the device has; plain: torch's.
     fused: the device's own fused operators; an error where there are none"""
@@ -70,8 +78,8 @@ class BatchFlags:
 
 
 @dataclass(frozen=True)
-class EpochFlags:
-    """How long the stages after pretraining run, and their decay."""
+class EpochFlags(StageFlags):
+    """Flags of the stages after pretraining, which start from the model of an earlier stage."""
 
     num_epochs: float = 1.0
     """passes over the training data"""
@@ -79,15 +87,42 @@ class EpochFlags:
     """number of steps; overrides num_epochs"""
     weight_decay: float = 0.0
     """decay of the matrices inside layers"""
+    out_tag: Free[str | None] = None
+    """name under which this stage saves its checkpoints. default: the model's own name.
+    With --conversations or --mix the name of that file is added, such as d4-mychats"""
+
+    def saved_as(self, tag: str) -> str:
+        """The tag of this stage's own checkpoints, where `tag` is the parent's."""
+        return self.out_tag or tag
 
     def steps(self, items: int, items_per_step: int) -> int:
-        """The number of steps that the flags ask for."""
-        return self.num_iterations or max(int(self.num_epochs * items) // items_per_step, 1)
+        """The number of steps that the flags ask for; a warning if the data makes only a few."""
+        if self.num_iterations:
+            return self.num_iterations
+        steps = max(int(self.num_epochs * items) // items_per_step, 1)
+        if steps < FEW_STEPS:
+            epochs = -(-2 * FEW_STEPS * items_per_step // items)
+            warn(
+                f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too few to learn much. "
+                f"Give --num_epochs={epochs}, or fewer rows per step"
+            )
+        return steps
 
 
 @dataclass(frozen=True)
 class ChatFlags(EpochFlags):
-    """What the stages that learn from conversations read."""
+    """Flags of the stages that learn from conversations."""
 
     conversations: str | None = None
     """JSONL file of your own conversations, used instead of the corpus's mixture"""
+    mix: str | None = None
+    """JSONL file of your own conversations, added to the corpus's mixture.
+    They are repeated until one conversation in ten is yours"""
+
+    def saved_as(self, tag: str) -> str:
+        """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
+        own = self.conversations or self.mix
+        if self.out_tag or own is None:
+            return super().saved_as(tag)
+        name = re.sub(r"[^\w.-]+", "-", Path(own).stem).strip("-.")
+        return tag if tag.endswith(f"-{name}") else f"{tag}-{name}"

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from nanochat.common import UserError
+from nanochat.common import UserError, tr
 from nanochat.device import Compute
 
 SHARE = 0.9  # of the reachable memory; the rest is for the optimizer's step and for fragments
@@ -44,13 +44,14 @@ def advice(rows: int, rows_of_rank: int) -> UserError:
     smaller = [size for size in range(1, rows) if rows_of_rank % size == 0]
     if smaller:
         return UserError(
-            f"out of memory in a pass of {rows} row(s) on each device. Try --device_batch_size={smaller[-1]}: it "
-            "changes the speed, not what is learned, and the run resumes from its last checkpoint."
-        )
+            tr("out of memory in a pass of {rows} row(s) on each device. Try --device_batch_size={smaller}: it changes "
+               "the speed, not what is learned, and the run resumes from its last checkpoint.", rows=rows,
+               smaller=smaller[-1])
+        )  # fmt: skip
     return UserError(
-        "out of memory in a pass of one row. Take --shard=full or more devices, or a model with a smaller --depth or "
-        "--max_seq_len."
-    )
+        tr("out of memory in a pass of one row. Take --shard=full or more devices, or a model with a smaller --depth "
+           "or --max_seq_len.")
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

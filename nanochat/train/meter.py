@@ -9,15 +9,22 @@ from nanochat import device
 from nanochat.common import UserError, log, warn
 from nanochat.device import Compute
 from nanochat.runtime import parallel
+from nanochat.runtime.progress import duration
 from nanochat.train.update import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
+EXPECTED_MFU = 0.4  # share of the peak that steps are expected to reach before the first one was measured
 STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")  # kept in checkpoints
 
 
 def due(step: int, every: int, last: bool) -> bool:
     """Whether something that happens every `every` steps and at the end happens at this step; `every` <= 0 is never."""
     return every > 0 and (last or (step > 0 and step % every == 0))
+
+
+def expected_seconds(tokens: float, flops_per_token: int, peak: float) -> float:
+    """Seconds to train on `tokens` tokens at EXPECTED_MFU of `peak`, the FLOP/s over all ranks."""
+    return tokens * flops_per_token / (EXPECTED_MFU * peak)
 
 
 @dataclass
@@ -90,6 +97,13 @@ class Meter:
         """The debiased average loss."""
         return self.smooth_loss / self.smooth_weight if self.smooth_weight else float("nan")
 
+    def expected(self, step: int) -> float:
+        """Seconds left after `step` updates, before this process has taken a step: at the pace of the earlier run, or
+        at EXPECTED_MFU."""
+        if step:
+            return (self.steps - step) * self.seconds / step
+        return expected_seconds(self.steps * self.tokens_per_step, self.flops_per_token, self.peak)
+
     def eta(self, step: int) -> float:
         """Seconds left, at the pace of the last twenty steps."""
         return (self.steps - step) * sum(self._recent) / max(len(self._recent), 1)
@@ -105,13 +119,13 @@ def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
     return (
         f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
         f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | tok/sec: {line['tokens_per_second']:,.0f} | "
-        f"mfu: {line['mfu']:.2f} | total time: {line['total_seconds'] / 60:.1f}m | eta: {eta / 60:.1f}m"
+        f"mfu: {line['mfu']:.2f} | total time: {duration(line['total_seconds'])} | eta: {duration(eta)}"
     )
 
 
 def step_note(line: dict[str, Any], steps: int, eta: float) -> str:
     """A step as the terminal shows it beside the progress bar."""
-    pace = f"{line['tokens_per_second']:,.0f} tok/s, {eta / 60:.1f} min left"
+    pace = f"{line['tokens_per_second']:,.0f} tok/s, {duration(eta)} left"
     return f"{line['step']}/{steps} loss {line['smooth_loss']:.3f} {pace}"
 
 

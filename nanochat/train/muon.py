@@ -5,16 +5,19 @@ coefficients (2505.16932), Frobenius renormalisation (2602.21545), per-neuron va
 cautious decay. The arithmetic is upstream nanochat's HEAD. Matrices of one shape are stacked and stepped together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
 from nanochat.device import local
 from nanochat.nn.operations import Operations
+from nanochat.nn.together import as_stack, place_together
+from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import place_of
 
 # (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and a cushion of 2.
@@ -27,6 +30,19 @@ POLAR_EXPRESS = (
 )
 
 
+def polar_express(
+    x: Tensor,  # (K, rows, cols), singular values at most 1
+) -> Tensor:  # (K, rows, cols)
+    """Bring all singular values close to 1, by polynomials in the Gram matrix."""
+    tall = x.size(-2) > x.size(-1)
+    if tall:  # the Gram matrix of the shorter side is the smaller one
+        x = x.mT
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
 def orthogonalize(
     g: Tensor,  # (K, rows, cols) in the dtype to multiply in
 ) -> Tensor:  # (K, rows, cols) fp32, Frobenius norm sqrt(min(rows, cols))
@@ -35,13 +51,7 @@ def orthogonalize(
     target = wide.norm(dim=(-2, -1), keepdim=True) / g.size(-2) ** 0.5
     x = g * (target / wide.norm(dim=-1, keepdim=True).clamp_min(1e-6)).to(g.dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
-    tall = x.size(-2) > x.size(-1)
-    if tall:  # the Gram matrix of the shorter side is the smaller one
-        x = x.mT
-    for a, b, c in POLAR_EXPRESS:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = (x.mT if tall else x).float()
+    x = polar_express(x).float()
     size = min(g.size(-2), g.size(-1)) ** 0.5
     return x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
 
@@ -59,6 +69,45 @@ def equalize(
     before = mean.sum(dim=(-2, -1), keepdim=True).sqrt()
     after = (mean * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
     return g * (scale * (before / after.clamp_min(1e-10)))
+
+
+def equal_steps(
+    g: Tensor,  # (K, rows, cols) in the dtype to multiply in
+    variance: Tensor,  # as in equalize()
+    beta: float,
+    rate: float | Tensor,  # number or ()
+) -> Tensor:  # (K, rows, cols) fp32
+    """equalize(orthogonalize(g)) times `rate` up to rounding, with few operators that move few bytes: norms and factors
+    come from norms of rows, and each large tensor is read once."""
+    rows = torch.linalg.vector_norm(g, dim=-1, keepdim=True, dtype=torch.float32)
+    root = g.size(-2) ** 0.5
+    factor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True) / rows.clamp_min(1e-6)
+    after = torch.linalg.vector_norm(rows * factor, dim=-2, keepdim=True)
+    x = polar_express(g * factor.div_(after.mul_(1.01).add_(1e-6 * root)).to(g.dtype))
+    along = -1 if variance.size(-1) == 1 else -2
+    norms = torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=torch.float32)
+    whole = torch.linalg.vector_norm(norms, dim=(-2, -1), keepdim=True).clamp_min_(1e-6)
+    norms.div_(whole)
+    size = min(g.size(-2), g.size(-1)) ** 0.5
+    variance.mul_(beta).addcmul_(norms, norms, value=(1 - beta) * size**2 / g.size(along))
+    scale = variance.clamp_min(1e-10).rsqrt_()
+    after = torch.linalg.vector_norm(norms * scale, dim=(-2, -1), keepdim=True)
+    return x.float().mul_(scale.div_(whole.mul_(after).clamp_min_(1e-16)).mul_(rate * size))
+
+
+def subtract(
+    held: list[Tensor],  # (rows, cols) fp32 each
+    update: Tensor,  # (K, rows, cols) fp32, the learning rate included; changed here
+    decay: float | Tensor,  # number or (): learning rate times weight decay
+) -> None:
+    """Subtract an update from matrices, with cautious decay; in few operators where the matrices lie side by side."""
+    here = as_stack(held)
+    agrees = (update * here >= 0) * decay  # only where decay and update agree in sign
+    update.addcmul_(here, agrees)
+    if here.data_ptr() == held[0].data_ptr():
+        here.sub_(update)
+    else:
+        torch._foreach_sub_(held, list(update))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def variance_shape(rows: int, cols: int) -> tuple[int, int]:
@@ -81,6 +130,29 @@ class _Stack:
     place: Tensor  # (K,) where each matrix stands in `order`
     momentum: Tensor  # (K, local rows, cols)
     variance: Tensor  # (mine, rows, 1) or (mine, 1, cols)
+
+
+class _StepGraph:
+    """Muon's step as a graph: gradients and rates are copied to where the graph reads them."""
+
+    def __init__(self, platform: Platform):
+        self.platform = platform
+        self.warm = False  # the first step runs operator by operator, which a capture asks for
+        self._gradients: list[Tensor] = []
+        self._rates = self._host = torch.empty(0)
+        self._replay: Callable[[], None] | None = None
+
+    def step(self, gradients: list[Tensor], rates: Sequence[float], work: Callable[..., None]) -> None:
+        """Take a step, captured at the first call. `work` takes the gradients and the rates, then as tensors ()."""
+        if self._replay is None:
+            self._gradients = [gradient.clone() for gradient in gradients]
+            self._rates = torch.tensor(rates, device=gradients[0].device)
+            self._replay = self.platform.captured(lambda: work(self._gradients, self._rates.unbind()))
+        else:
+            torch._foreach_copy_(self._gradients, gradients)  # pyright: ignore[reportPrivateImportUsage]
+            self._host = torch.tensor(rates).pin_memory()  # kept, since the copy may still be under way
+            self._rates.copy_(self._host, non_blocking=True)
+        self._replay()
 
 
 class Muon(torch.optim.Optimizer):
@@ -111,6 +183,9 @@ class Muon(torch.optim.Optimizer):
         # fp16 has too few exponent bits for the Gram matrices' powers
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.place = place_of(named[0][1])
+        # FSDP2 has its own references to the parameters of several ranks, replicated ones too
+        if self.operations.fewest_launches and self.place.shards == self.place.replicas == 1:
+            place_together([cast(nn.Parameter, parameter) for _, parameter in named])
         by_shape: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         for name, parameter in named:
             rows, cols = parameter.shape
@@ -119,6 +194,7 @@ class Muon(torch.optim.Optimizer):
         if not self.operations.stacks_matrices:
             groups = [[member] for group in groups for member in group]
         self.stacks = []
+        self.graph: _StepGraph | None = None
         first = 0  # deal matrices to ranks in turn, across stacks, so that no rank gets all the remainders
         for group in groups:
             self.stacks.append(self._stack(group, first))
@@ -143,22 +219,47 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every matrix from its gradient; a matrix without a gradient is an error in the model."""
         settings = self.param_groups[0]
-        for stack in self.stacks:
-            self._step(stack, settings["lr"], settings["momentum"], settings["beta2"], settings["weight_decay"])
+        rates: tuple[float, ...] = settings["lr"], settings["momentum"], settings["weight_decay"]
+        gradients = [as_stack([local(p.grad) for p in s.parameters if p.grad is not None]) for s in self.stacks]
+        if self.graph is not None and self.graph.warm:
+            self.graph.step(gradients, rates, lambda given, now: self._steps(given, now, settings["beta2"]))
+            return
+        self._steps(gradients, rates, settings["beta2"])
+        if self.graph is not None:
+            self.graph.warm = True
 
-    def _step(self, stack: _Stack, lr: float, momentum: float, beta2: float, weight_decay: float) -> None:
-        gradients = torch.stack([local(p.grad) for p in stack.parameters if p.grad is not None])
+    def _steps(self, gradients: Sequence[Tensor], rates: Sequence[Any], beta2: float) -> None:
+        lr, momentum, weight_decay = rates
+        for stack, gradient in zip(self.stacks, gradients, strict=True):
+            self._step(stack, gradient, lr, momentum, beta2, weight_decay)
+
+    def capture(self, platform: Platform) -> None:
+        """Replay steps as one launch, from the second on; only where learning rates may be tensors."""
+        if self.operations.fewest_launches and self.place.shards == self.place.replicas == 1:
+            self.graph = _StepGraph(platform)
+
+    def _step(
+        self, stack: _Stack, gradients: Tensor, lr: float, momentum: float, beta2: float, weight_decay: float
+    ) -> None:
         stack.momentum.lerp_(gradients, 1 - momentum)
         g = gradients.lerp_(stack.momentum, momentum).to(self.dtype)  # Nesterov
         whole = g if self.place.shards == 1 else self._to_owners(g, stack)
         whole = whole[self.place.replica :: self.place.replicas]
+        lr = lr * max(1.0, stack.rows / stack.cols) ** 0.5
+        few = self.operations.fewest_launches
         if whole.size(0):
-            whole = equalize(orthogonalize(whole), stack.variance, beta2)
+            whole = (
+                equal_steps(whole, stack.variance, beta2, lr)
+                if few
+                else equalize(orthogonalize(whole), stack.variance, beta2)
+            )
         if self.place.replicas > 1:
             whole = self._from_replicas(whole, stack)
         update = whole if self.place.shards == 1 else self._to_rows(whole, stack)
-        lr = lr * max(1.0, stack.rows / stack.cols) ** 0.5
         held = [local(parameter) for parameter in stack.parameters]
+        if few:
+            subtract(held, update, lr * weight_decay)
+            return
         if self.operations.launches_are_dear:  # the same arithmetic, in one launch for all matrices
             if weight_decay:
                 here = torch.stack(held)

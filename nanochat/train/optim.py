@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanochat.device import local
 from nanochat.nn.operations import Operations
+from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import place_of
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
@@ -112,6 +113,11 @@ class Optimizers:
         """Update all parameters from their gradients."""
         for optimizer in self._both():
             optimizer.step()
+
+    def capture(self, platform: Platform) -> None:
+        """Let Muon's steps replay as one launch each, from the second on."""
+        if self.muon is not None:
+            self.muon.capture(platform)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

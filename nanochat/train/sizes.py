@@ -1,18 +1,25 @@
-"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus, device and memory."""
+"""Chooses what is left at `auto`: the shape of a model and the split of a step, by depth, corpus, device and memory.
+Says before the first step what a run needs: memory, disk, time, and how often it reads its data."""
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanochat import device
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.runtime import parallel
+from nanochat.runtime.progress import amount, duration
 from nanochat.train import schedule
 from nanochat.train.flags import Auto
 from nanochat.train.memory import reachable
 
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
+SAVED_BYTES = 12  # per parameter in a checkpoint, at most: fp32 values and two moments
+MANY_EPOCHS = 4  # beyond this, reading a text again teaches little (Muennighoff et al. 2023, arXiv:2305.16264)
+LONG_SECONDS = 3600  # a run on a CPU that takes longer gets a warning
 ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer, by counting a layer's tensors
 
 
@@ -48,17 +55,56 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
     free = reachable(compute)
     if free < needed <= total:
         raise UserError(
-            f"training takes at least {needed / 2**30:,.1f} GiB of each device, but only {free / 2**30:,.1f} of "
-            f"{total / 2**30:,.1f} GiB are free: other processes hold the rest. End them, or choose another device."
-        )
+            tr("training takes at least {needed:,.1f} GiB of each device, but only {free:,.1f} of {total:,.1f} GiB are "
+               "free: other processes hold the rest. End them, or choose another device.", needed=needed / 2**30,
+               free=free / 2**30, total=total / 2**30)
+        )  # fmt: skip
     if needed > total:
-        whose = "this host" if compute.platform.is_host else "a device"
+        figures = {"depth": depth, "parameters": parameters, "needed": needed / 2**30, "total": total / 2**30}
+        if compute.platform.is_host:
+            text = tr("depth {depth} makes {parameters:,} parameters, which take at least {needed:,.0f} GiB to train; "
+                      "this host has {total:,.0f} GiB. Take a smaller --depth or --model_dim.", **figures)  # fmt: skip
+        else:
+            text = tr("depth {depth} makes {parameters:,} parameters, which take at least {needed:,.0f} GiB to train; "
+                      "a device has {total:,.0f} GiB. Take a smaller --depth or --model_dim, or more devices with "
+                      "--shard=full (now {mode}).", mode=mode, **figures)  # fmt: skip
+        raise UserError(text, exit_code=2)
+
+
+def check_disk(folder: Path, parameters: int, keep: int) -> None:
+    """UserError if the disk of a folder cannot hold two checkpoints; a warning if it cannot hold all that are kept."""
+    disk = next(place for place in (folder, *folder.parents) if place.exists())
+    one, free = SAVED_BYTES * parameters, shutil.disk_usage(disk).free
+    there = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    most = one * (keep + 1 if keep else 2)  # the newest is whole before the oldest goes
+    if free + there < 2 * one:
         raise UserError(
-            f"depth {depth} makes {parameters:,} parameters, which take at least {needed / 2**30:,.0f} GiB to train; "
-            f"{whose} has {total / 2**30:,.0f} GiB. Take a smaller --depth or --model_dim"
-            + ("." if compute.platform.is_host else f", or more devices with --shard=full (now {mode})."),
-            exit_code=2,
-        )
+            tr("a checkpoint of {parameters:,} parameters takes up to {size}, and two must fit, but {folder} has "
+               "{free} free. Free some space, or set NANOCHAT_BASE_DIR to a folder on another disk.",
+               parameters=parameters, size=amount(one, "B"), folder=folder, free=amount(free, "B"))
+        )  # fmt: skip
+    if free + there < most:
+        warn(tr("the checkpoints will take up to {size}, but {folder} has {free} free: free some space, or lower "
+                "--keep", size=amount(most, "B"), folder=folder, free=amount(free, "B")))  # fmt: skip
+
+
+def warn_of_time(seconds: float, compute: Compute) -> None:
+    """A warning if a run on a CPU will take longer than an hour."""
+    if compute.platform.is_host and seconds > LONG_SECONDS:
+        warn(tr("this run will take a CPU about {time}. You can stop at any time and resume with the same command. For "
+                "a shorter run give --num_iterations, or a smaller --depth, --max_seq_len and --total_batch_size; "
+                "docs/data.md has an example for a laptop", time=duration(seconds)))  # fmt: skip
+
+
+def tell_epochs(corpus: str, rows: int, row_tokens: int, steps: int, rows_per_step: int) -> None:
+    """Log how often a run reads its rows; a warning if that is so often that it learns them by heart."""
+    epochs = steps * rows_per_step / rows
+    log(f"data: {corpus}, {rows:,} rows of {row_tokens} tokens, {epochs:,.2f} epochs")
+    if epochs > MANY_EPOCHS:
+        enough = max(MANY_EPOCHS * rows // rows_per_step, 1)
+        warn(tr("the run reads all of its data {epochs:,.0f} times; from about {many} times on, a model learns the "
+                "texts by heart instead of learning from them. Add texts, or give --num_iterations={enough}",
+                epochs=epochs, many=MANY_EPOCHS, enough=enough))  # fmt: skip
 
 
 def check_for_ranks(flag: str, per_step: int, compute: Compute) -> None:
@@ -143,8 +189,18 @@ def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[i
     return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
 
 
+def memory_of(rows: int, shape: GPTConfig, parameters: int, shards: int = 1) -> float:
+    """Bytes on one device for a pass of `rows` rows: activations, and for each parameter its state.
+
+    The state is an fp32 master, a gradient and two moments. With several shards each holds its share of master and
+    moments, and between passes the whole gradient and a copy to compute with.
+    """
+    state = 16 if shards == 1 else 6 + 12 / shards
+    return state * parameters + ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len * rows
+
+
 def rows_that_fit(memory: float, shape: GPTConfig, parameters: int) -> int:
     """Rows of a pass, a power of two, that `memory` bytes hold beside masters, gradients and optimizer state."""
-    row = ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len
-    fit = max(int((0.8 * memory - 16 * parameters) // row), 1)
+    state = memory_of(0, shape, parameters)
+    fit = max(int((0.8 * memory - state) // (memory_of(1, shape, parameters) - state)), 1)
     return 2 ** (fit.bit_length() - 1)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch.nn as nn
 
-from nanochat import dataloader, device, report
+from nanochat import dataloader, device
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
 from nanochat.checkpoint_manager.resume import finished, resume_stage
@@ -26,14 +26,15 @@ from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
 from nanochat.evals import loss
 from nanochat.nn.model import Model
-from nanochat.runtime import fingerprint, parallel, profiling, signals
-from nanochat.runtime.progress import Progress
+from nanochat.report.sections import has_training_section, training_section
+from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
+from nanochat.runtime.progress import Progress, duration
 from nanochat.runtime.tracking import Tracker
 from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import probe
-from nanochat.train.compile import compiled
-from nanochat.train.flags import StageFlags
+from nanochat.train import probe, sizes
+from nanochat.train.compile import Ahead, compiled, is_compiled
+from nanochat.train.flags import EpochFlags, StageFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.sizes import Batch
@@ -78,14 +79,17 @@ class Stage:
         self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
         self._cut = False  # a signal cut a measurement short
         fingerprint.check_start(self.settings.values, compute)
-        if finished(self.folder, self.settings, compute, report.has_training_section(name, tag), flags.resume):
+        if finished(self.folder, self.settings, compute, has_training_section(name, tag), flags.resume):
             raise AlreadyDone
 
     @classmethod
-    def after(cls, source: str, step: int | None, name: str, flags: StageFlags, compute: Compute) -> "Stage":
+    def after(cls, source: str, step: int | None, name: str, flags: EpochFlags, compute: Compute) -> "Stage":
         """A stage that starts from the checkpoint of an earlier stage: the newest, or the one of `step`."""
         parent = find_parent(source, flags.model_tag, step)
-        stage = cls(name, flags, compute, parent.tag, parent=parent.identity, corpus=flags.data or parent.corpus)
+        tag = flags.saved_as(parent.tag)
+        log(f"{name}: training the model {parent.tag} of stage {parent.stage}, step {parent.step:,}; "
+            f"checkpoints go to {checkpoint_dir(name, tag)}")  # fmt: skip
+        stage = cls(name, flags, compute, tag, parent=parent.identity, corpus=flags.data or parent.corpus)
         stage.parent = parent
         return stage
 
@@ -112,6 +116,10 @@ class Stage:
         self.model, self.tokenizer = model, tokenizer
         self._module = self._fast = cast(nn.Module, model)  # update() runs the latter, which train_rows() compiles
         self.counts, self.flops = model.parameter_counts(), model.flops_per_token()
+        shape = model.config
+        log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
+            f"{self.counts['total']:,} parameters, {self.flops:,} FLOPs a token")  # fmt: skip
+        sizes.check_disk(self.folder, self.counts["total"], self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         self.optimizers = Optimizers(self._module, model.parameter_roles(), model.config.n_embd, rates, scale,
                                      self.compute.dtype, table_momentum)  # fmt: skip
@@ -134,10 +142,20 @@ class Stage:
 
         work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
         self.resume(work)
+        self._announce()
         T = rows.row_tokens - 1
         batch = probe.fit(batch, self._module, self.optimizers, T, self.compute)
         shape, groups = (batch.device_batch_size, T), self.model.compile_groups()
-        self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups)
+        left = min(self.flags.stop_at or steps, steps) - self.step
+        least = self.flops * work.tokens_per_step / self.meter.peak  # seconds of a step at the device's peak
+        before = self._state.get("compiled", self.step > 0)  # checkpoints without this entry compiled in any case
+        ahead = Ahead(left, batch.passes, least, before)
+        if self.flags.graphs:
+            graphs.check(self.compute)
+            self._fast = graphs.GraphedModel(self._module, shape, self.compute)
+            self.optimizers.capture(self.compute.platform)
+        else:
+            self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups, ahead)
         self.begin()
         first = self.step * batch.rows_per_step
         batches = dataloader.steps(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
@@ -150,9 +168,22 @@ class Stage:
         resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
                                flags.resume, flags.other_code)  # fmt: skip
         self.work, self.step, self.total = work, resumed.step, work.steps
-        self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
-        self.scale, self.spikes = LossScale.start(compute, resumed.state), Spikes.start(resumed.state)
+        try:
+            self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
+            self.scale, self.spikes = LossScale.start(compute, resumed.state), Spikes.start(resumed.state)
+        except TypeError as unknown:  # a field that this version does not have
+            raise UserError(
+                f"the checkpoint of step {resumed.step:,} in {self.folder} holds figures that this version does not "
+                f"know ({unknown}). Resume with the version of nanochat that wrote the checkpoint, or begin again with "
+                "--resume=none."
+            ) from unknown
         self._state = resumed.state
+
+    def _announce(self) -> None:
+        """Say how long the run will take, before its first step; warn if that is long."""
+        left, seconds = self.total - self.step, self.meter.expected(self.step)
+        log(f"time: about {duration(seconds)} for {left:,} steps")
+        sizes.warn_of_time(seconds, self.compute)
 
     def begin(self) -> None:
         """Open log, progress and profile. Then measure what is due before the next step: the measurement that a run
@@ -244,6 +275,7 @@ class Stage:
             "norms": self.spikes.norms,
             "row": line["step"] * self.work.items_per_step,
             "data": self.work.key,
+            "compiled": is_compiled(self._fast, self.model.compile_groups()),
         }
         meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state)
         return save_checkpoint(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta,
@@ -267,8 +299,11 @@ class Stage:
         done = self.step == self.total
         if done and not self._cut and self.compute.main:
             where = {**device.summary(self.compute, self.counts["total"]), **self.facts}
-            report.training_section(self.name, self.tag, self.folder, self.settings.values, where)
-        how = "type the same command to resume" if self.compute.pulse.asked else "leave --stop_at out to resume"
+            training_section(self.name, self.tag, self.folder, self.settings.values, where)
+        left_out = [] if self.compute.pulse.asked else ["--stop_at"]
+        if self.flags.resume != "auto":  # the same command would begin there again
+            left_out.append(f"--resume={self.flags.resume}")
+        how = f"leave {' and '.join(left_out)} out to resume" if left_out else "type the same command to resume"
         log(f"checkpoints: {self.folder}" + ("" if done else f" (stopped at step {self.step}; {how})"))
 
 

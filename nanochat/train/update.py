@@ -155,6 +155,9 @@ def _update(
         if scale.value != 1.0:
             torch._foreach_mul_(gradients, 1 / scale.value)  # pyright: ignore[reportPrivateImportUsage]
         optimizers.step()
+    reason = SPIKE if spike else "not finite"
+    if scale.growing and not finite:  # which a wrong scale explains: the next step tries half of it
+        reason = f"fp16 overflowed at a loss scale of {scale.value:g}, which is now {scale.value / 2:g}"
     scale.update(finite)
     optimizers.zero_grad()
-    return Outcome(mean, norm, spike or not finite, SPIKE if spike else "not finite")
+    return Outcome(mean, norm, spike or not finite, reason)

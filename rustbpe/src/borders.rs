@@ -47,15 +47,16 @@ pub struct Borders {
 }
 
 impl Borders {
-    pub fn new<'t>(pairs: impl Iterator<Item = (&'t [u8], &'t [u8])>) -> Self {
+    /// The borders of these tokens: the bytes of a token, and how many of them belong to the left token of its pair.
+    pub fn new<'t>(tokens: impl Iterator<Item = (&'t [u8], usize)>) -> Self {
         let mut borders =
             Self { short: BytePairs::new(), both_short: BytePairs::new(), around: Filter::new(LONG_BITS) };
-        for (left, right) in pairs {
-            let (both, at) = ([left, right].concat(), left.len());
-            if left.len() < SIDE || right.len() < SIDE {
+        for (both, at) in tokens {
+            let short = (at < SIDE, both.len() - at < SIDE);
+            if short.0 || short.1 {
                 borders.short.add(both[at - 1], both[at]);
             }
-            match (left.len() < SIDE, right.len() < SIDE) {
+            match short {
                 (true, true) => borders.both_short.add(both[at - 1], both[at]),
                 (true, false) => borders.around.add(hash(&both[at - 1..at + SIDE])),
                 (false, true) => borders.around.add(hash(&both[at - SIDE..=at])),
@@ -142,8 +143,9 @@ mod tests {
     use super::*;
 
     fn borders(pairs: &[&str]) -> Borders {
-        let pairs = pairs.iter().map(|pair| pair.split_once('|').unwrap());
-        Borders::new(pairs.map(|(left, right)| (left.as_bytes(), right.as_bytes())))
+        let tokens: Vec<(String, usize)> =
+            pairs.iter().map(|pair| (pair.replace('|', ""), pair.find('|').unwrap())).collect();
+        Borders::new(tokens.iter().map(|(both, at)| (both.as_bytes(), *at)))
     }
 
     #[test]

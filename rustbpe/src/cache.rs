@@ -6,7 +6,8 @@
 //! rest.
 
 use crate::key::Key;
-use crate::prefetch::prefetch;
+use crate::prefetch::{in_large_pages, prefetch};
+pub use crate::store::LONGEST;
 use crate::store::{Record, Store};
 
 /// How many tokens fit in a place.
@@ -16,7 +17,6 @@ const STORED: u32 = u32::MAX;
 /// In how many places a piece may be.
 const WAYS: usize = 8;
 const FIRST_PLACES: usize = 1 << 10;
-
 #[derive(Clone, Copy)]
 #[repr(align(32))]
 struct Place {
@@ -43,6 +43,8 @@ pub struct Cache {
     most_places: usize,
     /// How many times a place has been filled.
     news: usize,
+    /// How many more pieces were found than not, since the table last grew.
+    gain: i64,
     store: Store,
 }
 
@@ -50,7 +52,13 @@ impl Cache {
     /// A cache that uses up to `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         let most_places = (bytes / 2 / size_of::<Place>()).max(FIRST_PLACES);
-        Self { places: vec![EMPTY; FIRST_PLACES], most_places, news: 0, store: Store::new(bytes / 2) }
+        Self { places: vec![EMPTY; FIRST_PLACES], most_places, news: 0, gain: 0, store: Store::new(bytes / 2) }
+    }
+
+    /// Note that this many pieces are looked up now.
+    #[inline]
+    pub fn looked_up(&mut self, number: usize) {
+        self.gain += number as i64;
     }
 
     /// Start loading the first place of a piece, so that it has arrived when the piece is looked up.
@@ -90,12 +98,10 @@ impl Cache {
         false
     }
 
-    /// Append the tokens from the store. False if they are not there, or belong to another piece.
-    pub fn stored(&self, known: Known, key: Key, piece: &[u8], ids: &mut Vec<u32>) -> bool {
-        match known {
-            Known::Stored(record) => self.store.get(record, if key.is_long() { piece } else { &[] }, ids),
-            Known::Few(..) | Known::Nothing => false,
-        }
+    /// The tokens of a piece in the store. None if they are no longer there, or belong to another piece.
+    #[inline]
+    pub fn stored(&self, record: Record, key: Key, piece: &[u8]) -> Option<&[u32]> {
+        self.store.get(record, if key.is_long() { piece } else { &[] })
     }
 
     /// Remember the tokens of a piece.
@@ -108,7 +114,9 @@ impl Cache {
             (new.length, new.ids) = (STORED, record);
         }
         self.news += 1;
-        if 2 * self.news > self.places.len() && 2 * self.places.len() <= self.most_places {
+        // If most pieces are new, a larger table would not find them either, and it would be slower.
+        self.gain = (self.gain - 2).max(-(self.places.len() as i64));
+        if 2 * self.news > self.places.len() && 2 * self.places.len() <= self.most_places && self.gain >= 0 {
             self.grow();
         }
         self.place(new, hash);
@@ -130,7 +138,10 @@ impl Cache {
     }
 
     fn grow(&mut self) {
-        let doubled = vec![EMPTY; 2 * self.places.len()];
+        self.gain = 0;
+        self.store.grow(2 * self.places.len() * size_of::<Place>());
+        let mut doubled = in_large_pages(2 * self.places.len());
+        doubled.resize(2 * self.places.len(), EMPTY);
         for place in std::mem::replace(&mut self.places, doubled) {
             if place.key != Key::NONE {
                 self.place(place, place.key.hash());
@@ -142,7 +153,6 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::key::LONGEST_KEY;
 
     /// Every third piece is too long for its key.
     fn piece(number: usize) -> Vec<u8> {
@@ -153,29 +163,26 @@ mod tests {
         vec![number as u32; 1 + number % 7]
     }
 
-    fn key(piece: &[u8]) -> Key {
-        if piece.len() > LONGEST_KEY {
-            Key::long(piece)
-        } else {
-            Key::new(piece, 0, piece.len())
-        }
-    }
-
     fn put(cache: &mut Cache, number: usize) {
         let piece = piece(number);
-        cache.put(key(&piece), key(&piece).hash(), &piece, &tokens(number));
+        cache.put(Key::of(&piece, 0..piece.len()), Key::of(&piece, 0..piece.len()).hash(), &piece, &tokens(number));
     }
 
     fn get(cache: &mut Cache, key: Key, piece: &[u8], ids: &mut Vec<u32>) -> bool {
+        cache.looked_up(8);
         match cache.get(key, key.hash()) {
             Known::Few(tokens, number) => ids.extend_from_slice(&tokens[..number]),
-            known => return cache.stored(known, key, piece, ids),
+            Known::Stored(record) => match cache.stored(record, key, piece) {
+                Some(tokens) => ids.extend_from_slice(tokens),
+                None => return false,
+            },
+            Known::Nothing => return false,
         }
         true
     }
 
     fn found(cache: &mut Cache, piece: &[u8]) -> Option<Vec<u32>> {
-        let (key, mut ids) = (key(piece), vec![7]);
+        let (key, mut ids) = (Key::of(piece, 0..piece.len()), vec![7]);
         cache.expect(key.hash());
         let known = get(cache, key, piece, &mut ids);
         assert!(ids[0] == 7 && known == (ids.len() > 1));
@@ -202,7 +209,10 @@ mod tests {
     #[test]
     fn while_there_is_room_nearly_all_are_kept() {
         let mut cache = Cache::new(1 << 24);
-        (0..20_000).for_each(|number| put(&mut cache, number));
+        (0..20_000).for_each(|number| {
+            cache.looked_up(3); // two pieces are found for each new one
+            put(&mut cache, number);
+        });
         let kept = (0..20_000).filter(|&number| found(&mut cache, &piece(number)) == Some(tokens(number))).count();
         assert!(kept > 19_500, "{kept}");
     }
@@ -222,7 +232,19 @@ mod tests {
     fn very_long_pieces_are_not_kept() {
         let mut cache = Cache::new(1 << 20);
         let piece = [b'a'; 2000];
-        cache.put(key(&piece), key(&piece).hash(), &piece, &[1]);
+        cache.put(Key::of(&piece, 0..piece.len()), Key::of(&piece, 0..piece.len()).hash(), &piece, &[1]);
         assert_eq!(found(&mut cache, &piece), None);
+    }
+
+    #[test]
+    fn it_grows_only_where_pieces_repeat() {
+        for (lookups, grows) in [(1, false), (3, true)] {
+            let mut cache = Cache::new(1 << 24);
+            for number in 0..20_000 {
+                cache.looked_up(lookups);
+                put(&mut cache, number);
+            }
+            assert_eq!(cache.places.len() > FIRST_PLACES, grows, "{lookups} lookups for each new piece");
+        }
     }
 }

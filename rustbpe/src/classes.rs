@@ -33,21 +33,29 @@ impl Classes {
     }
 
     fn new() -> Self {
-        let mut all = vec![0u8; BLOCK * BLOCKS];
-        for (class, flag) in
+        let mut classes =
             [(r"\p{L}", LETTER), (r"\p{N}", NUMBER), (r"\s", SPACE), (r"[\r\n]", NEWLINE), (r"\p{Han}", HAN)]
-        {
-            for (first, last) in ranges(class) {
-                all[first as usize..=last as usize].iter_mut().for_each(|flags| *flags |= flag);
-            }
-        }
+                .map(|(class, flag)| (ranges(class).into_iter().peekable(), flag));
         let mut table = Self { ascii: [0; BLOCK], blocks: Vec::with_capacity(BLOCKS), flags: Vec::new() };
-        for block in all.chunks_exact(BLOCK) {
-            let known = table.flags.iter().position(|known| known == block);
+        for first in (0..BLOCKS).map(|number| BLOCK * number) {
+            let mut block = [0; BLOCK];
+            for (ranges, flag) in &mut classes {
+                while let Some(&(from, to)) = ranges.peek().filter(|(from, _)| *from < first + BLOCK) {
+                    block[from.max(first) - first..=to.min(first + BLOCK - 1) - first]
+                        .iter_mut()
+                        .for_each(|flags| *flags |= *flag);
+                    if to >= first + BLOCK {
+                        break;
+                    }
+                    ranges.next();
+                }
+            }
+            // Most blocks equal the one before them.
+            let last = table.blocks.last().map(|&number| usize::from(number));
+            let known = last.filter(|&number| table.flags[number] == block);
+            let known = known.or_else(|| table.flags.iter().position(|known| *known == block));
             let number = known.unwrap_or_else(|| {
-                let mut flags = [0; BLOCK];
-                flags.copy_from_slice(block);
-                table.flags.push(flags);
+                table.flags.push(block);
                 table.flags.len() - 1
             });
             table.blocks.push(number as u16);
@@ -82,13 +90,13 @@ impl Classes {
     }
 }
 
-/// The ranges of code points in a character class.
-fn ranges(class: &str) -> Vec<(u32, u32)> {
+/// The ranges of code points in a character class, in order.
+fn ranges(class: &str) -> Vec<(usize, usize)> {
     let parsed = regex_syntax::parse(class).map(|parsed| parsed.into_kind());
     let Ok(HirKind::Class(Class::Unicode(class))) = parsed else {
         unreachable!("{class} is a Unicode class, and the tables are compiled in");
     };
-    class.iter().map(|range| (u32::from(range.start()), u32::from(range.end()))).collect()
+    class.iter().map(|range| (range.start() as usize, range.end() as usize)).collect()
 }
 
 #[cfg(test)]

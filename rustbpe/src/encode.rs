@@ -12,26 +12,42 @@
 //! ([`Vocabulary::cut`]): the tokens on one side of a cut do not depend on the other side, and the parts are so short
 //! that they do repeat.
 
-use crate::cache::{Cache, Known, TOKENS};
+use crate::cache::{Cache, Known, LONGEST, TOKENS};
 use crate::key::{Key, LONGEST_KEY};
 use crate::trie::NONE;
+use crate::vocabulary::Meetings;
 use crate::{Error, Splitter, Vocabulary};
 
 /// How many pieces are found before the first of them is looked up.
 const BATCH: usize = 32;
+/// How many tokens are collected before they are appended to the others.
+const COLLECTED: usize = 1 << 11;
+/// The most bytes of a piece whose pairs are merged, because that is faster than going through its tokens.
+const SHORT: usize = 24;
+/// The same as long as no piece was longer. This is slower, but only very long pieces are worth [`Vocabulary::prefixes`].
+const MEDIUM: usize = 128;
 
 /// The working memory of one encoding thread, kept from text to text.
 pub struct Scratch {
     cache: Cache,
+    meetings: Meetings,
     /// For each place in the piece: whether no token leads on from here. Exactly the places in `closed` are set.
-    dead: Vec<bool>,
+    dead: Vec<u64>,
     closed: Vec<usize>,
+    /// Tokens that are not appended yet, in the first places.
+    collected: Box<[u32; COLLECTED]>,
 }
 
 impl Scratch {
     /// Working memory with a cache of about `cache_bytes` bytes.
     pub fn new(cache_bytes: usize) -> Self {
-        Self { cache: Cache::new(cache_bytes), dead: Vec::new(), closed: Vec::new() }
+        Self {
+            cache: Cache::new(cache_bytes),
+            meetings: Meetings::new(),
+            dead: Vec::new(),
+            closed: Vec::new(),
+            collected: Box::new([0; COLLECTED]),
+        }
     }
 }
 
@@ -99,8 +115,7 @@ impl Batch<'_> {
         let mut from = start;
         vocabulary.cut(&text[start..end], |length| {
             let to = start + length;
-            let long = to - from > LONGEST_KEY;
-            self.add(from, to, if long { Key::long(&text[from..to]) } else { Key::new(text, from, to) });
+            self.add(from, to, Key::of(text, from..to));
             from = to;
         });
     }
@@ -108,66 +123,91 @@ impl Batch<'_> {
     /// Append the tokens of the collected pieces.
     fn encode(&mut self) {
         let Self { vocabulary, text, scratch, ids, .. } = self;
-        // Most pieces are in the cache and have few tokens. Those tokens are collected here and appended together.
-        let (mut few, mut number) = ([0; TOKENS * BATCH], 0);
+        let mut number = 0; // of collected tokens
+        scratch.cache.looked_up(self.filled);
         for &Waiting { start, end, key, hash } in &self.waiting[..self.filled] {
-            match scratch.cache.get(key, hash) {
+            if number + LONGEST > COLLECTED {
+                ids.extend_from_slice(&scratch.collected[..number]);
+                number = 0;
+            }
+            let known = scratch.cache.get(key, hash);
+            let piece = &text[start..end];
+            match known {
                 Known::Few(tokens, length) => {
                     // Copy the whole array whatever its length: this needs no branch that the processor must predict.
-                    few[number..number + TOKENS].copy_from_slice(&tokens);
+                    scratch.collected[number..number + TOKENS].copy_from_slice(&tokens);
                     number += length;
                     continue;
                 }
-                known => {
-                    ids.extend_from_slice(&few[..number]);
-                    number = 0;
-                    let (piece, first) = (&text[start..end], ids.len());
-                    if !scratch.cache.stored(known, key, piece, ids) {
-                        encode_piece(vocabulary, piece, scratch, ids);
-                        scratch.cache.put(key, hash, piece, &ids[first..]);
+                Known::Stored(record) => {
+                    if let Some(tokens) = scratch.cache.stored(record, key, piece) {
+                        scratch.collected[number..number + tokens.len()].copy_from_slice(tokens);
+                        number += tokens.len();
+                        continue;
                     }
                 }
+                Known::Nothing => {}
             }
+            ids.extend_from_slice(&scratch.collected[..number]);
+            number = 0;
+            let first = ids.len();
+            encode_piece(vocabulary, piece, hash, scratch, ids);
+            scratch.cache.put(key, hash, piece, &ids[first..]);
         }
-        ids.extend_from_slice(&few[..number]);
+        ids.extend_from_slice(&scratch.collected[..number]);
         self.filled = 0;
     }
 }
 
-/// Append the tokens of one piece.
-fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-    let Scratch { dead, closed, .. } = scratch;
-    if dead.len() <= piece.len() {
-        dead.resize((piece.len() + 1).next_power_of_two(), false);
+/// Append the tokens of one piece. `hash` is the hash of its key.
+fn encode_piece(vocabulary: &Vocabulary, piece: &[u8], hash: u64, scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    if let Some(token) = vocabulary.find(hash, piece) {
+        ids.push(token);
+    } else if piece.len() <= SHORT {
+        vocabulary.merges().merge::<SHORT>(piece, ids);
+    } else if piece.len() <= MEDIUM && !vocabulary.has_prefixes() {
+        vocabulary.merges().merge::<MEDIUM>(piece, ids);
+    } else {
+        encode_long(vocabulary, piece, scratch, ids);
+    }
+}
+
+/// Append the tokens of a piece of any length, in linear time.
+fn encode_long(vocabulary: &Vocabulary, piece: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+    let Scratch { meetings, dead, closed, .. } = scratch;
+    let prefixes = vocabulary.prefixes();
+    if dead.len() <= piece.len() / 64 {
+        dead.resize(piece.len() / 64 + 1, 0);
     }
     let first = ids.len();
     let mut at = 0;
-    let (mut candidate, mut end) = vocabulary.longest(piece, 0);
+    let (mut candidate, mut end) = prefixes.longest(piece, 0);
     while at < piece.len() {
-        let fits =
-            !dead[end] && (ids.len() == first || vocabulary.may_meet_at(piece, at, ids[ids.len() - 1], candidate));
+        let is_dead = dead[end / 64] >> (end % 64) & 1 != 0;
+        let fits = !is_dead
+            && (ids.len() == first || vocabulary.may_meet_at(piece, at, (ids[ids.len() - 1], candidate), meetings));
         if fits {
             ids.push(candidate);
             at = end;
             if at < piece.len() {
-                (candidate, end) = vocabulary.longest(piece, at);
+                (candidate, end) = prefixes.longest(piece, at);
             }
             continue;
         }
-        candidate = vocabulary.head(candidate).shorter;
+        candidate = prefixes.head(candidate).shorter;
         while candidate == NONE {
             // No token fits here: take back the previous one, and try a shorter one in its place. The whole piece
             // always has an encoding, so this never goes back beyond its first token.
-            dead[at] = true;
+            dead[at / 64] |= 1 << (at % 64);
             closed.push(at);
             let Some(last) = ids.pop() else { return };
-            let head = vocabulary.head(last);
+            let head = prefixes.head(last);
             at -= head.length as usize;
             candidate = head.shorter;
         }
-        end = at + vocabulary.head(candidate).length as usize;
+        end = at + prefixes.head(candidate).length as usize;
     }
-    closed.drain(..).for_each(|place| dead[place] = false);
+    closed.drain(..).for_each(|place| dead[place / 64] = 0);
 }
 
 #[cfg(test)]
@@ -223,8 +263,28 @@ mod tests {
             let vocabulary = Vocabulary::new(&train(counts, 400, |_| true).unwrap()).unwrap();
             for id in 0..vocabulary.size() {
                 let mut ids = Vec::new();
-                encode_piece(&vocabulary, vocabulary.token(id), &mut Scratch::new(0), &mut ids);
+                let token = vocabulary.token(id);
+                encode_piece(&vocabulary, token, Key::of(token, 0..token.len()).hash(), &mut Scratch::new(0), &mut ids);
                 assert_eq!(ids, [id], "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_ways_to_encode_a_piece_give_the_same_tokens() {
+        for seed in 0..50 {
+            let mut random = Random::new(seed);
+            let alphabet = ["ab", "abcd", "汉字说", "жшя"][seed as usize % 4];
+            let mut counts = PieceCounts::new();
+            counts.add(random_text(&mut random, alphabet, 400).as_bytes(), 1);
+            let vocabulary = Vocabulary::new(&train(counts, 400, |_| true).unwrap()).unwrap();
+            for length in 1..=MEDIUM {
+                let text = random_text(&mut random, alphabet, length);
+                let piece = &text.as_bytes()[..text.len().min(MEDIUM)];
+                let (mut merged, mut found) = (Vec::new(), Vec::new());
+                vocabulary.merges().merge::<MEDIUM>(piece, &mut merged);
+                encode_long(&vocabulary, piece, &mut Scratch::new(0), &mut found);
+                assert_eq!(merged, found, "seed {seed}: {text:?}");
             }
         }
     }
@@ -235,6 +295,6 @@ mod tests {
         let scratch = &mut Scratch::new(0);
         let ids = encoded(&vocabulary, GPT4_PATTERN, &"a".repeat(1_000_004), scratch);
         assert_eq!(ids, [vec![258; 125_000], vec![257]].concat());
-        assert!(scratch.closed.is_empty() && !scratch.dead.contains(&true));
+        assert!(scratch.closed.is_empty() && scratch.dead.iter().all(|&bits| bits == 0));
     }
 }

@@ -1,5 +1,7 @@
 //! Short pieces as numbers, which tables compare and hash in a few instructions.
 
+use std::ops::Range;
+
 /// A [`Key`] holds the bytes of pieces up to this length.
 pub const LONGEST_KEY: usize = 15;
 /// Marks a longer piece, in place of the length.
@@ -32,6 +34,16 @@ impl Key {
         };
         let mask = &MASKS[length & 15];
         Self { low: low & mask.0, high: high & mask.1 | (length as u64) << 56 }
+    }
+
+    /// The key of a piece of any length, which is a part of `text`.
+    #[inline]
+    pub fn of(text: &[u8], range: Range<usize>) -> Self {
+        if range.len() > LONGEST_KEY {
+            Self::long(&text[range])
+        } else {
+            Self::new(text, range.start, range.end)
+        }
     }
 
     /// The key of a piece with more than [`LONGEST_KEY`] bytes.

@@ -3,7 +3,8 @@
 //! `split` splits a text into pieces: `scan`, with `block` and `classes`, does so for the patterns that are written out
 //! by hand, and a regular expression engine does so for all others. Training counts the pieces (`count`, on threads in
 //! `feed`), lays them out in memory (`words`) and merges pairs (`train`, `neighbours`). Encoding looks pieces up in a
-//! cache (`cache`, `store`, `key`) or works out their tokens (`encode`, `vocabulary`, `trie`, `borders`). `model` puts
+//! cache (`cache`, `store`, `key`) or works out their tokens (`encode`, `vocabulary`, `tokens`, `index`, `merges`, `trie`,
+//! `borders`). `model` puts
 //! everything together.
 //!
 //! None of this knows Python, and every mistake is reported as an [`Error`]. The binding (`py` and the files that begin
@@ -17,7 +18,9 @@ mod count;
 mod encode;
 mod error;
 mod feed;
+mod index;
 mod key;
+mod merges;
 mod model;
 mod neighbours;
 mod prefetch;
@@ -25,6 +28,7 @@ mod scan;
 mod split;
 mod store;
 mod threads;
+mod tokens;
 mod train;
 mod trie;
 mod vocabulary;
@@ -34,6 +38,8 @@ mod words;
 mod py;
 #[cfg(feature = "python")]
 mod py_input;
+#[cfg(feature = "python")]
+mod py_list;
 #[cfg(feature = "python")]
 mod py_output;
 #[cfg(feature = "python")]
@@ -47,6 +53,7 @@ pub use feed::{Batch, Failure, Feed};
 pub use model::{Encoded, Model, CACHE_BYTES};
 pub use split::{Splitter, GPT4_PATTERN};
 pub use threads::threads;
+pub use tokens::Tokens;
 pub use train::train;
 pub use vocabulary::Vocabulary;
 

@@ -12,6 +12,8 @@ use crate::{Error, Pair, Splitter, Vocabulary};
 pub const CACHE_BYTES: usize = 32 << 20;
 /// A thread takes texts of about this many bytes at a time.
 const GROUP_BYTES: usize = 1 << 16;
+/// A long text is encoded in parts of about this many bytes.
+const PART_BYTES: usize = 1 << 22;
 
 /// Everything that encoding and decoding need. Threads share it.
 pub struct Model {
@@ -53,7 +55,7 @@ impl Model {
     }
 
     pub fn merges(&self) -> &[Pair] {
-        self.vocabulary.merges()
+        self.vocabulary.merges().pairs()
     }
 
     /// The tokens of one text.
@@ -64,6 +66,11 @@ impl Model {
         encode(&self.vocabulary, splitter, text, &mut scratch, &mut ids)?;
         self.give_back(scratch);
         Ok(ids)
+    }
+
+    /// A long text in parts that can be encoded alone: together they have the tokens of the whole text.
+    pub fn parts<'t>(&self, text: &'t str) -> Result<impl Iterator<Item = &'t str>, Error> {
+        Ok(self.splitter.as_ref().ok_or(Error::Untrained)?.parts(text, PART_BYTES))
     }
 
     /// Encode many texts on up to `threads` threads. Returns parts of a few texts each, in order, or the first failure.

@@ -20,3 +20,23 @@ pub fn prefetch<T>(items: &[T], index: usize) {
         let _ = address;
     }
 }
+
+/// An empty vector with room for `number` items, whose memory the system is asked to map in large pages: a large table
+/// that is read at random is then found faster, and the system has fewer pages to clear.
+pub fn in_large_pages<T>(number: usize) -> Vec<T> {
+    let items: Vec<T> = Vec::with_capacity(number);
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 1 << 12;
+        let start = (items.as_ptr() as usize).next_multiple_of(PAGE);
+        let end = (items.as_ptr() as usize + number * size_of::<T>()) / PAGE * PAGE;
+        if end > start {
+            // SAFETY: this is only advice, the range is within memory that the vector owns, and nothing is written. If
+            // the system does not follow it, the pages stay small.
+            unsafe {
+                libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE);
+            }
+        }
+    }
+    items
+}

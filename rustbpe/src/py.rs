@@ -3,9 +3,10 @@
 use std::sync::{Arc, PoisonError, RwLock};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyType};
+use pyo3::types::{PyBytes, PyList, PyString, PyType};
 
-use crate::py_input::{file_text, merges_from, token_id, whole_number, OneText, Texts};
+use crate::py_input::{all_tokens, file_text, merges_from, token_id, whole_number, OneText, Texts};
+use crate::py_list::Lists;
 use crate::py_output::{array, detached, in_item, merge_bytes, Ids};
 use crate::py_train::Training;
 use crate::{threads, Encoded, Error, Model, Splitter, Vocabulary, CACHE_BYTES, GPT4_PATTERN, MAX_VOCAB_SIZE};
@@ -27,6 +28,7 @@ type State<'py> = (Option<String>, Bound<'py, PyBytes>);
 #[pyclass(frozen, module = "rustbpe")]
 pub struct Tokenizer {
     model: RwLock<Arc<Model>>,
+    lists: Lists,
 }
 
 #[pymethods]
@@ -96,33 +98,43 @@ impl Tokenizer {
     fn from_ranks(
         _class: &Bound<'_, PyType>,
         py: Python<'_>,
-        tokens: Vec<Vec<u8>>,
+        tokens: &Bound<'_, PyAny>,
         pattern: &str,
         cache_bytes: usize,
     ) -> PyResult<Self> {
+        let tokens = all_tokens(tokens)?;
         let made = || -> Result<Model, Error> {
-            Ok(Model::new(Vocabulary::from_tokens(&tokens)?, Some(Splitter::new(pattern)?), cache_bytes))
+            Ok(Model::new(Vocabulary::from_tokens(tokens)?, Some(Splitter::new(pattern)?), cache_bytes))
         };
         Ok(Self::of(detached(py, made)??))
     }
 
     /// The token ids of `text`. There are no special tokens: text that looks like one is encoded like any other text.
-    fn encode(&self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-        let text = OneText::new(text)?;
-        let (model, text) = (self.model(), text.as_str()?);
-        Ok(detached(py, || model.encode(text))??)
+    fn encode<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let mut all: Option<Bound<'py, PyList>> = None;
+        let model = self.model();
+        let vocab_size = model.vocabulary().size();
+        self.encode_parts(&model, py, text, |ids| {
+            let list = self.lists.of(py, &ids, vocab_size)?;
+            match &all {
+                Some(all) => all.set_slice(all.len(), all.len(), list.as_any())?,
+                None => all = Some(list),
+            }
+            Ok(())
+        })?;
+        Ok(all.unwrap_or_else(|| PyList::empty(py)))
     }
 
     /// The same as `encode`, under the name that tiktoken uses.
-    fn encode_ordinary(&self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    fn encode_ordinary<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         self.encode(py, text)
     }
 
     /// Like `encode`, but returns a numpy array: uint16 if all ids of the vocabulary fit, else uint32.
     fn encode_numpy<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let ids = self.encode(py, text)?;
-        let mut array = Ids::new(py, self.vocab_size());
-        array.add(&ids, &[])?;
+        let model = self.model();
+        let mut array = Ids::new(py, model.vocabulary().size());
+        self.encode_parts(&model, py, text, |ids| array.add(&ids, &[]))?;
         Ok(array.finish()?.0)
     }
 
@@ -133,11 +145,13 @@ impl Tokenizer {
         py: Python<'_>,
         texts: &Bound<'_, PyAny>,
         threads: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<Py<PyAny>>> {
+    ) -> PyResult<Vec<Py<PyList>>> {
         let mut lists = Vec::new();
-        self.encode_each(py, texts, threads, |parts| {
+        let model = self.model();
+        let vocab_size = model.vocabulary().size();
+        self.encode_each(&model, py, texts, threads, |parts| {
             for ids in parts.iter().flat_map(Encoded::texts) {
-                lists.push(ids.into_pyobject(py)?.into_any().unbind());
+                lists.push(self.lists.of(py, ids, vocab_size)?.unbind());
             }
             Ok(())
         })?;
@@ -153,8 +167,11 @@ impl Tokenizer {
         texts: &Bound<'py, PyAny>,
         threads: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let mut ids = Ids::new(py, self.vocab_size());
-        self.encode_each(py, texts, threads, |parts| parts.iter().try_for_each(|part| ids.add(&part.ids, &part.ends)))?;
+        let model = self.model();
+        let mut ids = Ids::new(py, model.vocabulary().size());
+        self.encode_each(&model, py, texts, threads, |parts| {
+            parts.iter().try_for_each(|part| ids.add(&part.ids, &part.ends))
+        })?;
         ids.finish()
     }
 
@@ -207,7 +224,7 @@ impl Tokenizer {
 
 impl Tokenizer {
     fn of(model: Model) -> Self {
-        Self { model: RwLock::new(Arc::new(model)) }
+        Self { model: RwLock::new(Arc::new(model)), lists: Lists::default() }
     }
 
     fn model(&self) -> Arc<Model> {
@@ -231,6 +248,7 @@ impl Tokenizer {
     /// Encode texts, and hand the tokens of one group of texts after another to `take`.
     fn encode_each(
         &self,
+        model: &Model,
         py: Python<'_>,
         texts: &Bound<'_, PyAny>,
         given: Option<&Bound<'_, PyAny>>,
@@ -240,7 +258,6 @@ impl Tokenizer {
             Some(given) => whole_number(given, "threads", 1, u64::MAX)?.try_into().unwrap_or(usize::MAX),
             None => threads(),
         };
-        let model = self.model();
         let mut texts = Texts::new(texts, "texts")?;
         let bytes = if threads == 1 { ENCODE_BYTES } else { threads.saturating_mul(THREAD_BYTES).min(MOST_BYTES) };
         let mut first = 0;
@@ -254,6 +271,21 @@ impl Tokenizer {
             take(&parts.map_err(|(index, error)| in_item(error, &format!("item {} of texts", first + index)))?)?;
             first += held.len();
         }
+    }
+
+    /// Encode a text, and hand the tokens of one part after another to `take`.
+    fn encode_parts(
+        &self,
+        model: &Model,
+        py: Python<'_>,
+        text: &Bound<'_, PyAny>,
+        mut take: impl FnMut(Vec<u32>) -> PyResult<()>,
+    ) -> PyResult<()> {
+        let text = OneText::new(text)?;
+        for part in model.parts(text.as_str()?)? {
+            take(detached(py, || model.encode(part))??)?;
+        }
+        Ok(())
     }
 
     fn bytes_of(&self, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {

@@ -1,13 +1,15 @@
 //! From Python to the core: texts, numbers and files, with errors that say what was wrong.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use pyo3::exceptions::{PyOSError, PyOverflowError, PyTypeError, PyUnicodeEncodeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyString};
+use pyo3::types::{PyBytes, PyIterator, PyList, PyString};
 
 use crate::py_output::detached;
-use crate::{Batch, Pair};
+use crate::{Batch, Pair, Tokens};
 
 /// While texts are read, Ctrl-C is checked after this many.
 const TEXTS_PER_CHECK: usize = 4096;
@@ -135,6 +137,46 @@ pub fn whole_number(given: &Bound<'_, PyAny>, name: &str, smallest: u64, largest
             Err(PyValueError::new_err(format!("{name} must be at least {smallest}, got {given}")))
         }
         _ => Err(PyValueError::new_err(format!("{name} must be from {smallest} to {largest}, got {given}"))),
+    }
+}
+
+/// The bytes of every token; TypeError with its index for anything but bytes.
+pub fn all_tokens(given: &Bound<'_, PyAny>) -> PyResult<Tokens> {
+    // The items of a list are not held: changing their counts would write to all the memory that they are in, which a
+    // process that was forked then has to copy.
+    let Ok(list) = given.cast::<PyList>() else {
+        let given: Vec<Bound<'_, PyAny>> = given.extract()?;
+        let mut tokens = Tokens::with_capacity(given.len());
+        given.iter().enumerate().try_for_each(|(index, token)| add_token(&mut tokens, token, index))?;
+        return Ok(tokens);
+    };
+    let mut tokens = Tokens::with_capacity(list.len());
+    for index in 0..list.len() {
+        // SAFETY: the interpreter's lock is held, the list has this item, and no Python code runs while it is borrowed.
+        let exact = unsafe {
+            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
+            if item.is_null() {
+                return Err(PyErr::fetch(given.py()));
+            }
+            (ffi::PyBytes_Check(item) != 0).then(|| {
+                std::slice::from_raw_parts(ffi::PyBytes_AsString(item).cast(), ffi::PyBytes_Size(item) as usize)
+            })
+        };
+        match exact {
+            Some(token) => tokens.push(token)?,
+            None => add_token(&mut tokens, &list.get_item(index)?, index)?,
+        }
+    }
+    Ok(tokens)
+}
+
+fn add_token(tokens: &mut Tokens, given: &Bound<'_, PyAny>, index: usize) -> PyResult<()> {
+    match given.extract::<Cow<'_, [u8]>>() {
+        Ok(bytes) => Ok(tokens.push(&bytes)?),
+        Err(_) => {
+            let given = given.get_type().name()?;
+            Err(PyTypeError::new_err(format!("item {index} of tokens must be bytes, got {given}")))
+        }
     }
 }
 

@@ -50,6 +50,23 @@ impl Scanner {
         words + r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
     }
 
+    /// The first place from `from` on where the text can be cut without changing its pieces: after a letter and before a
+    /// character that is neither a letter nor Han, since no piece goes on there. None if there is no such place.
+    pub fn cut(text: &str, from: usize) -> Option<usize> {
+        let classes = Classes::get();
+        let mut after_letter = false;
+        let mut at = (from..text.len()).find(|&at| text.is_char_boundary(at))?;
+        while at < text.len() {
+            let (class, length) = classes.at(text.as_bytes(), at);
+            if after_letter && class & (LETTER | HAN) == 0 {
+                return Some(at);
+            }
+            after_letter = class & LETTER != 0;
+            at += length;
+        }
+        None
+    }
+
     /// Call `take` with the start and the end of every piece, in bytes. The pieces together are the whole text.
     #[inline]
     pub fn split(&self, text: &str, mut take: impl FnMut(usize, usize)) {

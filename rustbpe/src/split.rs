@@ -52,6 +52,19 @@ impl Splitter {
         &self.pattern
     }
 
+    /// Split a text into parts of about `bytes` bytes that together have the pieces of the whole text. Patterns for the
+    /// engine say nothing about where that is possible, so the whole text is one part.
+    pub fn parts<'t>(&self, text: &'t str, bytes: usize) -> impl Iterator<Item = &'t str> {
+        let scanned = matches!(self.way, Way::Scan(_));
+        let mut rest = text;
+        std::iter::from_fn(move || {
+            let cut = if scanned { Scanner::cut(rest, bytes) } else { None };
+            let (part, after) = rest.split_at(cut.unwrap_or(rest.len()));
+            rest = after;
+            (!part.is_empty()).then_some(part)
+        })
+    }
+
     /// Call `take` with the start and the end of every piece of `text`, in order. It is an error if the pieces are not
     /// the whole text.
     #[inline]
@@ -128,6 +141,26 @@ mod tests {
         assert_eq!(pieces(r"b|a*", "aab").unwrap(), ["aa", "b"]);
         assert_eq!(pieces(r"a*|b", "aab"), Err(Error::NotCovered { character: 2, excerpt: "b".into() }));
         assert!(pieces(GPT4_PATTERN, "").unwrap().is_empty());
+    }
+
+    #[test]
+    fn parts_have_the_pieces_of_the_whole_text() {
+        let letters: Vec<char> = "aé汉〇々1 \n\t\r'.，\u{301}\u{3000}sl".chars().collect();
+        for pattern in patterns() {
+            let splitter = Splitter::new(&pattern).unwrap();
+            for seed in 0..30 {
+                let mut random = Random::new(seed);
+                let text: String = (0..200).map(|_| letters[random.below(letters.len())]).collect();
+                for bytes in [1, 7, 60] {
+                    let parts: Vec<&str> = splitter.parts(&text, bytes).collect();
+                    assert_eq!(parts.concat(), text);
+                    assert!(bytes > 1 || parts.len() > 5);
+                    let found = parts.iter().flat_map(|part| pieces(&pattern, part).unwrap());
+                    assert_eq!(found.collect::<Vec<_>>(), pieces(&pattern, &text).unwrap(), "{text:?} by {pattern}");
+                }
+            }
+        }
+        assert_eq!(Splitter::new(r"(?s).").unwrap().parts("a b c", 1).count(), 1);
     }
 
     #[test]

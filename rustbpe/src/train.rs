@@ -18,10 +18,11 @@ use crate::words::{Words, EDGE, INTERIOR};
 use crate::{key, pair, Error, Pair, PieceCounts, BYTES, MAX_VOCAB_SIZE};
 
 /// The first floor is the count that each pair would have if the text were spread evenly over the vocabulary, divided
-/// by this number. On texts in several languages, the last merge is well above the floor.
-const FLOOR_SHARE: u64 = 64;
-/// If the floor was too high after all, it is divided by this number.
-const FLOOR_STEP: u64 = 8;
+/// by this number. On large texts in several languages, the last merge is above the floor.
+const FLOOR_SHARE: u64 = 16;
+/// If the floor was too high after all, it is divided by this number. On a small text this happens once or twice, which
+/// takes less time than to keep all pairs above a lower floor.
+const FLOOR_STEP: u64 = 2;
 /// How many places ahead the cells are prefetched.
 const AHEAD: usize = 16;
 

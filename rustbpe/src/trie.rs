@@ -12,8 +12,9 @@ const NOT_FREE: u32 = NONE - 1;
 const BLOCK: u32 = 256;
 /// In a base, marks a node without children. The remaining bits are the token that ends there, instead of a base.
 const LEAF: u32 = 1 << 30;
-/// How many of the newest blocks are searched for room for a node's children. Older blocks are nearly full.
-const OPEN_BLOCKS: u32 = 8;
+/// How many of the newest blocks are searched for room for a node's only child, and for room for several children.
+/// Only children fill what the others leave.
+const OPEN_BLOCKS: (u32, u32) = (8, 2);
 
 /// In a base, marks that a token ends at this node.
 const TOKEN: u32 = 1 << 31;
@@ -41,50 +42,82 @@ struct Room {
     free: Vec<u64>,
 }
 
+/// A token while the trie is built. Tokens sort by `front`, then by the rest of their bytes.
+#[derive(Clone, Copy)]
+struct Entry {
+    /// The first eight bytes, the first of them in the highest place, padded with zeros.
+    front: u64,
+    id: u32,
+    length: u32,
+}
+
+/// A node whose children are not placed yet.
+struct Waiting {
+    node: u32,
+    depth: usize,
+    /// The tokens below it.
+    first: usize,
+    end: usize,
+    /// The longest token that ends above it.
+    above: u32,
+}
+
 impl Trie {
-    /// Build the trie. `tokens[i]` are the bytes of token i, which must not be empty.
-    pub fn new<'t>(tokens: impl Iterator<Item = &'t [u8]>) -> Self {
-        let mut sorted: Vec<(&[u8], u32)> = tokens.zip(0..).collect();
-        sorted.sort_unstable();
+    /// Build the trie, and find for each token the longest other token that it begins with, or NONE. `tokens[i]` are
+    /// the bytes of token i, which must not be empty. Of equal tokens, the trie has the first, and the others begin
+    /// with it.
+    pub fn new(tokens: &[&[u8]]) -> (Self, Vec<u32>) {
+        let sorted = sorted(tokens);
+        let byte = |entry: Entry, depth: usize| match depth {
+            0..8 => (entry.front >> (56 - 8 * depth)) as u8,
+            _ => tokens[entry.id as usize][depth],
+        };
         let mut room = Room { nodes: Vec::new(), free: Vec::new() };
-        let mut tokens = Vec::new();
+        let (mut ending, mut shorter) = (Vec::new(), vec![NONE; tokens.len()]);
         room.add_block();
         room.take(ROOT, NOT_FREE);
-        // Nodes whose children are not placed yet: the node, its depth, and the range of tokens below it.
-        let mut waiting = vec![(ROOT, 0, 0..sorted.len())];
-        while let Some((node, depth, range)) = waiting.pop() {
-            let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
-            let mut ending = None;
-            for index in range {
-                let (token, id) = sorted[index];
-                match (token.get(depth), children.last_mut()) {
-                    (None, _) => {
-                        ending = Some(id);
-                    }
-                    (Some(&byte), Some((last, range))) if *last == byte => range.end = index + 1,
-                    (Some(&byte), _) => children.push((byte, index..index + 1)),
+        let mut waiting = vec![Waiting { node: ROOT, depth: 0, first: 0, end: sorted.len(), above: NONE }];
+        let (mut bytes, mut starts) = (Vec::new(), Vec::new());
+        while let Some(Waiting { node, depth, mut first, end, mut above }) = waiting.pop() {
+            let before = first;
+            while first < end && sorted[first].length as usize == depth {
+                let id = sorted[first].id;
+                shorter[id as usize] = above;
+                if first == before {
+                    above = id;
                 }
+                first += 1;
             }
-            if children.is_empty() {
-                room.nodes[node as usize].base = TOKEN | LEAF | ending.unwrap_or_default();
+            if first == end {
+                room.nodes[node as usize].base = TOKEN | LEAF | if above == NONE { 0 } else { above };
                 continue;
             }
-            let base = room.base_for(&children.iter().map(|(byte, _)| *byte).collect::<Vec<_>>());
-            room.nodes[node as usize].base = base;
-            if let Some(id) = ending {
-                room.nodes[node as usize].base |= TOKEN;
-                if tokens.len() < room.nodes.len() {
-                    tokens.resize(room.nodes.len(), NONE);
+            bytes.clear();
+            starts.clear();
+            for (index, &entry) in sorted[first..end].iter().enumerate() {
+                let byte = byte(entry, depth);
+                if bytes.last() != Some(&byte) {
+                    bytes.push(byte);
+                    starts.push(first + index);
                 }
-                tokens[node as usize] = id;
             }
-            for (byte, range) in children {
+            starts.push(end);
+            let base = room.base_for(&bytes);
+            room.nodes[node as usize].base = base;
+            if first > before {
+                room.nodes[node as usize].base |= TOKEN;
+                if ending.len() < room.nodes.len() {
+                    ending.resize(room.nodes.len(), NONE);
+                }
+                ending[node as usize] = above;
+            }
+            for (&byte, range) in bytes.iter().zip(starts.windows(2)) {
                 let child = base ^ u32::from(byte);
                 room.take(child, node);
-                waiting.push((child, depth + 1, range));
+                waiting.push(Waiting { node: child, depth: depth + 1, first: range[0], end: range[1], above });
             }
         }
-        Self { nodes: room.nodes, tokens }
+        (Self { nodes: room.nodes, tokens: ending }, shorter)
     }
 
     /// The longest token that begins at `start`, and where it ends. NONE if no token fits.
@@ -110,6 +143,20 @@ impl Trie {
     }
 }
 
+/// The tokens in the order of their bytes; equal ones in the order of their ids.
+fn sorted(tokens: &[&[u8]]) -> Vec<Entry> {
+    let entry = |(id, token): (u32, &&[u8])| {
+        let mut front = [0; 8];
+        let length = token.len().min(8);
+        front[..length].copy_from_slice(&token[..length]);
+        Entry { front: u64::from_be_bytes(front), id, length: token.len() as u32 }
+    };
+    let mut entries: Vec<Entry> = (0..).zip(tokens).map(entry).collect();
+    let bytes = |entry: &Entry| (tokens[entry.id as usize], entry.id);
+    entries.sort_unstable_by(|one, two| one.front.cmp(&two.front).then_with(|| bytes(one).cmp(&bytes(two))));
+    entries
+}
+
 impl Room {
     fn add_block(&mut self) {
         self.nodes.resize(self.nodes.len() + BLOCK as usize, FREE);
@@ -125,7 +172,8 @@ impl Room {
     fn base_for(&mut self, bytes: &[u8]) -> u32 {
         let end = self.nodes.len() as u32;
         let is_free = |node: u32| self.free[node as usize / 64] >> (node % 64) & 1 != 0;
-        for word in end.saturating_sub(OPEN_BLOCKS * BLOCK) / 64..end / 64 {
+        let open = if bytes.len() == 1 { OPEN_BLOCKS.0 } else { OPEN_BLOCKS.1 };
+        for word in end.saturating_sub(open * BLOCK) / 64..end / 64 {
             let mut free = self.free[word as usize];
             while free != 0 {
                 let base = (64 * word + free.trailing_zeros()) ^ u32::from(bytes[0]);
@@ -158,7 +206,12 @@ mod tests {
                     tokens.push(token);
                 }
             }
-            let trie = Trie::new(tokens.iter().map(Vec::as_slice));
+            let slices: Vec<&[u8]> = tokens.iter().map(Vec::as_slice).collect();
+            let (trie, shorter) = Trie::new(&slices);
+            for (token, &found) in tokens.iter().zip(&shorter) {
+                let longest = trie.longest(&token[..token.len() - 1], 0).0;
+                assert_eq!(found, longest, "seed {seed}");
+            }
             let text = random_text(&mut random, alphabet, 200).into_bytes();
             for start in 0..text.len() {
                 let fits = |id: &usize| text[start..].starts_with(&tokens[*id]);
@@ -173,7 +226,7 @@ mod tests {
     #[test]
     fn nodes_share_blocks() {
         let tokens: Vec<Vec<u8>> = (0..20_000u32).map(|number| number.to_be_bytes()[1..].to_vec()).collect();
-        let trie = Trie::new(tokens.iter().map(Vec::as_slice));
+        let (trie, _) = Trie::new(&tokens.iter().map(Vec::as_slice).collect::<Vec<_>>());
         assert!(trie.nodes.len() < 22_000, "{} nodes", trie.nodes.len());
         assert_eq!(trie.longest(&[0, 78, 31, 9], 0), (19_999, 3));
         assert_eq!(trie.longest(&[0, 78, 32, 9], 0), (NONE, 0));

@@ -1,30 +1,29 @@
 //! Tokens: their bytes, the merges that make them, and which of them may be neighbours.
 
-use hashbrown::HashMap;
+use std::ops::Range;
+use std::sync::OnceLock;
 
-use crate::borders::{Borders, Filter};
-use crate::key::fold;
+use crate::borders::Borders;
+use crate::index::Index;
+use crate::key::Key;
+pub use crate::merges::Meetings;
+use crate::merges::Merges;
+use crate::tokens::Tokens;
 use crate::trie::{Trie, NONE};
-use crate::{key, Error, Pair, BYTES};
-
-/// Bits of the filter that rules out most pairs that are never merged: 16 bits for each of 65,536 merges.
-const FILTER_BITS: usize = 1 << 20;
-/// The most bytes of all tokens together, since the trie cannot number more nodes.
-const MOST_BYTES: usize = 1 << 29;
+use crate::{Error, Pair, BYTES};
 
 /// The 256 byte values, and the tokens that merges make of them. Immutable.
 pub struct Vocabulary {
-    /// The pair that each token is made of. For a byte, the byte itself, twice.
-    parts: Vec<Pair>,
-    /// A hash table of merged tokens: each is in the first place that was free at or after the hash of its pair.
-    merges: Vec<u32>,
-    /// The hashes of all pairs in `merges`.
-    filter: Filter,
+    tokens: Tokens,
+    index: Index,
+    merges: Merges,
     borders: Borders,
-    /// The bytes of all tokens, one after another.
-    bytes: Vec<u8>,
-    /// Where each token's bytes end.
-    ends: Vec<u32>,
+    /// What long pieces need. Making it takes as long as making all the rest, and most texts have no such piece.
+    prefixes: OnceLock<Prefixes>,
+}
+
+/// The tokens by the bytes that they begin with.
+pub struct Prefixes {
     heads: Vec<Head>,
     trie: Trie,
 }
@@ -40,86 +39,111 @@ pub struct Head {
 
 impl Vocabulary {
     /// Build a vocabulary. The merge at index i makes token 256 + i from two earlier tokens.
-    pub fn new(merges: &[Pair]) -> Result<Self, Error> {
-        let mut bytes: Vec<u8> = (0..=255).collect();
-        let mut ends: Vec<u32> = (1..=BYTES).collect();
-        let mut parts: Vec<Pair> = (0..BYTES).map(|byte| (byte, byte)).collect();
-        let mut filter = Filter::new(FILTER_BITS);
-        for (id, &(left, right)) in (BYTES..).zip(merges) {
+    pub fn new(pairs: &[Pair]) -> Result<Self, Error> {
+        let mut tokens = Tokens::with_capacity(BYTES as usize + pairs.len());
+        for byte in 0..=255 {
+            tokens.push(&[byte])?;
+        }
+        let mut merges = Merges::new(BYTES as usize + pairs.len());
+        for (id, &(left, right)) in (BYTES..).zip(pairs) {
             let newest = left.max(right);
             if newest >= id {
                 return Err(Error::BadMerge { token: newest });
             }
-            let parts_bytes = [range(&ends, left), range(&ends, right)];
-            let all = bytes.len() + parts_bytes.iter().map(|range| range.len()).sum::<usize>();
-            if all > MOST_BYTES {
-                return Err(Error::TooLongTokens { bytes: all, most: MOST_BYTES });
-            }
-            parts_bytes.into_iter().for_each(|range| bytes.extend_from_within(range));
-            ends.push(bytes.len() as u32);
-            parts.push((left, right));
-            filter.add(hash(left, right));
+            tokens.push_pair(left, right)?;
+            merges.add(left, right);
         }
-        let tokens = (0..ends.len() as u32).map(|id| &bytes[range(&ends, id)]);
-        let trie = Trie::new(tokens.clone());
-        let head = |token: &[u8]| {
-            let (shorter, _) = trie.longest(&token[..token.len() - 1], 0);
-            Head { shorter, length: token.len() as u32 }
-        };
-        let heads = tokens.map(head).collect();
-        let token = |id: u32| &bytes[range(&ends, id)];
-        let borders = Borders::new(merges.iter().map(|&(left, right)| (token(left), token(right))));
-        let merges = table(&parts);
-        Ok(Self { parts, merges, filter, borders, bytes, ends, heads, trie })
+        let index = Index::new(&tokens);
+        Ok(Self::of(tokens, index, merges))
     }
 
     /// Build a vocabulary from the bytes of every token by id, which is what tiktoken stores. The merges are worked out
     /// from the bytes: a token is made of the two tokens that its bytes would give without it.
-    pub fn from_tokens<T: AsRef<[u8]>>(tokens: &[T]) -> Result<Self, Error> {
-        let mut made: HashMap<u64, u32> = HashMap::with_capacity(tokens.len());
-        let mut merges = Vec::with_capacity(tokens.len());
-        for (id, token) in tokens.iter().enumerate() {
-            let token = token.as_ref();
-            if id < BYTES as usize {
-                if token != [id as u8] {
-                    return Err(Error::NotAByte { token: id as u32 });
-                }
-                continue;
+    pub fn from_tokens(tokens: Tokens) -> Result<Self, Error> {
+        for id in 0..tokens.number() as u32 {
+            let token = tokens.of(id);
+            if id < BYTES && token != [id as u8] {
+                return Err(Error::NotAByte { token: id });
             }
-            let mut ids: Vec<u32> = token.iter().map(|&byte| byte.into()).collect();
-            let find = |pair: &[u32]| made.get(&key((pair[0], pair[1]))).copied();
-            while let Some((earliest, index)) =
-                ids.windows(2).enumerate().filter_map(|(index, pair)| Some((find(pair)?, index))).min()
-            {
-                ids[index] = earliest;
-                ids.remove(index + 1);
+            if token.is_empty() {
+                return Err(Error::NotAMerge { token: id, parts: 0 });
             }
-            let &[left, right] = ids.as_slice() else {
-                return Err(Error::NotAMerge { token: id as u32, parts: ids.len() });
+        }
+        if tokens.number() < BYTES as usize {
+            return Err(Error::NotAByte { token: tokens.number() as u32 });
+        }
+        let index = Index::new(&tokens);
+        let mut merges = Merges::new(tokens.number());
+        for id in BYTES..tokens.number() as u32 {
+            let Some((left, right)) = halves(id, &tokens, &index, &merges) else {
+                return Err(Error::NotAMerge { token: id, parts: number_of_parts(tokens.of(id), &merges) });
             };
-            made.insert(key((left, right)), id as u32);
-            merges.push((left, right));
+            merges.add(left, right);
         }
-        if tokens.len() < BYTES as usize {
-            return Err(Error::NotAByte { token: tokens.len() as u32 });
-        }
-        Self::new(&merges)
+        Ok(Self::of(tokens, index, merges))
+    }
+
+    fn of(tokens: Tokens, index: Index, merges: Merges) -> Self {
+        let ids = BYTES..tokens.number() as u32;
+        let pairs = ids.zip(merges.pairs());
+        let borders = Borders::new(pairs.map(|(id, &(left, _))| (tokens.of(id), tokens.range(left).len())));
+        Self { tokens, index, merges, borders, prefixes: OnceLock::new() }
     }
 
     /// The number of tokens.
     pub fn size(&self) -> u32 {
-        self.ends.len() as u32
+        self.tokens.number() as u32
     }
 
-    /// The pair that each token after the bytes is made of.
-    pub fn merges(&self) -> &[Pair] {
-        &self.parts[BYTES as usize..]
+    /// The merges, by the pairs that they merge.
+    #[inline]
+    pub fn merges(&self) -> &Merges {
+        &self.merges
     }
 
     /// The bytes of a token.
     #[inline]
     pub fn token(&self, id: u32) -> &[u8] {
-        &self.bytes[range(&self.ends, id)]
+        self.tokens.of(id)
+    }
+
+    /// The token with these bytes, if there is one. `hash` is the hash of their key.
+    #[inline]
+    pub fn find(&self, hash: u64, bytes: &[u8]) -> Option<u32> {
+        self.index.find(hash, bytes, &self.tokens)
+    }
+
+    /// The tokens by the bytes that they begin with. The first call takes milliseconds.
+    #[inline]
+    pub fn prefixes(&self) -> &Prefixes {
+        self.prefixes.get_or_init(|| Prefixes::new(&self.tokens))
+    }
+
+    /// Whether [`Vocabulary::prefixes`] was called before.
+    #[inline]
+    pub fn has_prefixes(&self) -> bool {
+        self.prefixes.get().is_some()
+    }
+
+    /// Whether these two tokens can be neighbours at a place of a text, where the right one begins.
+    #[inline]
+    pub fn may_meet_at(&self, text: &[u8], place: usize, pair: Pair, known: &mut Meetings) -> bool {
+        !self.borders.may_be_crossed(text, place) || known.may_meet(&self.merges, pair)
+    }
+
+    /// Cut a piece into parts that have the same tokens alone as in the piece, and call `take` with the end of each.
+    #[inline]
+    pub fn cut(&self, piece: &[u8], take: impl FnMut(usize)) {
+        self.borders.cut(piece, take);
+    }
+}
+
+impl Prefixes {
+    fn new(tokens: &Tokens) -> Self {
+        let tokens: Vec<&[u8]> = (0..tokens.number() as u32).map(|id| tokens.of(id)).collect();
+        let (trie, shorter) = Trie::new(&tokens);
+        let head = |(&shorter, token): (&u32, &&[u8])| Head { shorter, length: token.len() as u32 };
+        Self { heads: shorter.iter().zip(&tokens).map(head).collect(), trie }
     }
 
     /// The longest token that begins at `start`, and where it ends.
@@ -132,90 +156,49 @@ impl Vocabulary {
     pub fn head(&self, id: u32) -> Head {
         self.heads[id as usize]
     }
-
-    /// The token that these two tokens merge to, or NONE.
-    #[inline]
-    fn made(&self, left: u32, right: u32) -> u32 {
-        let hash = hash(left, right);
-        if !self.filter.may_have(hash) {
-            return NONE;
-        }
-        let mut place = hash as usize & (self.merges.len() - 1);
-        loop {
-            let id = self.merges[place];
-            if id == NONE || self.parts[id as usize] == (left, right) {
-                return id;
-            }
-            place = (place + 1) & (self.merges.len() - 1);
-        }
-    }
-
-    /// Whether these two tokens can be neighbours at a place of a text, where the right one begins.
-    #[inline]
-    pub fn may_meet_at(&self, text: &[u8], place: usize, left: u32, right: u32) -> bool {
-        !self.borders.may_be_crossed(text, place) || self.may_meet(left, right)
-    }
-
-    /// Cut a piece into parts that have the same tokens alone as in the piece, and call `take` with the end of each.
-    #[inline]
-    pub fn cut(&self, piece: &[u8], take: impl FnMut(usize)) {
-        self.borders.cut(piece, take);
-    }
-
-    /// Whether these two tokens can be neighbours, whatever the text around them.
-    ///
-    /// This follows the border between the tokens back in time. The newer of the two was made last; before that, one of
-    /// its halves was at the border. A merge across the border would have happened if it was learned before the merge
-    /// that changed one of the two tokens beside it. Two equal tokens come from the same merge, which works from left
-    /// to right, so the left one was made first.
-    #[inline]
-    pub fn may_meet(&self, mut left: u32, mut right: u32) -> bool {
-        let mut end = NONE; // merges from this number on came too late for the two tokens at the border
-        loop {
-            if self.made(left, right) < end {
-                return false;
-            }
-            if left.max(right) < BYTES {
-                return true;
-            }
-            if left > right {
-                end = left;
-                left = self.parts[left as usize].1;
-            } else {
-                end = right + 1;
-                right = self.parts[right as usize].0;
-            }
-        }
-    }
 }
 
-fn range(ends: &[u32], id: u32) -> std::ops::Range<usize> {
-    let start = if id == 0 { 0 } else { ends[id as usize - 1] };
-    start as usize..ends[id as usize] as usize
-}
-
-/// The hash of a pair. All bits of both tokens affect its low bits.
-#[inline]
-fn hash(left: u32, right: u32) -> u64 {
-    fold(key((left, right)) ^ 0x9e37_79b9_7f4a_7c15, 0xd6e8_feb8_6659_fd93)
-}
-
-/// The hash table of merged tokens by their pairs. At least half of its places are free.
-fn table(parts: &[Pair]) -> Vec<u32> {
-    let mut places = vec![NONE; (2 * parts.len()).next_power_of_two()];
-    for (id, &(left, right)) in (0..).zip(parts).skip(BYTES as usize) {
-        let mut place = hash(left, right) as usize & (places.len() - 1);
-        while places[place] != NONE {
-            place = (place + 1) & (places.len() - 1);
+/// The two tokens that the bytes of token `id` give with the merges before it; None if they do not give two tokens.
+///
+/// All ways to split the bytes into two tokens are tried. At most one of them is an encoding.
+fn halves(id: u32, tokens: &Tokens, index: &Index, merges: &Merges) -> Option<Pair> {
+    let Range { start, end } = tokens.range(id);
+    let part = |range: Range<usize>| match range.len() {
+        1 => Some(tokens.all()[range.start].into()),
+        _ => {
+            let hash = Key::of(tokens.all(), range.clone()).hash();
+            index.find(hash, &tokens.all()[range], tokens).filter(|&part| part < id)
         }
-        places[place] = id;
+    };
+    (start + 1..end).rev().find_map(|border| {
+        let pair = (part(start..border)?, part(border..end)?);
+        merges.may_meet(pair.0, pair.1).then_some(pair)
+    })
+}
+
+/// How many tokens the bytes of a token give.
+fn number_of_parts(token: &[u8], merges: &Merges) -> usize {
+    let mut ids: Vec<u32> = token.iter().map(|&byte| byte.into()).collect();
+    let earliest = |ids: &[u32]| {
+        let made = ids.windows(2).enumerate().map(|(index, pair)| (merges.made(pair[0], pair[1]), index));
+        made.filter(|&(id, _)| id != NONE).min()
+    };
+    while let Some((id, index)) = earliest(&ids) {
+        ids[index] = id;
+        ids.remove(index + 1);
     }
-    places
+    ids.len()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn from_tokens<T: AsRef<[u8]>>(all: &[T]) -> Result<Vocabulary, Error> {
+        let mut tokens = Tokens::default();
+        all.iter().for_each(|token| tokens.push(token.as_ref()).unwrap());
+        Vocabulary::from_tokens(tokens)
+    }
 
     #[test]
     fn tokens_meet_unless_a_merge_across_the_border_comes_first() {
@@ -232,7 +215,7 @@ mod tests {
             (259, 259, true),
             (259, 98, false), // a a|b: ab before aa
         ] {
-            assert_eq!(vocabulary.may_meet(left, right), may, "{left} {right}");
+            assert_eq!(vocabulary.merges.may_meet(left, right), may, "{left} {right}");
         }
     }
 
@@ -242,21 +225,21 @@ mod tests {
         let vocabulary = Vocabulary::new(&merges).unwrap();
         let tokens: Vec<&[u8]> = (0..vocabulary.size()).map(|id| vocabulary.token(id)).collect();
         assert_eq!(tokens[261], b"aaaaab");
-        assert_eq!(Vocabulary::from_tokens(&tokens).unwrap().merges(), merges);
+        assert_eq!(from_tokens(&tokens).unwrap().merges().pairs(), merges);
     }
 
     #[test]
     fn tokens_that_no_merge_makes_are_errors() {
         let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
-        assert_eq!(Vocabulary::from_tokens(&tokens[..255]).err(), Some(Error::NotAByte { token: 255 }));
+        assert_eq!(from_tokens(&tokens[..255]).err(), Some(Error::NotAByte { token: 255 }));
         tokens.push(b"abc".to_vec());
-        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 3 }));
+        assert_eq!(from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 3 }));
         tokens[256] = Vec::new();
-        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 0 }));
+        assert_eq!(from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 0 }));
         tokens[256] = b"a".to_vec();
-        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 1 }));
+        assert_eq!(from_tokens(&tokens).err(), Some(Error::NotAMerge { token: 256, parts: 1 }));
         tokens.swap(7, 8);
-        assert_eq!(Vocabulary::from_tokens(&tokens).err(), Some(Error::NotAByte { token: 7 }));
+        assert_eq!(from_tokens(&tokens).err(), Some(Error::NotAByte { token: 7 }));
         assert_eq!(Vocabulary::new(&[(97, 256)]).err(), Some(Error::BadMerge { token: 256 }));
     }
 }

@@ -25,6 +25,20 @@ def test_the_kind_of_a_document_follows_from_its_name_or_its_letters() -> None:
     assert corpus.kind_of("a.txt", "中" + "x" * 10) == "english"
 
 
+def test_the_language_of_a_document_follows_from_its_letters_or_words() -> None:
+    texts = {
+        "russian": "Пакет устанавливает программу.",
+        "japanese": "このパッケージは日本語の文書を検査する。",
+        "german": "Die Datei wird von der Shell gelesen und nicht verändert.",
+        "french": "Le fichier est lu par le programme et les options dans la table.",
+        "chinese": "本软件包用于安装程序。",
+        "english": "The file is read by the shell.",
+    }
+    for kind, text in texts.items():
+        found = [language for language in corpus.OTHERS if corpus.speaks(language, text)]
+        assert found == ([kind] if kind in corpus.OTHERS else [])
+
+
 def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
     """Build a Debian package with these files."""
     root = folder / "root"
@@ -44,6 +58,7 @@ def package(folder: Path, name: str, files: dict[str, bytes]) -> None:
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb makes the packages")
 def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chinese, english = "中文文档。" * 100, "English text. " * 100
+    russian = "Это русский текст о пакетах. " * 30
     files = {
         "usr/share/doc/a.html": f"<p>{chinese}</p>".encode(),
         "usr/share/doc/b.txt.gz": gzip.compress(english.encode()),
@@ -52,14 +67,30 @@ def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "usr/share/doc/picture.png": b"x" * 1000,
     }
     (tmp_path / "packages").mkdir()
+    package(
+        tmp_path / "packages",
+        "others",
+        {"usr/share/doc/ru.txt": russian.encode(), "usr/share/doc/en.md": english.encode()},
+    )
     package(tmp_path / "packages", "docs", files)
-    monkeypatch.setattr(corpus, "PACKAGES", {"chinese": ("docs", "gone"), "english": ("docs",), "code": ("docs",)})
+    monkeypatch.setattr(
+        corpus,
+        "PACKAGES",
+        {
+            "chinese": ("docs", "gone"),
+            "english": ("docs",),
+            "code": ("docs",),
+            **dict.fromkeys(corpus.OTHERS, ("others",)),
+        },
+    )
     monkeypatch.setattr(corpus.shutil, "which", lambda name: name)
     config = corpus.Config(tmp_path, english=1, chinese=1, code=1)
     corpus.main(config)
     assert corpus.read(tmp_path / "chinese.txt") == [chinese + "\n"]
     assert corpus.read(tmp_path / "english.txt") == [english]
     assert corpus.read(tmp_path / "code.txt") == ["int x;\n" * 100]
+    assert corpus.read(tmp_path / "russian.txt") == [russian], "only documents in the language"
+    assert corpus.read(tmp_path / "german.txt") == []
     about = read_json(tmp_path / "about.json")["kinds"]
     assert about["english"] == {"bytes": len(english), "documents": 1, "packages": ["docs_1_all"]}
     (tmp_path / "code.txt").write_text("kept")

@@ -106,6 +106,7 @@ def test_quick_prints_a_table_and_one_json_object(little, capsys):
     assert "upstream" not in found
 
 
+@pytest.mark.slow
 def test_upstream_s_loader_reads_the_same_shards(little, tmp_path, capsys):
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "__init__.py").touch()
@@ -118,6 +119,7 @@ def test_upstream_s_loader_reads_the_same_shards(little, tmp_path, capsys):
     assert theirs["tokens_per_cpu_second"] > 0 and theirs["documents"] > 10
 
 
+@pytest.mark.slow
 def test_a_failing_upstream_is_quoted(little, tmp_path):
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "__init__.py").touch()

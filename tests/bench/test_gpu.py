@@ -54,6 +54,7 @@ def test_figures_are_of_the_median_step_of_all_runs() -> None:
     assert "vs_upstream" not in gpu.figures(TINY, runs[:1])
 
 
+@pytest.mark.slow
 def test_both_sides_train_in_turns(
     tmp_path: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_both_sides_train_in_turns(
     assert result["tokens_per_step"] == 256 and not result["compiled"]
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
     old = fake_upstream(tmp_path / "old", UPSTREAM.replace("def setup_optimizer", "def other"))
     with pytest.raises(UserError, match=r"(?s)upstream ended with code 1.*setup_optimizer"):

@@ -22,7 +22,9 @@ def make_step(folder: Path, step: int) -> Path:
     write_tensors({"a": torch.arange(6.0)}, temporary / "model.safetensors")
     write_tensors({"m": torch.ones(6)}, temporary / "optim-00-of-01.safetensors", {"layout": "{}"})
     files = {path.name: step_files.seal(path) for path in temporary.iterdir()}
-    (temporary / "meta.json").write_text(json.dumps({"format": step_files.FORMAT, "step": step, "files": files}))
+    meta = {"format": step_files.FORMAT, "step": step, "steps": 100, "stage": "base", "tokenizer_hash": "t",
+            "files": files, "model": {}, "config": {"corpus": "c"}, "state": {}}  # fmt: skip
+    (temporary / "meta.json").write_text(json.dumps(meta))
     step_files.publish(temporary, step_files.step_dir(folder, step))
     return step_files.step_dir(folder, step)
 

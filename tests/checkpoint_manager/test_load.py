@@ -1,5 +1,6 @@
 """Loading a checkpoint by stage and tag: the right step, undamaged, with its own tokenizer."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 
 from nanochat.checkpoint_manager import files as step_files
-from nanochat.checkpoint_manager.files import read_meta
+from nanochat.checkpoint_manager.files import read_meta, step_dir
 from nanochat.checkpoint_manager.load import load_model
-from nanochat.checkpoint_manager.locate import checkpoint_dir, find, find_parent
+from nanochat.checkpoint_manager.locate import checkpoint_dir, find, find_parent, trained
 from nanochat.checkpoint_manager.resume import restore
 from nanochat.common import UserError
 from nanochat.tokenizer import Tokenizer
@@ -45,6 +46,32 @@ def test_a_stage_without_a_complete_step_is_passed_over(tokenizer: Tokenizer) ->
     put("base", "d4", 1, tokenizer)
     (checkpoint_dir("sft", "d4") / ".tmp-step_000001").mkdir(parents=True)
     assert find(None, None)[0] == "base"
+
+
+def test_a_chat_is_offered_what_was_trained_last(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for stage, tag in (("base", "old"), ("rl", "old"), ("base", "new"), ("sft", "new")):
+        put(stage, tag, 1, tokenizer)
+    assert [(one.stage, one.tag) for one in trained()] == [
+        ("sft", "new"), ("base", "new"), ("rl", "old"), ("base", "old")
+    ]  # fmt: skip
+    assert [one.stage for one in trained(tag="old")] == ["rl", "base"]
+    assert [one.tag for one in trained("base")] == ["new", "old"]
+    assert trained()[0].others() == ["-i base -g new", "-i rl -g old", "-i base -g old"]
+    assert trained()[0].others(most=1) == ["-i base -g new", "+2"]
+    # A copy is not newer than what it was copied from: meta.json says when the step was saved.
+    shutil.copytree(checkpoint_dir("rl", "old"), checkpoint_dir("rl", "a copy"))
+    assert trained()[0].tag == "new" and "-i rl -g 'a copy'" in trained()[0].others()
+    put("base", "old", 2, tokenizer)
+    assert (trained()[0].stage, trained()[0].tag, trained()[0].step) == ("base", "old", 2)
+
+
+def test_a_damaged_meta_does_not_keep_a_chat_from_being_offered(tokenizer: Tokenizer) -> None:
+    for tag in ("whole", "torn"):
+        put("sft", tag, 1, tokenizer)
+    (step_dir(checkpoint_dir("sft", "torn"), 1) / "meta.json").write_text("{")
+    assert {one.tag for one in trained()} == {"whole", "torn"}
+    with pytest.raises(UserError, match="no checkpoint of stage mid"):
+        trained("mid")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_damaged_newest_step_is_named_and_passed_over(
     assert "falling back to the step before it" in said
 
 
-def test_with_every_step_damaged_a_run_begins_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_with_every_step_damaged_a_run_starts_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pair = make()
     save(tmp_path / "run", 1, *pair, tokenizer)
     flip_a_bit(tmp_path / "run" / "step_000001" / "model.safetensors")
@@ -200,9 +200,9 @@ def test_other_data_is_refused_until_the_last_step(tmp_path: Path, tokenizer: To
         save_checkpoint(tmp_path / f"{stage}{step}", step, *pair, tokenizer, meta, CPU)
     resumed = resume_stage(tmp_path / "base50", *pair, WANTED, CPU, "a1")
     assert resumed == Resumed(50, {"row": 200, "data": "a1"})
-    with pytest.raises(UserError, match=r"were a1 and are b2 now.* 50 of 100 .*--model_tag.* or delete the folder"):
+    with pytest.raises(UserError, match=r"were a1 and are b2 now.* 50 of 100 .*--model_tag.*--resume=none"):
         resume_stage(tmp_path / "base50", *pair, WANTED, CPU, "b2")
-    with pytest.raises(UserError, match=r"are b2 now.* or delete the folder") as refused:
+    with pytest.raises(UserError, match=r"are b2 now.*--out_tag.*--resume=none") as refused:
         resume_stage(tmp_path / "sft50", *pair, WANTED, CPU, "b2")
     assert "--model_tag" not in str(refused.value)  # there it would name another parent
     assert resume_stage(tmp_path / "base100", *pair, WANTED, CPU, "b2").step == 100

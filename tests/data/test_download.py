@@ -1,82 +1,25 @@
 """The downloader against a server on this machine that truncates, stalls, refuses, redirects and lies."""
 
-import hashlib
-import random
+import errno
+import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nanochat.common import UserError
+from nanochat.data import download
 from nanochat.data.download import Fetched, Patience, Remote, check_space, fetch_all, part_of, part_size, probe_size
+from tests.support.file_server import CONTENT, SHA, Handler, Server, stall, status, truncate
 
-CONTENT = random.Random(0).randbytes(900_000)
-SHA = hashlib.sha256(CONTENT).hexdigest()
 QUICK = Patience(attempts=4, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Serves CONTENT under every name; `faults` says what goes wrong with each request in turn."""
-
-    server: "Server"
-
-    def do_GET(self) -> None:
-        with self.server.lock:
-            self.server.requests.append((self.path, dict(self.headers.items())))
-            fault = self.server.faults.pop(0) if self.server.faults else None
-            self.server.active += 1
-            self.server.most_active = max(self.server.most_active, self.server.active)
-        try:
-            (fault or Handler.whole)(self)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        finally:
-            with self.server.lock:
-                self.server.active -= 1
-
-    def whole(self, body: bytes = CONTENT, ranges: bool = True, etag: str = '"one"', upto: int | None = None) -> None:
-        """Send the file or the range that was asked for, but only `upto` bytes."""
-        asked = self.headers.get("Range")
-        matches = self.headers.get("If-Range", etag) == etag
-        if asked and ranges and matches:
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-            if start >= len(body):
-                self.answer(416, b"", {"Content-Range": f"bytes */{len(body)}"})
-                return
-            headers = {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}", "ETag": etag}
-            self.answer(206, body[start:], headers, upto)
-        else:
-            self.answer(200, body, {"ETag": etag}, upto)
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str], upto: int | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body[:upto])
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.faults: list[Callable[[Handler], None] | None] = []
-        self.requests: list[tuple[str, dict[str, str]]] = []
-        self.lock = threading.Lock()
-        self.active = self.most_active = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
 
 @pytest.fixture
@@ -86,19 +29,6 @@ def server() -> Iterator[Server]:
     yield server
     server.shutdown()
     server.server_close()
-
-
-def truncate(handler: Handler) -> None:
-    handler.whole(upto=300_000)
-
-
-def stall(handler: Handler) -> None:
-    handler.whole(upto=500_000)
-    time.sleep(1)  # longer than the patience of the client, which drops the connection
-
-
-def status(code: int, headers: dict[str, str] | None = None) -> Callable[[Handler], None]:
-    return lambda handler: handler.answer(code, b"no", headers or {})
 
 
 def fetch(server: Server, folder: Path, **options) -> tuple[Path, list[str]]:
@@ -303,3 +233,95 @@ def test_size_is_known_beforehand_and_a_full_disk_is_refused(server, tmp_path):
     check_space(tmp_path, 1)
     with pytest.raises(UserError, match=r"needs about 1000000000\.0 GB.*NANOCHAT_BASE_DIR"):
         check_space(tmp_path, 1e18)
+
+
+# --- servers that lie about sizes, and full disks ------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["\u00b2", "-5", "1" + "0" * 30, "5, 5", "0x10", "many\x1b[2J"])
+def test_a_size_that_is_no_number_of_bytes_is_refused_in_one_line(server, tmp_path, size):
+    server.faults = [lambda handler: handler.answer(200, b"12345", {"Content-Length": size})]
+    with pytest.raises(UserError, match="as the size of the file, which must be a number of bytes") as refused:
+        fetch(server, tmp_path)
+    assert "\n" not in str(refused.value) and "\x1b" not in str(refused.value)
+    assert [path.name for path in tmp_path.glob("a*") if path.stat().st_size] == []
+
+
+@pytest.mark.parametrize("wait", ["\u00b2", "9" * 400, "Fri, 31 Dec 99999 00:00:00 GMT"])
+def test_a_strange_wait_is_not_waited_for(server, tmp_path, wait):
+    server.faults = [status(503, {"Retry-After": wait})]
+    assert fetch(server, tmp_path)[0].read_bytes() == CONTENT
+
+
+def test_a_size_that_the_disk_cannot_hold_is_refused_before_the_first_byte(server, tmp_path):
+    server.faults = [lambda handler: handler.answer(200, b"12345", {"Content-Length": "9" * 15})]
+    with pytest.raises(UserError, match=r"needs about 1000000\.0 GB"):
+        fetch(server, tmp_path)
+    assert part_size(tmp_path / "a.bin") == 0
+
+
+def endless(handler: Handler) -> None:
+    """A body without Content-Length that does not end while the client reads."""
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(bytes(1 << 16))
+
+
+def test_an_endless_body_without_a_size_leaves_the_reserve_free_and_nothing_behind(server, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage._replace(free=download.RESERVE + 3_000_000))
+    server.faults = [endless]
+    with pytest.raises(UserError, match=r"does not say how large .* sent 3,\d{3},\d{3} bytes.* Nothing was kept"):
+        fetch(server, tmp_path)
+    assert part_size(tmp_path / "a.bin") == 0
+
+
+def test_a_body_without_a_size_that_ends_is_kept(server, tmp_path):
+    def short(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(CONTENT)
+
+    server.faults = [short]
+    assert fetch(server, tmp_path)[0].read_bytes() == CONTENT
+
+
+def test_a_body_longer_than_its_size_is_not_read_to_its_end(server, tmp_path):
+    """As when a server compresses what was asked for uncompressed."""
+
+    pack = zlib.compressobj(wbits=31)
+    body = b"".join(pack.compress(bytes(1 << 20)) for _ in range(64)) + pack.flush()
+    server.faults = [lambda handler: handler.answer(200, body, {"Content-Encoding": "gzip"})]
+    _, said = fetch(server, tmp_path)
+    assert re.match(r"a.bin: \d{2,3},\d{3} bytes arrived for a file of 65,\d{3};", said[0]), said[0]
+
+
+def test_a_full_disk_says_what_is_kept(server, tmp_path, monkeypatch):
+    real = os.fsync
+
+    def full(fd: int) -> None:
+        if os.fstat(fd).st_size >= len(CONTENT):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    monkeypatch.setattr(download.os, "fsync", full)
+    with pytest.raises(UserError, match=r"disk is full: .*a\.bin\.part keeps the 900,000 bytes .* resumes"):
+        fetch(server, tmp_path)
+    assert part_size(tmp_path / "a.bin") == len(CONTENT)
+
+
+def test_giving_up_says_what_is_kept(server, tmp_path):
+    server.faults = [truncate, *[status(500)] * 9]
+    with pytest.raises(UserError, match=r"The 262,144 bytes that arrived are kept"):
+        fetch(server, tmp_path)
+
+
+def test_words_of_a_server_cannot_control_the_terminal(server, tmp_path):
+    def shout(handler: Handler) -> None:
+        handler.send_response(500, "\x1b]0;owned\x07")
+        handler.end_headers()
+
+    server.faults = [shout] * 9
+    with pytest.raises(UserError, match=r"answered 500 \\x1b\]0;owned\\x07"):
+        fetch(server, tmp_path)

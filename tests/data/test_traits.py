@@ -14,4 +14,5 @@ def test_tinyworld_has_short_rows_small_steps_and_its_own_curriculum() -> None:
 
 @pytest.mark.parametrize("corpus", ["fineweb", "mine", "tinyworld:7,fineweb:3", "TinyWorld", "", None])
 def test_every_other_corpus_and_every_mixture_has_the_default_traits(corpus: str | None) -> None:
-    assert traits(corpus) == Traits(None, None, 0, None, "published")
+    assert traits(corpus) == Traits(row_tokens=None, step_tokens=None, documents_every=0, greedy_chats=None, knows=None,
+                                    curriculum="published")  # fmt: skip

@@ -44,6 +44,12 @@ def environment(root: Path, settings: Settings) -> dict[str, str]:
     home = _install(root, torch_version)
     for name in ("davinci_manager", "devmm_svm", "hisi_hdc", *(f"davinci{i}" for i in range(settings.devices))):
         _write(root / "dev" / name, "")
+    if chip["soc"] >= 260:  # what HCCL reads on an Ascend 950 server
+        for name in ("ummu", "uburma"):
+            _write(root / "dev" / name, "")
+        topology = "/usr/local/Ascend/driver/topo/links.json"
+        _write(root / topology[1:], "{}")
+        _write(root / "etc/hccl_rootinfo.json", json.dumps({"version": "2.0", "topo_file_path": topology}))
     smi.install(root / "usr/local/bin", chip, settings.devices, DRIVER)
     said = {
         "library": str(build.library()), "chip": chip, "devices": settings.devices, "strict": settings.strict,

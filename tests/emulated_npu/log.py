@@ -14,6 +14,8 @@ class Record:
 
     operators: Counter[str] = field(default_factory=Counter)
     by_phase: dict[str, Counter[str]] = field(default_factory=dict)
+    bytes_by_phase: dict[str, Counter[str]] = field(default_factory=dict)  # read and written, each operand once
+    captured: Counter[str] = field(default_factory=Counter)  # into a graph, and so not launched
     synchronisations: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     copied_bytes: Counter[str] = field(default_factory=Counter)
@@ -47,5 +49,6 @@ def record() -> Iterator[Record]:
             by_kind.setdefault(kind, Counter())[name] = count
     result.by_phase = {phase: by_kind.get(phase, Counter()) for phase in ("forward", "backward")}
     result.operators = result.by_phase["forward"] + result.by_phase["backward"]
-    for kind in ("synchronisations", "copies", "copied_bytes", "unsupported", "collectives"):
+    result.bytes_by_phase = {phase: by_kind.get(f"{phase}_bytes", Counter()) for phase in ("forward", "backward")}
+    for kind in ("captured", "synchronisations", "copies", "copied_bytes", "unsupported", "collectives"):
         setattr(result, kind, by_kind.get(kind, Counter()))

@@ -17,7 +17,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -103,14 +102,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
     """
     import torch
 
+    from tests.support.meeting import open_meeting
+
     with tempfile.TemporaryDirectory(prefix="emulated-npu-") as name:
-        folder = Path(name)
+        folder, meeting = Path(name), open_meeting()
         torch.save((function.__module__, function.__name__, args), folder / "call.pt")
         base = {"NANOCHAT_DTYPE": "float32", **npu_environment(folder / "host", chip, world_size), **env}
         base["WORLD_SIZE"] = str(world_size)
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.emulated_npu.worker", "rank", str(folder)],
+                [sys.executable, "-m", "tests.emulated_npu.worker", "rank", str(folder), str(meeting.port)],
                 env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world_size)
@@ -129,20 +130,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _rank(folder: Path) -> None:
+def _rank(folder: Path, port: int) -> None:
     import torch
-    import torch.distributed as dist
 
     from nanochat import device
+    from tests.support.meeting import join
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         module, name, args = torch.load(folder / "call.pt", weights_only=False)
         torch.npu.set_device(rank)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "cpu:gloo,npu:hccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
+        join(port, rank, world_size, "cpu:gloo,npu:hccl")
         result = getattr(importlib.import_module(module), name)(device.compute_init("npu"), *args)
         torch.save(result, folder / f"{rank}.pt")
         device.compute_cleanup()
@@ -179,6 +177,6 @@ def _serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        _rank(Path(sys.argv[2]))
+        _rank(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         _serve(Connection(int(sys.argv[1])))

@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 
 from nanochat.common import UserError
@@ -16,6 +15,7 @@ from nanochat.device import Compute, compute_cleanup
 from nanochat.engine import Engine, reply_parts
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
 from nanochat.generate.sampling import Sampling
+from tests.support.meeting import join, open_meeting
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -178,9 +178,9 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     assert capsys.readouterr().out == ""
 
 
-def on_rank(rank: int, folder: Path) -> None:
+def on_rank(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    join(port, rank, 2)
     scores = [
         evaluate(Letters(), MODEL, TOKENIZER, on_cpu(rank, 2)),
         evaluate(Letters(1), MODEL, TOKENIZER, on_cpu(rank, 2)),
@@ -192,7 +192,8 @@ def on_rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.ranks
 def test_two_ranks_find_the_score_of_one(tmp_path):
-    torch.multiprocessing.spawn(on_rank, (tmp_path,), nprocs=2)
+    meeting = open_meeting()
+    torch.multiprocessing.spawn(on_rank, (meeting.port, tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     alone = [
         evaluate(Letters(), MODEL, TOKENIZER, on_cpu()),

@@ -1,6 +1,7 @@
 """CORE: prompts as published, the same decisions as with one problem at a time, and a download whole or not at all."""
 
 import functools
+import hashlib
 import http.server
 import io
 import json
@@ -276,12 +277,14 @@ def zipped(folder: Path) -> bytes:
     return held.getvalue()
 
 
-def test_a_downloaded_bundle_is_unpacked_in_place(site: tuple[Path, str]) -> None:
+def test_a_downloaded_bundle_is_unpacked_in_place(site: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, address = site
-    (folder / "eval_bundle.zip").write_bytes(zipped(BUNDLE))
+    packed = zipped(BUNDLE)
+    (folder / "eval_bundle.zip").write_bytes(packed)
     assert core_eval.download_bundle(f"{address}/eval_bundle.zip") == core_eval.find_bundle()
     assert len(core_eval.read_bundle(base_dir() / "eval_bundle")) == 4
     assert [path.name for path in base_dir().iterdir()] == ["eval_bundle"]
+    assert f"SHA-256 {hashlib.sha256(packed).hexdigest()}" in capsys.readouterr().out
 
 
 def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(site: tuple[Path, str]) -> None:
@@ -290,6 +293,18 @@ def test_a_page_in_place_of_the_bundle_is_refused_and_nothing_is_unpacked(site: 
     with pytest.raises(UserError, match="not a zip archive"):
         core_eval.download_bundle(f"{address}/eval_bundle.zip", Patience(attempts=1))
     assert core_eval.find_bundle() is None
+
+
+@pytest.mark.parametrize("bound", ["MOST_PACKED", "MOST_UNPACKED", "MOST_FILES"])
+def test_a_bundle_that_is_too_large_is_refused_and_not_kept(
+    site: tuple[Path, str], bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, address = site
+    (folder / "eval_bundle.zip").write_bytes(zipped(BUNDLE))
+    monkeypatch.setattr(core_eval, bound, 2)
+    with pytest.raises(UserError, match=r"at most 2\b|of 2\b"):
+        core_eval.download_bundle(f"{address}/eval_bundle.zip", Patience(attempts=1))
+    assert list(base_dir().iterdir()) == []
 
 
 def test_a_missing_bundle_says_where_to_put_one_by_hand(site: tuple[Path, str]) -> None:

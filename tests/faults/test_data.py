@@ -76,12 +76,12 @@ def seen(kind: str, world_size: int, first_step: int, count: int, device_batch_s
 
 @pytest.mark.parametrize("kind", ["web", "web:7,books:3", "books:1,web:1", "mid", "sft"])
 def test_rows_come_in_one_order_on_any_number_of_ranks_and_after_any_resume(kind):
-    """T4. Injects: runs of 1, 2 and 4 ranks, stopped after 3, 7 and 12 steps and gone on with by another number of
+    """T4. Injects: runs of 1, 2 and 4 ranks, stopped after 3, 7 and 12 steps and resumed by another number of
     ranks and another device_batch_size, over documents, mixtures of corpora, mid's blend and SFT. Must follow: every
     step holds the same rows in the same order as one unbroken run of one rank.
 
-    注入：1、2、4 个 rank 的训练在 3、7、12 步之后停止，换一个 rank 数和 device_batch_size 继续，涵盖文档、混合语料、
-    mid 的掺混和 SFT。必须：每一步的数据行及其顺序，都与单个 rank 从不中断的训练相同。
+    注入：1、2、4 个进程的训练在 3、7、12 步之后停止，换一个进程数和 device_batch_size 继续，涵盖文档、混合语料、
+    mid 的掺混和 SFT。必须：每一步的数据行及其顺序，都与单个进程从不中断的训练相同。
     """
     whole = seen(kind, 1, 0, 20, 8)
     assert seen(kind, 2, 0, 20, 4) == seen(kind, 4, 0, 20, 1) == whole
@@ -94,7 +94,7 @@ def test_an_epoch_repeats_no_token_and_skips_none():
     """T4. Injects: a stop in the middle of an epoch on two ranks, and a resume on four. Must follow: when the epoch
     ends, every token of the corpus has been read once, none twice and none not at all.
 
-    注入：两个 rank 在一轮中途停止，改用四个 rank 继续。必须：这一轮结束时，语料的每个词元都恰好读过一次，没有重复，
+    注入：两个进程在一轮中途停止，改用四个进程继续。必须：这一轮结束时，语料的每个词元都恰好读过一次，没有重复，
     也没有遗漏。
     """
     count, half = make_rows("web").count, make_rows("web").count // 16
@@ -113,7 +113,7 @@ def test_a_missing_shard_is_named_before_anything_is_trained():
     refusal with exit code 2 that names the shard and the command that brings it back; when it is back, the same
     tokens.
 
-    注入：在生成词元之前和之后，删除 corpus.json 列出的一个分片。必须：以退出码 2 拒绝，说出是哪个分片以及取回它的命
+    注入：在生成词元之前和之后，删除 corpus.json 列出的一个分片。必须：以退出码 2 拒绝，指出是哪个分片以及取回它的命
     令；取回之后，词元与原来相同。
     """
     path = shards(web(), "train")[1]
@@ -136,7 +136,7 @@ def test_a_shard_that_vanishes_during_preparation_is_named(monkeypatch, processe
     """T8. Injects: a shard is deleted after preparation has begun, in one process and in two. Must follow: refusal
     that names the shard and its command; the shards that were done are kept.
 
-    注入：预处理开始之后删除一个分片，单进程和双进程各一次。必须：拒绝并说出是哪个分片和相应的命令；已完成的分片保留。
+    注入：预处理开始之后删除一个分片，单进程和双进程各一次。必须：拒绝并指出是哪个分片和相应的命令；已完成的分片保留。
     """
     path = shards(web(), "train")[2]
     good, corpus = path.read_bytes(), web()
@@ -199,7 +199,7 @@ def test_a_corrupt_shard_is_refused_and_mended(processes, fault):
     by one process or two. Must follow: refusal that names the shard and the command that repairs it, no token of it
     kept; with the shard back the same command resumes, and the tokens are right.
 
-    注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并说出是
+    注入：一个 parquet 分片翻转一个比特、截去末尾，或换成等长的其他字节，由一个或两个进程预处理。必须：拒绝并指出是
     哪个分片以及修复的命令，不留下它的任何词元；放回分片后，同一条命令继续，词元正确。
     """
     path = shards(web(), "train")[1]
@@ -218,7 +218,7 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     whose SHA-256 nobody knows. Must follow: each is refused with the shard's name, or changes no document.
 
     注入：在一个没有记录 SHA-256 的 parquet 分片中逐一翻转 400 个比特，其中一半在最后 1500 个字节。必须：每一次要么
-    拒绝并说出分片的名字，要么不改变任何文档。
+    拒绝并指出分片的名字，要么不改变任何文档。
     """
     path = shards(web(), "train")[0]
     (path.parent / "corpus.json").unlink()
@@ -242,7 +242,7 @@ def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffi
     Must follow: refusal at the next start, before a step, that names the file; the command in the message, and the
     same command again, rebuild that part, and the rows are the same.
 
-    注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并说出是哪
+    注入：词元文件（.bin）或其偏移（.idx）翻转一个比特、变短、变长或变空。必须：下次启动在第一步之前拒绝，并指出是哪
     个文件；照消息中的命令做，再输入同一条命令，就会重新生成这一部分，数据行相同。
     """
     before = prepare_web()
@@ -263,7 +263,7 @@ def test_a_corrupt_token_file_is_refused_and_the_command_it_names_mends_it(suffi
 def test_a_corrupt_mask_is_refused():
     """T17. Injects: one flipped byte in the mask of conversations. Must follow: refusal that names the file.
 
-    注入：对话的掩码中改变一个字节。必须：拒绝并说出是哪个文件。
+    注入：对话的掩码中改变一个字节。必须：拒绝并指出是哪个文件。
     """
     make_rows("sft")
     path = base_dir() / "chats" / "conversations.mask"
@@ -274,7 +274,7 @@ def test_a_corrupt_mask_is_refused():
 
 @pytest.mark.parametrize("fault", ["one bit", "cut short", "garbage", "missing"])
 @pytest.mark.parametrize("name", ["starts.npy", "first.npy", "used.npy", "meta.json"])
-def test_a_corrupt_plan_is_made_anew(name, fault, capsys):
+def test_a_corrupt_plan_is_rebuilt(name, fault, capsys):
     """T17. Injects: a file of the packing plan with one bit flipped, cut short, overwritten or deleted. Must follow:
     the plan, which follows from the tokens, is rebuilt, with a warning; the rows are the same.
 
@@ -300,7 +300,7 @@ def test_a_corrupt_note_costs_at_most_its_part(name):
     to remove; the tokens stay right.
 
     注入：词元文件旁的说明被写成乱码。必须：单个分片的说明随分片重新生成；只记录检查结果的说明被忽略；整个集合的说明
-    损坏时，消息说出要删除的文件；词元始终正确。
+    损坏时，报错指出要删除的文件；词元始终正确。
     """
     key = prepare_web().key
     path = prepare_web().folder / name

@@ -63,7 +63,7 @@ def test_ten_steps_and_ten_more_are_twenty_on_one_rank(straight: dict[int, Path]
     """T1. Injects: a stop after 10 of 20 steps, one rank. Must follow: parameters, optimizer state and figures are
     those of a run without a stop, bit for bit.
 
-    注入：单个 rank 在 20 步中的第 10 步停止，再继续。必须：参数、优化器状态和指标与不停止的训练逐位相同。
+    注入：单个进程在 20 步中的第 10 步停止，再继续。必须：参数、优化器状态和指标与不停止的训练逐位相同。
     """
     ten_and_ten(pool, 1, fresh)
     assert digests(fresh) == digests(straight[1]) and len(digests(fresh)) == 2
@@ -74,7 +74,7 @@ def test_ten_steps_and_ten_more_are_twenty_on_two_ranks(straight: dict[int, Path
     """T2. Injects: a stop after 10 of 20 steps, two ranks. Must follow: parameters, each rank's optimizer state and
     figures are those of a run without a stop, bit for bit.
 
-    注入：两个 rank 在 20 步中的第 10 步停止，再继续。必须：参数、各 rank 的优化器状态和指标与不停止的训练逐位相同。
+    注入：两个进程在 20 步中的第 10 步停止，再继续。必须：参数、各进程的优化器状态和指标与不停止的训练逐位相同。
     """
     ten_and_ten(pool, 2, fresh)
     assert digests(fresh) == digests(straight[2]) and len(digests(fresh)) == 3
@@ -101,7 +101,7 @@ def test_another_number_of_ranks_goes_on(straight: dict[int, Path], fresh: Path,
     """T3. Injects: a run of two ranks resumes with one, and with four. Must follow: the state loaded is the state
     saved, bit for bit; the losses of the next ten steps are those of two ranks to 1e-4.
 
-    注入：两个 rank 的训练改用一个或四个 rank 继续。必须：读入的状态与保存的逐位相同；其后十步的损失与两个 rank
+    注入：两个进程的训练改用一个或四个进程继续。必须：读入的状态与保存的逐位相同；其后十步的损失与两个进程
     的相差不超过 1e-4。
     """
     pool.run(2, base_stage, {"stop_at": 10})
@@ -155,7 +155,7 @@ def test_a_wrong_start_is_refused_with_the_difference(fresh: Path, pool: Pool, w
     """T19. Injects: a run resumes with another tokenizer, another shape of the model, another seed. Must follow: every
     rank refuses before the first step and names the difference; no file of the run changes.
 
-    注入：换了词表、模型形状或种子之后继续训练。必须：每个 rank 都在第一步之前拒绝并说明差别；训练留下的文件一个也不变。
+    注入：换了词表、模型形状或种子之后继续训练。必须：每个进程都在第一步之前拒绝并说明差别；训练留下的文件一个也不变。
     """
     change, says = WRONG[what]
     pool.run(2, base_stage, {"stop_at": 2})
@@ -178,7 +178,7 @@ def test_changed_code_is_refused_unless_accepted(fresh: Path, pool: Pool) -> Non
     """T19. Injects: a file of the program is changed between two starts. Must follow: every rank refuses and names the
     file and both hashes; with --other_code the run resumes, and says that it is not the same.
 
-    注入：两次启动之间改了程序的一个文件。必须：每个 rank 都拒绝，
+    注入：两次启动之间改了程序的一个文件。必须：每个进程都拒绝，
     说明是哪个文件以及前后的哈希；给出 --other_code 则继续，并说明已不是同一次训练。
     """
     pool.run(2, base_stage, {"stop_at": 2})
@@ -215,8 +215,8 @@ def test_ranks_that_differ_are_refused(fresh: Path, pool: Pool, kind: str) -> No
     """T20. Injects: one rank with another seed, another file of the program, other rows of data. Must follow: every
     rank refuses before the first step and names the rank and the difference; nothing is saved.
 
-    注入：某个 rank 的种子、程序文件或数据行与其他 rank 不同。必须：每个 rank 都在第一步
-    之前拒绝，并说明是哪个 rank、差别在哪里；什么也不保存。
+    注入：某个进程的种子、程序文件或数据行与其他进程不同。必须：每个进程都在第一步
+    之前拒绝，并说明是哪个进程、差别在哪里；什么也不保存。
     """
     for outcome in pool.outcomes(2, differing, kind):
         assert "the ranks were not started alike" in outcome.error and DIFFERENT[kind] in outcome.error

@@ -20,7 +20,7 @@ from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import tensors as tensor_files
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.checkpoint_manager.save import KEEP
-from nanochat.device import Compute
+from nanochat.device import Compute, barrier
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tiny_training import (
@@ -162,7 +162,7 @@ def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool) -> 
     """T6. Injects: kill -9 of rank 0 of two when all files are written and the folder has not got its name. Must
     follow: the other rank ends too; the next start resumes from the step before, and removes what is left.
 
-    注入：两个 rank 中的 rank 0 在文件都已写好、目录尚未定名时被 kill -9。必须：另一个 rank 也结束；
+    注入：两个进程中的 0 号进程在文件都已写好、目录尚未定名时被 kill -9。必须：另一个进程也结束；
     下次启动从前一步继续，并清除残留。
     """
     folder = tmp_path / "run"
@@ -209,8 +209,8 @@ def test_damage_to_any_file_falls_back_one_step(
     """T7. Injects: one bit of one file of the newest step is flipped, or half of it is cut off, for every file of two
     ranks. Must follow: both ranks resume from the step before, bit for bit, and the damaged file is named.
 
-    注入：两个 rank 最新一步的每个文件，翻转一个比特，或截去一半。必须：两个 rank 都从前一步逐位继续，
-    并说出损坏的文件。
+    注入：两个进程最新一步的每个文件，翻转一个比特，或截去一半。必须：两个进程都从前一步逐位继续，
+    并指出损坏的文件。
     """
     held = pool.run(2, two_steps, tmp_path / "run")
     damage(tmp_path / "run" / "step_000002" / name)
@@ -239,7 +239,9 @@ def on_a_full_disk(compute: Compute, folder: Path, name: str) -> list[str]:
         with pytest.raises(OSError) as refused:
             save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
         assert refused.value.errno == errno.ENOSPC and str(refused.value.filename).endswith(name)
+    barrier(compute)  # rank 0 removes what was written, and the other rank does not wait for that
     left = sorted(path.name for path in folder.iterdir())
+    barrier(compute)
     save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
     return left
 
@@ -249,7 +251,7 @@ def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, name
     """T9. Injects: the disk is full when one of two ranks writes its file. Must follow: the save fails on both ranks
     with the name of that file, what was written is removed, the step before stays; with room the next save works.
 
-    注入：两个 rank 之一写文件时磁盘已满。必须：保存在两个 rank 上都失败并指出文件名，已写的部分被清除，前一步仍在；
+    注入：两个进程之一写文件时磁盘已满。必须：保存在两个进程上都失败并指出文件名，已写的部分被清除，前一步仍在；
     有空间之后下一次保存成功。
     """
     folder = tmp_path / "run"

@@ -1,6 +1,7 @@
 """Faults T10, T11 and T12: signals, dead ranks and hung ranks under torchrun, and the loop that starts it again."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Launch:
 LAUNCHER = [
     sys.executable,
     "-m",
-    "torch.distributed.run",
+    "LAUNCHER",
     "--standalone",
     "--nproc_per_node=2",
     "tests/support/launched.py",
@@ -68,7 +69,12 @@ LAUNCHER = [
 ENDLESS = {"num_iterations": 100_000, "eval_every": 0}
 
 
-def launch(base: Path, fault: str = "", before: list[str] | None = None, **flags: Any) -> Launch:
+OURS = "nanochat.runtime.launch"
+
+
+def launch(
+    base: Path, fault: str = "", before: list[str] | None = None, launcher: str = "torch.distributed.run", **flags: Any
+) -> Launch:
     """Start it; `fault` as in tests/support/launched.py."""
     corpus(base)
     folder = base / "notes"
@@ -77,7 +83,8 @@ def launch(base: Path, fault: str = "", before: list[str] | None = None, **flags
                    "OMP_NUM_THREADS": "1", "SUPERVISE_PAUSE": "0"}  # fmt: skip
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [*(before or []), *LAUNCHER, str(folder), "scripts.base_train", *words("base", **{**ENDLESS, **flags})]
+    started = [launcher if word == "LAUNCHER" else word for word in LAUNCHER]
+    command = [*(before or []), *started, str(folder), "scripts.base_train", *words("base", **{**ENDLESS, **flags})]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True)  # fmt: skip
     return Launch(folder, process, stage_folder(base, "base"))
@@ -96,7 +103,7 @@ def test_sigterm_saves_on_every_rank(base_folder: Path, whom: str) -> None:
     """T10. Injects: SIGTERM to the launcher of two ranks, or to one rank, in the middle of training. Must follow: both
     ranks save the step they are at, and end with code 0; no step that was logged is lost.
 
-    注入：训练途中向两个 rank 的启动器，或者其中一个 rank 发送 SIGTERM。必须：两个 rank 都保存当前这一步并以 0 退出；
+    注入：训练途中向两个进程的启动器，或者其中一个进程发送 SIGTERM。必须：两个进程都保存当前这一步并以 0 退出；
     已记录的步一步也不丢。
     """
     run = launch(base_folder)
@@ -114,7 +121,7 @@ def test_sigterm_in_an_evaluation_saves_on_every_rank(base_folder: Path) -> None
     """T10. Injects: SIGTERM to one rank of two in the middle of an evaluation that never ends. Must follow: both ranks
     leave it, save the step before it and end with code 0; the next start makes up for the evaluation.
 
-    注入：在一次不会结束的评测途中，向两个 rank 之一发送 SIGTERM。必须：两个 rank 都离开评测，保存评测之前的那一步，
+    注入：在一次不会结束的评测途中，向两个进程之一发送 SIGTERM。必须：两个进程都离开评测，保存评测之前的那一步，
     并以 0 退出；下次启动补做评测。
     """
     run = launch(base_folder, "evaluate 0 0", num_iterations=8, eval_every=4)
@@ -135,12 +142,14 @@ def test_a_dead_rank_ends_the_others_by_name(base_folder: Path, rank: int) -> No
     """T11. Injects: kill -9 of one rank of two. Must follow: the other one and the launcher end by themselves, naming
     the dead rank and the step; the newest save is whole.
 
-    注入：kill -9 两个 rank 之一。必须：另一个 rank 和启动器自行结束，并说出死掉的 rank 和所在的步；最新的保存完整。
+    注入：kill -9 两个进程之一。必须：另一个进程和启动器自行结束，并指出死掉的进程和所在的步；最新的保存完整。
     """
-    run = launch(base_folder, f"kill {rank} 7", save_every=5)
+    run = launch(base_folder, f"kill {rank} 7", save_every=5, launcher=OURS if rank else "torch.distributed.run")
     said = run.end()
     assert run.process.returncode not in (0, None)
     assert f"error: rank {rank} is gone in step 7, last heard of at " in said, said
+    if rank:
+        assert re.match(r"error: rank 1 .*was killed \(SIGKILL\)", said.splitlines()[-1], re.I), said
     assert one_whole_step(run) == 5
 
 
@@ -148,13 +157,13 @@ def test_a_hung_rank_ends_the_others_by_name(base_folder: Path) -> None:
     """T12. Injects: one rank of two waits for ever in step 7. Must follow: within --hang_seconds both ranks and the
     launcher end by themselves, naming the hung rank, the step and the line; the newest save is whole.
 
-    注入：两个 rank 之一在第 7 步永远等待。必须：在 --hang_seconds 之内，两个 rank 和启动器自行结束，
-    并说出卡住的 rank、所在的步和代码行；最新的保存完整。
+    注入：两个进程之一在第 7 步永远等待。必须：在 --hang_seconds 之内，两个进程和启动器自行结束，
+    并指出卡住的进程、所在的步和代码行；最新的保存完整。
     """
-    run = launch(base_folder, "hang 1 7", save_every=5, hang_seconds=20)
+    run = launch(base_folder, "hang 1 7", save_every=5, hang_seconds=20, launcher=OURS)
     said = run.end()
     assert run.process.returncode not in (0, None)
-    assert "error: rank 1 hangs in step 7, at launched.py:" in said, said
+    assert said.splitlines()[-1].startswith("error: rank 1 hangs in step 7, at launched.py:"), said
     assert one_whole_step(run) == 5
 
 
@@ -162,7 +171,7 @@ def test_a_run_that_lost_a_rank_is_started_again(base_folder: Path, tmp_path: Pa
     """T11. Injects: kill -9 of one rank of two under runs/supervise.sh, which saves every 5 of 20 steps. Must follow:
     it starts again with a fresh rendezvous, and the end is that of a run without a fault, bit for bit.
 
-    注入：在 runs/supervise.sh 之下 kill -9 两个 rank 之一，20 步中每 5 步保存一次。必须：它以新的会合点重新启动，
+    注入：在 runs/supervise.sh 之下 kill -9 两个进程之一，20 步中每 5 步保存一次。必须：它以新的会合点重新启动，
     最终结果与没有故障的训练逐位相同。
     """
     run = launch(base_folder, "kill 1 13", ["bash", "runs/supervise.sh"], num_iterations=20, save_every=5)

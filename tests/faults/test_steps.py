@@ -63,7 +63,7 @@ def test_a_nan_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T13. Injects: the loss of one rank of two is NaN in one step. Must follow: both ranks skip the step before any
     parameter or optimizer state is touched, and take the next one alike.
 
-    注入：两个 rank 之一在某一步的损失为 NaN。必须：两个 rank 都跳过这一步，参数和优化器状态都不变，并照常进行下一步。
+    注入：两个进程之一在某一步的损失为 NaN。必须：两个进程都跳过这一步，参数和优化器状态都不变，并照常进行下一步。
     """
     one, two = pool.run(2, one_bad_step, float("nan"), False)
     for rank in (one, two):
@@ -76,7 +76,7 @@ def test_a_spike_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T15. Injects: the gradients of one rank of two are 1,000 times too large in one step. Must follow: both ranks
     skip the step, as more than six sigma above the last 128, before anything is touched, and take the next one alike.
 
-    注入：两个 rank 之一在某一步的梯度大了 1000 倍。必须：两个 rank 都因为它高出最近 128 步六个标准差以上而跳过这一步，
+    注入：两个进程之一在某一步的梯度大了 1000 倍。必须：两个进程都因为它高出最近 128 步六个标准差以上而跳过这一步，
     什么都不改变，并照常进行下一步。
     """
     one, two = pool.run(2, one_bad_step, 1000.0, True)
@@ -92,7 +92,7 @@ def test_an_overflow_on_one_rank_halves_the_scale_on_all(pool: Pool) -> None:
     """T16. Injects: the fp16 gradients of one rank of two overflow in one step. Must follow: both ranks skip it before
     anything is touched, and both halve their loss scale; the next step is taken alike.
 
-    注入：两个 rank 之一的 fp16 梯度在某一步溢出。必须：两个 rank 都跳过这一步，什么都不改变，
+    注入：两个进程之一的 fp16 梯度在某一步溢出。必须：两个进程都跳过这一步，什么都不改变，
     并且都把损失缩放减半；下一步照常进行。
     """
     one, two = pool.run(2, one_bad_step, 1e4, False, NANOCHAT_DTYPE="float16")
@@ -124,7 +124,7 @@ def test_ten_nans_in_a_row_stop_the_run(base_folder: Path, pool: Pool) -> None:
     """T14. Injects: the loss of one rank of two is NaN from step 5 on, with a save after every step. Must follow: both
     ranks stop at the tenth such step and say so; every save holds the finite parameters of step 4.
 
-    注入：两个 rank 之一从第 5 步起损失都是 NaN，每步都保存。必须：两个 rank 都在第十个这样的步停止并说明原因；
+    注入：两个进程之一从第 5 步起损失都是 NaN，每步都保存。必须：两个进程都在第十个这样的步停止并说明原因；
     其间每次保存的都是第 4 步的有限参数。
     """
     corpus(base_folder)

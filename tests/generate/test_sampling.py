@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UserError
-from nanochat.generate.sampling import Sampling, chat_temperature, choose, uniform
+from nanochat.generate.sampling import Sampling, chat_temperature, choose, likeliest, uniform
 
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -26,7 +26,7 @@ def test_draws_follow_the_tempered_and_truncated_distribution(temperature, top_k
     generator = random.Random(5)
     sampling = Sampling(temperature, top_k)
     uniforms = [uniform(generator) for _ in range(count)]
-    tokens, _ = choose(rows(logits, count), [sampling] * count, uniforms, NONE)
+    tokens = choose(rows(logits, count), [sampling] * count, uniforms, NONE).tokens
     kept = sorted(range(5), key=lambda i: -logits[i])[: top_k or 5]
     weights = [math.exp(logits[i] / temperature) if i in kept else 0.0 for i in range(5)]
     expected = torch.tensor(weights) / sum(weights)
@@ -36,24 +36,35 @@ def test_draws_follow_the_tempered_and_truncated_distribution(temperature, top_k
 
 def test_temperature_zero_takes_the_likeliest_and_needs_no_draw():
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    tokens, _ = choose(logits, [Sampling(0.0)] * 6, [0.999] * 6, NONE)
+    tokens = choose(logits, [Sampling(0.0)] * 6, [0.999] * 6, NONE).tokens
     assert tokens == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-44, 1e-38, 1e-7])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_temperature_too_small_for_fp32_takes_the_likeliest(temperature: float, top_k: int | None) -> None:
+    """The quotient of logits by such a number is infinite, and the draw was token 0, whatever the logits."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 20
+    logits[:, 0] = -30
+    choice = choose(logits.clone(), [Sampling(temperature, top_k)] * 6, [0.999] * 6, NONE)
+    assert choice.tokens == logits.argmax(dim=1).tolist()
+    assert all(math.isfinite(logprob) for logprob in choice.logprobs)
 
 
 def test_logprobs_are_those_of_the_whole_distribution_at_temperature_one():
     logits = 3 * torch.randn(4, 30, generator=torch.Generator().manual_seed(1))
     samplings = [Sampling(0.0), Sampling(0.3, 2), Sampling(2.0, None), Sampling(1.0, 50)]
-    tokens, logprobs = choose(logits, samplings, [0.1, 0.5, 0.9, 0.3], NONE)
+    choice = choose(logits, samplings, [0.1, 0.5, 0.9, 0.3], NONE)
     expected = torch.log_softmax(logits, dim=1)
-    for i, token in enumerate(tokens):
-        assert logprobs[i] == pytest.approx(expected[i, token].item(), abs=1e-6)
+    for i, token in enumerate(choice.tokens):
+        assert choice.logprobs[i] == pytest.approx(expected[i, token].item(), abs=1e-6)
 
 
 def test_banned_tokens_are_never_chosen_greedy_or_drawn():
     logits = rows([5.0, 4.0, 1.0, 0.0], 3)
     samplings = [Sampling(0.0), Sampling(1.0, 1), Sampling(1.0, None)]
     for u in (0.0, 0.3, 0.999):
-        tokens, _ = choose(logits, samplings, [u] * 3, torch.tensor([0, 1]))
+        tokens = choose(logits, samplings, [u] * 3, torch.tensor([0, 1])).tokens
         assert tokens[:2] == [2, 2] and tokens[2] in (2, 3)
 
 
@@ -62,7 +73,7 @@ def test_the_ends_of_the_unit_interval_choose_possible_tokens():
     logits = torch.tensor([[-200.0, 0.0, 0.0, -200.0]])
     for k in (None, 2, 4):
         for u in (0.0, last):
-            tokens, _ = choose(logits, [Sampling(1.0, k)], [u], NONE)
+            tokens = choose(logits, [Sampling(1.0, k)], [u], NONE).tokens
             assert tokens[0] in (1, 2)
 
 
@@ -70,8 +81,8 @@ def test_a_row_chooses_the_same_alone_and_among_others():
     logits = torch.randn(8, 60, generator=torch.Generator().manual_seed(3))
     samplings = [Sampling(t, k) for t in (0.0, 0.7, 1.5) for k in (None, 5, 50)][:8]
     uniforms = [uniform(random.Random(i)) for i in range(8)]
-    together, _ = choose(logits, samplings, uniforms, NONE)
-    alone = [choose(logits[i : i + 1], [samplings[i]], [uniforms[i]], NONE)[0][0] for i in range(8)]
+    together = choose(logits, samplings, uniforms, NONE).tokens
+    alone = [choose(logits[i : i + 1], [samplings[i]], [uniforms[i]], NONE).tokens[0] for i in range(8)]
     assert together == alone
 
 
@@ -97,3 +108,60 @@ def test_impossible_settings_are_refused(wrong):
 def test_chats_with_a_small_world_take_the_likeliest_words_unless_asked_otherwise(asked, corpus, expected):
     temperature = chat_temperature(asked, corpus)
     assert temperature.value == expected and set(temperature.reason) == {"en", "zh"}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0, None, top_p=0.7), Sampling(0.8, 4, top_p=0.6), Sampling(1.0, None, min_p=0.2),
+     Sampling(1.5, 5, min_p=0.1, top_p=0.9), Sampling(1.0, None, top_p=1e-6)],
+)  # fmt: skip
+def test_draws_follow_top_p_and_min_p(sampling: Sampling) -> None:
+    logits, count = [1.0, -0.5, 2.0, 0.3, -3.0, 1.7], 20_000
+    generator = random.Random(6)
+    uniforms = [uniform(generator) for _ in range(count)]
+    tokens = choose(rows(logits, count), [sampling] * count, uniforms, NONE).tokens
+    # By hand: cool, drop what min_p forbids, keep the top_k, then the fewest that reach top_p.
+    weights = {i: math.exp(logit / sampling.temperature) for i, logit in enumerate(logits)}
+    order = sorted(weights, key=lambda i: -weights[i])
+    kept = [i for i in order if weights[i] >= sampling.min_p * weights[order[0]]][: sampling.top_k]
+    total, nucleus = sum(weights[i] for i in kept), []
+    for i in kept:
+        nucleus.append(i)
+        if sum(weights[j] for j in nucleus) >= sampling.top_p * total:
+            break
+    share = sum(weights[i] for i in nucleus)
+    expected = torch.tensor([weights[i] / share if i in nucleus else 0.0 for i in range(6)])
+    assert torch.allclose(frequencies(tokens, 6), expected, atol=0.015)
+    assert set(tokens) <= set(nucleus)
+
+
+def test_rows_with_every_kind_of_setting_choose_the_same_alone_and_together() -> None:
+    logits = torch.randn(9, 80, generator=torch.Generator().manual_seed(7)) * 2
+    samplings = [
+        Sampling(0.0), Sampling(1.0), Sampling(1.0, None), Sampling(1.0, None, top_p=0.8), Sampling(0.7, 10, top_p=0.5),
+        Sampling(1.2, 30, min_p=0.1), Sampling(1.0, None, min_p=0.3), Sampling(0.0, logprobs=3), Sampling(2.0, None),
+    ]  # fmt: skip
+    for u in (0.0, 0.31, 0.77, 0.999):
+        together = choose(logits.clone(), samplings, [u] * 9, NONE)
+        for i, sampling in enumerate(samplings):
+            alone = choose(logits[i : i + 1].clone(), [sampling], [u], NONE)
+            assert alone.tokens[0] == together.tokens[i]
+
+
+def test_alternatives_are_the_likeliest_tokens_before_anything_is_changed() -> None:
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(8))
+    banned = logits[0].argmax()[None]
+    wanted = torch.log_softmax(logits, dim=1).topk(4, dim=1)
+    choice = choose(logits.clone(), [Sampling(0.0, logprobs=2), Sampling(logprobs=4)], [0.5, 0.5], banned)
+    for row in range(2):
+        ids, values = zip(*choice.alternatives[row], strict=True)
+        assert list(ids) == wanted.indices[row].tolist()
+        assert values == pytest.approx(wanted.values[row].tolist())
+    assert choice.tokens[0] != banned.item()
+    assert choose(logits, [Sampling()] * 2, [0.5, 0.5], NONE).alternatives == [(), ()]
+
+
+@pytest.mark.parametrize("size", [512, 1024, 700])
+def test_the_first_of_equal_logits_is_the_likeliest(size: int) -> None:
+    logits = torch.randn(40, size, generator=torch.Generator().manual_seed(9)).round()  # many are equal
+    assert torch.equal(likeliest(logits), logits.argmax(dim=1))

@@ -9,6 +9,7 @@ import pytest
 from nanochat.device import port_words
 from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
 from nanochat.platforms.ascend_environment import PortBlocks
+from tools_npu import environment
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,9 @@ from nanochat.platforms.ascend_environment import PortBlocks
         (220, "910B1", True, True, False),
         (223, "910B3", True, True, False),
         (225, "910B4-1", True, True, False),
+        (243, "310B", False, False, False),
         (255, "910C", True, True, False),
+        (260, "950", True, True, False),
     ],
 )
 def test_a_chip_is_known_by_its_soc_version(soc: int, name: str, bf16: bool, trains: bool, saturates: bool) -> None:
@@ -29,7 +32,7 @@ def test_a_chip_is_known_by_its_soc_version(soc: int, name: str, bf16: bool, tra
     assert (chip.name, chip.bf16, chip.trains, chip.saturates) == (name, bf16, trains, saturates)
 
 
-@pytest.mark.parametrize("soc", [-1, 105, 206, 226, 240, 257, 260])
+@pytest.mark.parametrize("soc", [-1, 105, 206, 226, 244, 257, 261, 999])
 def test_an_unknown_soc_version_has_no_chip(soc: int) -> None:
     assert ascend_chips.chip_of(soc) is None
 
@@ -46,7 +49,12 @@ def test_no_soc_version_belongs_to_two_chips() -> None:
     ("version", "variable"),
     [
         ("2.7.1", "PYTORCH_NPU_ALLOC_CONF"),
-        ("2.12.0.post2", "PYTORCH_NPU_ALLOC_CONF"),
+        ("2.9.0.post9", "PYTORCH_NPU_ALLOC_CONF"),
+        ("2.10.0.post6", "PYTORCH_NPU_ALLOC_CONF"),
+        ("2.10.0.post7", "PYTORCH_ALLOC_CONF"),  # TorchNPU 26.2
+        ("2.11.0.post3", "PYTORCH_ALLOC_CONF"),
+        ("2.12.0", "PYTORCH_NPU_ALLOC_CONF"),
+        ("2.12.0.post3", "PYTORCH_ALLOC_CONF"),
         ("2.13.0+cpu", "PYTORCH_ALLOC_CONF"),
         ("2.14", "PYTORCH_ALLOC_CONF"),
         ("3.0a0", "PYTORCH_ALLOC_CONF"),
@@ -56,6 +64,7 @@ def test_the_allocators_variable_goes_by_version_and_is_only_one(version: str, v
     environ: dict[str, str] = {}
     assert ascend_environment.prepare_loading(version, environ) == ""
     assert environ == {"TASK_QUEUE_ENABLE": "2", "CPU_AFFINITY_CONF": "2", variable: "expandable_segments:True"}
+    assert environment.allocator_variable(version) == variable  # what set-up says to the shell
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
@@ -101,6 +110,7 @@ def test_a_taken_port_of_a_block_is_named_with_a_free_block() -> None:
 
 A_JOB = """
 from nanochat.platforms.ascend_environment import PortBlocks
+from tools_npu import environment
 ports = PortBlocks()
 print(ports.free(hold=True), flush=True)
 input()
@@ -143,7 +153,8 @@ def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
             "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 32.00 GiB total capacity)",
             "Lower --device_batch_size",
         ),
-        ("Failed to allocate device memory, error code 207001", "Lower --device_batch_size"),
+        ("Failed to allocate device memory, error code 207001", "TASK_QUEUE_ENABLE=1"),
+        ("Unsupported soc version: Ascend950PR 9599", "--torch-npu VERSION"),
         ("EJ0003: Failed to bind the IP port", "HCCL_IF_BASE_PORT=6"),
         ("EI0019: port conflict", "HCCL_IF_BASE_PORT=6"),
         ("EI0006: getting socket times out", "HCCL_CONNECT_TIMEOUT"),
@@ -186,6 +197,15 @@ def test_other_reasons_of_a_failed_load_are_kept_as_they_are() -> None:
 def test_a_card_in_use_is_told_by_its_free_memory() -> None:
     assert ascend_errors.in_use(3, 60 * 2**30, 64 * 2**30) == ""
     assert "NPU 3 is in use: 12 of 64 GiB are free" in ascend_errors.in_use(3, 12 * 2**30, 64 * 2**30)
+
+
+def test_a_chinese_terminal_is_told_the_reason_and_the_remedy_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    assert "请减小 --device_batch_size" in ascend_errors.explain("NPU out of memory")
+    used = ascend_errors.in_use(3, 12 * 2**30, 64 * 2**30)
+    assert "NPU 3 正被占用" in used and "python check_npu.py --processes" in used
+    shut = ascend_errors.cannot_open(2, "odd things")
+    assert "NPU 2 打不开：odd things" in shut and "python check_npu.py" in shut
 
 
 def test_a_card_that_cannot_be_opened_is_named() -> None:

@@ -6,34 +6,29 @@ The wheels come from the package index, are kept in the user's cache folder, and
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+from nanochat.platforms import ascend_chips
 from nanochat.platforms import ascend_kernels as npu_kernels
 from nanochat.platforms import ascend_profiler as npu_profiler
-from tests.support.real_torch_npu import NoNetwork, Package, Signature, signature_of, signature_of_schema, wheel
+from tests.support.real_torch_npu import Package, Signature, signature_of, signature_of_schema
+from tests.support.remote_wheels import NoNetwork, text_of
+from tests.support.torch_npu_uses import Reader, Use, allowed_values, problem, uses
 from tools_npu import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = ROOT / "tests" / "emulated_npu" / "stub"
-VERSIONS = ("2.7.1", "2.7.1.*", "2.13.0")  # the oldest supported release, its last patch, the newest known
+# The oldest supported release, and the last known patch of every minor up to the newest.
+VERSIONS = (versions.OLDEST, *versions.LAST_PATCHES)
 STUB_MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.profiler")
-STUB_VERSIONS = VERSIONS[1:]  # the first 2.7.1 lacks what the stub has for its successors
-# Files that call torch.npu by another name, since torch.cuda has the same functions.
-MODULE_NAMES = {
-    "nanochat/platforms/base.py": {"self.module"},
-    "nanochat/platforms/ascend.py": {"self.module"},
-    "nanochat/runtime/profiling.py": {"self.module"},
-}
-CONSTRUCTORS = {"torch_npu.npu.Stream", "torch_npu.npu.Event"}  # their __new__ takes what the C type takes
 
 
 @lru_cache
 def real(version: str) -> Package:
-    return Package(wheel(version))
+    return Package(text_of(version))
 
 
 @pytest.fixture(params=VERSIONS)
@@ -44,115 +39,6 @@ def package(request: pytest.FixtureRequest) -> Package:
         pytest.skip(f"torch_npu {request.param} could not be downloaded: {why}")
 
 
-# --- what the project uses -------------------------------------------------------------------------
-
-
-@dataclass
-class Use:
-    """A name of torch_npu in a file; for a call, how many positional arguments and which keywords."""
-
-    place: str
-    name: str
-    called: bool = False
-    positional: int = 0
-    keywords: set[str] = field(default_factory=set)
-    open_ended: bool = False  # *args or a ** that is not a literal
-
-
-class Reader(ast.NodeVisitor):
-    """Collects the uses in one file."""
-
-    def __init__(self, path: str, tree: ast.Module):
-        self.path, self.uses = path, list[Use]()
-        self.aliases = {name: "torch_npu.npu" for name in MODULE_NAMES.get(path, ())}
-        self.literals: dict[str, set[str]] = {}  # dictionaries that are given as **name
-        for node in ast.walk(tree):
-            self.bind(node)
-        self.visit(tree)
-
-    def bind(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch_npu":
-                    self.aliases[alias.asname or "torch_npu"] = alias.name if alias.asname else "torch_npu"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch_npu" and not node.level:
-            for alias in node.names:
-                self.aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            if isinstance(node.value, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.value.keys):
-                keys = {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
-                self.literals[node.targets[0].id] = keys
-            elif name := self.name_of(node.value):
-                self.aliases[node.targets[0].id] = name
-
-    def name_of(self, node: ast.AST) -> str:
-        """torch.npu.x, torch_npu.x or an alias as torch_npu...; "" for everything else."""
-        if isinstance(node, ast.Name):
-            return self.aliases.get(node.id, "torch_npu" if node.id == "torch_npu" else "")
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr == "npu":
-                return "torch_npu.npu"
-            if ast.unparse(node) in self.aliases:
-                return self.aliases[ast.unparse(node)]
-            base = self.name_of(node.value)
-            return f"{base}.{node.attr}" if base else ""
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            constant = node.args[0] if node.args else None
-            return constant.value if isinstance(constant, ast.Constant) and constant.value == "torch_npu" else ""
-        return ""
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if name := self.name_of(node.func):
-            use = Use(f"{self.path}:{node.lineno}", name, True, len(node.args))
-            for keyword in node.keywords:
-                if keyword.arg:
-                    use.keywords.add(keyword.arg)
-                elif isinstance(keyword.value, ast.Name) and keyword.value.id in self.literals:
-                    use.keywords |= self.literals[keyword.value.id]
-                else:
-                    use.open_ended = True
-            use.open_ended |= any(isinstance(argument, ast.Starred) for argument in node.args)
-            self.uses.append(use)
-            for child in [*node.args, *node.keywords]:
-                self.visit(child)
-            if not isinstance(node.func, ast.Attribute | ast.Name):
-                self.visit(node.func)
-        else:
-            self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if name := self.name_of(node):
-            self.uses.append(Use(f"{self.path}:{node.lineno}", name))
-        else:
-            self.generic_visit(node)
-
-
-def project_files() -> Iterator[Path]:
-    yield ROOT / "check_npu.py"
-    for folder in ("nanochat", "scripts", "tasks", "bench", "tools_npu"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
-
-
-def uses() -> list[Use]:
-    found = []
-    for path in project_files():
-        name = path.relative_to(ROOT).as_posix()
-        found += Reader(name, ast.parse(path.read_text(encoding="utf-8"))).uses
-    return [use for use in found if use.name not in ("torch_npu", "torch_npu.npu")]
-
-
-def problem(use: Use, package: Package) -> str:
-    """What is wrong with a use; "" if the package would take it."""
-    found = package.find(use.name)
-    if found is None:
-        return f"{use.place}: {use.name} is not there"
-    if use.called and found.signatures and use.name not in CONSTRUCTORS:
-        why = [s.problem(use.positional, use.keywords, use.open_ended) for s in found.signatures]
-        if all(why):
-            return f"{use.place}: {use.name} {why[0]}"
-    return ""
-
-
 @pytest.mark.contract
 def test_what_the_project_uses_is_there_with_these_arguments(package: Package) -> None:
     found = [text for use in uses() if (text := problem(use, package))]
@@ -161,7 +47,7 @@ def test_what_the_project_uses_is_there_with_these_arguments(package: Package) -
 
 @pytest.mark.contract
 def test_operators_that_are_asked_for_by_name_are_there(package: Package) -> None:
-    names = {name for operators in npu_kernels.NEEDS.values() for name in operators}
+    names = {name for operators in npu_kernels.NEEDS.values() for name in operators} | set(ascend_chips.OPERATORS_950)
     assert [name for name in sorted(names) if package.find(f"torch_npu.{name}") is None] == []
 
 
@@ -184,6 +70,47 @@ def test_the_uses_of_the_project_are_seen() -> None:
     assert "torch_npu.profiler.ProfilerLevel.Level1" in names
 
 
+# Wrong calls: the file, what is written there, and what is written instead.
+KERNELS, FUSED = (
+    "nanochat/platforms/ascend_kernels.py",
+    "torch_npu.npu_fusion_attention(\n            q, k, v, q.size(2), ",
+)
+MUTATIONS = {
+    "the name of an operator": (KERNELS, "torch_npu.npu_fusion_attention(", "torch_npu.npu_flash_attention("),
+    "the name of a function": ("nanochat/platforms/ascend.py", "module.get_soc_version()", "module.get_soc_name()"),
+    "the name of a value": ("nanochat/platforms/ascend_profiler.py", "ProfilerLevel.Level1", "ProfilerLevel.Level9"),
+    "a keyword": (
+        KERNELS,
+        "atten_mask=self.causal_mask(q.device), scale",
+        "attn_mask=self.causal_mask(q.device), scale",
+    ),
+    "the spelling of a keyword": (KERNELS, "pre_tockens=window", "pre_tokens=window"),
+    "an argument too few": (KERNELS, FUSED, "torch_npu.npu_fusion_attention(\n            q, k, v, "),
+    "a layout": (KERNELS, FUSED + '"BSND"', FUSED + '"BSDN"'),
+    "a sparse mode": (KERNELS, "next_tockens=0, sparse_mode=4 if", "next_tockens=0, sparse_mode=14 if"),
+    "the type of a value": (KERNELS, "next_tockens=0, sparse_mode=4 if", "next_tockens=0, sparse_mode='4' if"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_call_that_is_made_wrong_is_found(mutation: str, package: Package) -> None:
+    path, right, wrong = MUTATIONS[mutation]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert right in text
+    assert not [why for use in Reader(path, ast.parse(text)).uses if (why := problem(use, package))]
+    assert [
+        why for use in Reader(path, ast.parse(text.replace(right, wrong, 1))).uses if (why := problem(use, package))
+    ]
+
+
+@pytest.mark.contract
+def test_the_values_that_an_operator_allows_are_read(package: Package) -> None:
+    assert {2, 3, 4} <= allowed_values("sparse_mode", package.manuals["npu_fusion_attention"]) <= set(range(10))
+    allowed = allowed_values("sparse_mode", package.manuals["npu_fused_infer_attention_score"])
+    assert {0, 1, 2, 3, 4} <= allowed and not allowed & {5, 6, 7, 8}
+
+
 # --- what the stub has -----------------------------------------------------------------------------
 
 
@@ -192,7 +119,6 @@ def stub_names(stub: Package) -> list[str]:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("package", STUB_VERSIONS, indirect=True)
 def test_what_the_stub_has_is_there_and_takes_no_less(package: Package) -> None:
     stub = Package(STUB)
     names = stub_names(stub)

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import ascend_kernels
 from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.ascend_chips import chip_of
+from nanochat.platforms.ascend_chips import AscendChip, chip_of
 from nanochat.platforms.ascend_environment import PortBlocks
 from nanochat.platforms.cpu import Cpu
 from nanochat.train import sizes
@@ -60,6 +60,12 @@ class Card:
         return f"Ascend910B3 {index}"
 
 
+def known(soc: int) -> AscendChip:
+    chip = chip_of(soc)
+    assert chip is not None
+    return chip
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     for name in ("NANOCHAT_DTYPE", "NANOCHAT_PEAK_TFLOPS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "HCCL_IF_BASE_PORT"):
@@ -69,7 +75,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(torch, "npu", made, raising=False)
     monkeypatch.setattr(Ascend, "unavailable", lambda self: "")
-    monkeypatch.setattr(ascend_kernels, "missing", lambda kind: [])
+    monkeypatch.setattr(ascend_kernels, "missing", lambda operators: [])
     monkeypatch.setattr(
         torch, "device", lambda name, index=0: f"{name}:{index}"
     )  # without torch_npu there is no such device type
@@ -193,6 +199,15 @@ def test_mfu_has_the_chips_peak_and_its_source(card: Card, monkeypatch: pytest.M
     assert device.peak_flops(compute_init("npu"))[0] == 376e12
     monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "354")
     assert device.peak_flops(compute) == (354e12, "NANOCHAT_PEAK_TFLOPS")
+
+
+def test_what_the_table_leaves_open_is_asked_of_the_device(card: Card) -> None:
+    card.soc = 260
+    compute = compute_init("npu")
+    assert compute.chip == replace(known(260), memory_gib=64)
+    assert compute.dtype == torch.bfloat16 and compute.platform.peak_flops() is None
+    card.soc = 241  # torch_npu says that this chip has bf16, because it only compares numbers
+    assert compute_init("npu").dtype == torch.float16
 
 
 def test_an_error_of_the_npu_becomes_a_message(card: Card) -> None:

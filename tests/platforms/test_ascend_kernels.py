@@ -12,7 +12,7 @@ from nanochat.nn.operations import Asked, Operations
 from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import ascend_kernels
 from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.ascend_chips import chip_of
+from nanochat.platforms.ascend_chips import AscendChip, chip_of
 from nanochat.platforms.ascend_kernels import AscendFused
 from nanochat.platforms.base import kernels_asked
 from nanochat.platforms.cpu import Cpu
@@ -266,11 +266,11 @@ def test_the_environment_asks_where_the_flag_does_not(monkeypatch: pytest.Monkey
 def npu(soc: int) -> Ascend:
     """The platform of an NPU of this SoC version; there is no such device."""
     platform = Ascend()
-    platform.chip = chip_of(soc)
+    platform.chip = chip_of(soc) or AscendChip(f"SoC {soc}", (soc,), True, "listed", 0, "not known", 40)
     return platform
 
 
-@pytest.mark.parametrize(("soc", "who"), [(102, "a 910A"), (202, "a 310P"), (999, "this chip")])
+@pytest.mark.parametrize(("soc", "who"), [(102, "a 910A"), (202, "a 310P"), (241, "a 310B")])
 def test_fused_kernels_are_refused_on_chips_without(soc: int, who: str) -> None:
     with pytest.raises(UserError, match=f"--kernels fused was asked for, but {who}.* has no fused attention"):
         npu(soc).operations("fused")
@@ -278,19 +278,20 @@ def test_fused_kernels_are_refused_on_chips_without(soc: int, who: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "fused"])
 def test_an_operator_that_is_missing_is_an_error_and_no_fallback(name: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_kernels, "missing", lambda kind: ["npu_rotary_mul"])
+    monkeypatch.setattr(ascend_kernels, "missing", lambda operators: ["npu_rotary_mul"])
     with pytest.raises(UserError, match=r"torch_npu lacks npu_rotary_mul, .* a 910B3 .* or give --kernels plain"):
         npu(223).operations(name)
     npu(223).operations("plain")
 
 
 @pytest.mark.parametrize(
-    ("soc", "kind"), [(223, "fused"), (251, "fused"), (102, "chunked"), (202, "inference"), (999, "plain")]
+    ("soc", "kind"),
+    [(223, "fused"), (251, "fused"), (102, "chunked"), (202, "inference"), (260, "listed"), (241, "listed")],
 )
 def test_auto_takes_what_the_chip_has_and_says_so(
     soc: int, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ascend_kernels, "missing", lambda kind: [])
+    monkeypatch.setattr(ascend_kernels, "missing", lambda operators: [])
     assert npu(soc).operations("auto").name == kind
     assert f"kernels: {kind}" in "".join(capsys.readouterr())
 
@@ -299,11 +300,11 @@ def test_auto_takes_what_the_chip_has_and_says_so(
 def test_all_operators_of_a_chip_are_there_under_these_names() -> None:
     import torch_npu
 
-    assert [ascend_kernels.missing(kind) for kind in ascend_kernels.NEEDS] == [[], [], []]
+    assert [ascend_kernels.missing(names) for names in ascend_kernels.NEEDS.values()] == [[], [], []]
     rotary = torch_npu.npu_rotary_mul
     del torch_npu.npu_rotary_mul
     try:
-        assert ascend_kernels.missing("fused") == ["npu_rotary_mul"]
+        assert ascend_kernels.missing(ascend_kernels.NEEDS["fused"]) == ["npu_rotary_mul"]
     finally:
         torch_npu.npu_rotary_mul = rotary
 
@@ -322,3 +323,19 @@ def test_plain_kernels_on_an_npu_use_no_operator_of_its_own() -> None:
 def test_an_inference_card_is_not_trained_on() -> None:
     with pytest.raises(UserError, match=r"a 310P is for inference only, it cannot train.*chat_cli"):
         Stage("base", StageFlags(), pretend(npu(202)), "d2")
+
+
+@on_npu()
+def test_a_residual_added_in_the_norm_is_the_plain_one_with_its_gradients() -> None:
+    from tests.emulated_npu import log
+
+    results = []
+    for operations, device_type in ((on_this_chip(), "npu"), (PLAIN, "cpu")):
+        x, y = (draw(2, 5, 32, seed=i).to(device_type).requires_grad_() for i in (1, 2))
+        with log.record() as seen:
+            normed, total = operations.add_norm(x, y)
+            (normed.sin() + total).sum().backward()
+        results.append([tensor.detach().cpu() for tensor in (normed, total, x.grad, y.grad)])
+        if device_type == "npu":
+            assert (seen.operators["npu_add_rms_norm"], seen.operators["npu_rms_norm_backward"]) == (1, 1)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

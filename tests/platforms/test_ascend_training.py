@@ -78,6 +78,22 @@ def test_fp32_training_on_a_910a_is_that_on_the_cpu() -> None:
     compare(replace(device.compute_init("npu"), dtype=torch.float32), loss=2e-4, parameters=0.02)
 
 
+def compare_listed() -> None:
+    compute = replace(device.compute_init("npu"), dtype=torch.float32)
+    assert compute.operations.name == "listed"
+    compare(compute, loss=1e-5, parameters=0.02)
+
+
+@on_npu(chip="950", devices=1)
+def test_fp32_training_on_a_950_is_that_on_the_cpu() -> None:
+    compare_listed()
+
+
+@on_npu(chip="SoC999", devices=1)
+def test_fp32_training_on_a_chip_that_nobody_knows_is_that_on_the_cpu() -> None:
+    compare_listed()
+
+
 @on_npu(chip="910A", devices=1)
 def test_fp16_training_on_a_910a_is_close_to_fp32() -> None:
     compute = device.compute_init("npu")

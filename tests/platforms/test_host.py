@@ -1,15 +1,21 @@
-"""Freed memory of the host's C library."""
+"""The compiler's cache, and freed memory of the host's C library."""
 
 import ctypes
+import os
 import platform
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanochat.platforms import host
+from nanochat.platforms.cpu import Cpu
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 STEP = """
 import ctypes, sys
@@ -46,3 +52,74 @@ def test_it_gives_freed_memory_back() -> None:
     before = resident()
     host.give_freed_memory_back()
     assert before - resident() > 2**25
+
+
+# --- the compiler's cache ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_cache_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+
+
+@pytest.mark.usefixtures("no_cache_named")
+def test_without_a_home_the_cache_lies_in_the_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))  # no folder can be made in it
+    assert host.use_compile_cache(tmp_path / "base") == tmp_path / "base" / "compile_cache"
+
+
+@pytest.mark.usefixtures("no_cache_named")
+@pytest.mark.parametrize("name", ["my files", "it's", 'a"b', "back\\slash"])
+def test_a_path_that_the_compiler_cannot_take_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / name))
+    assert host.use_compile_cache(tmp_path / "base") == tmp_path / "base" / "compile_cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    private = host.use_compile_cache(tmp_path / name / "base")
+    assert private.parent == tmp_path and private.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    assert host.use_compile_cache(tmp_path / name / "base") == private, "the next run finds what this one compiled"
+    private.chmod(0o777)  # another user may have put code there
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    assert host.use_compile_cache(tmp_path / name / "base") != private
+
+
+COMPILES = """
+import sys
+import torch
+from nanochat import device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.train.compile import compiled
+
+model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=32, window_pattern="L"))
+model.init_weights()
+compute = device.compute_init("cpu")
+compiled(model, True, (2, 32), compute, model.compile_groups())
+print(torch.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_what_one_checkout_compiled_another_uses_whatever_their_paths(tmp_path: Path) -> None:
+    """The first has a quote and a space in its path, the second has not."""
+    if why := Cpu().compiler_missing():
+        pytest.skip(why)
+    said, libraries, cache = [], [], tmp_path / "cache"
+    for name in ("it's my copy", "another"):
+        packages = tmp_path / name / "packages"
+        packages.parent.mkdir()
+        packages.symlink_to(Path(torch.__file__).parent.parent, target_is_directory=True)
+        environment = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, cwd=cache.parent
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert str(packages) in done.stdout
+        said.append(done.stdout)
+        libraries.append(sorted(cache.rglob("*.so")))
+    assert libraries[0] and libraries[0] == libraries[1]
+    assert "compiling for the first time" in said[0] and "compiling from the cache" in said[1]
+    assert "from the cache" not in said[0] and said[1].rstrip().splitlines()[-2].endswith(" s, from the cache")

@@ -86,3 +86,24 @@ def test_memory_that_runs_out_anywhere_is_named(monkeypatch: pytest.MonkeyPatch)
         UserError, match=r"^out of memory. .* smaller --depth.* It said: CUDA out of memory. Tried .*GiB$"
     ):
         device.with_compute(work)(SimpleNamespace(device_type="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_planner_knows_a_gpu_by_its_name_and_takes_its_own_memory(
+    name: str, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(Nvidia, "memory_total", lambda self: 39 * 2**30)
+    chip = Nvidia().chip
+    assert (chip and chip.name) == kind
+    if chip:
+        assert chip.memory_gib == 39 and chip.tflops in (312, 989) and chip.trains

@@ -16,7 +16,12 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LOCKS = {"base": "requirements.lock", "torch": "requirements-torch.lock", "dev": "requirements-dev.lock"}
+LOCKS = {
+    "base": "requirements.lock",
+    "torch": "requirements-torch.lock",
+    "npu": "requirements-npu.lock",
+    "dev": "requirements-dev.lock",
+}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 SKIP = {".git", ".venv", "target", "node_modules", "wandb"}
@@ -96,12 +101,17 @@ def test_locks_agree_with_each_other(python: str, machine: str) -> None:
 
 
 def test_torch_comes_from_its_own_lock_only() -> None:
-    for share in ("base", "dev"):
+    for share in ("base", "npu", "dev"):
         names = {line.name for line in locked(share)}
         assert not [name for name in names if re.match(r"torch$|triton|nvidia-|cuda-", name)]
 
 
-@pytest.mark.parametrize("lock", LOCKS.values())
+def test_the_extra_for_npus_names_what_its_lock_holds() -> None:
+    extra = project()["project"]["optional-dependencies"]["npu"]
+    assert extra[1:] == project()["dependency-groups"]["npu"] and Requirement(extra[0]).name == "torch_npu"
+
+
+@pytest.mark.parametrize("lock", [*LOCKS.values(), "requirements-pairs.lock"])
 def test_every_pin_has_hashes_and_no_index_is_named(lock: str) -> None:
     blocks = re.split(r"\n(?=\S)", (ROOT / lock).read_text(encoding="utf-8").strip())
     assert not [block for block in blocks if "==" not in block or "--hash=sha256:" not in block]

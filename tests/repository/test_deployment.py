@@ -16,11 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 BASES = {"Dockerfile": "python:3.11-slim-bookworm", "Dockerfile.ascend": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11"}
 
+LAUNCH = "python -m nanochat.runtime.launch"
+
 # --- the scripts of runs/ --------------------------------------------------------------------------
 
 PYTHON = r"""#!/bin/bash
 case "$*" in
 "-m nanochat.device") echo "${FAKE_DEVICE:-npu} bfloat16 ${FAKE_CARDS:-8}"; exit ;;
+"-m nanochat.common") echo "$HOME/base"; exit ;;
 "-m nanochat.planner"*) echo "--depth=12 --total_batch_size=262144 --device_batch_size=16"; exit ;;
 esac
 echo "${0##*/} $*"
@@ -38,9 +41,8 @@ class Clone:
             (self.root / "runs" / script.name).write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
         (self.root / "setup_ascend.sh").write_text('echo "setup_ascend [$*]"; return "${FAKE_SETUP:-0}"\n')
         (self.root / "setup_env.sh").write_text("setup_env() { echo setup_env; }\n")
-        for name in ("python", "torchrun"):
-            (self.stubs / name).write_text(PYTHON)
-            (self.stubs / name).chmod(0o755)
+        (self.stubs / "python").write_text(PYTHON)
+        (self.stubs / "python").chmod(0o755)
 
     def run(self, script: str, *flags: str, **environment: str) -> tuple[int, list[str], str]:
         """Exit code, lines of standard output, standard error."""
@@ -60,11 +62,11 @@ def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -
     for script in ("download_fineweb_data.sh", "quick_fineweb_test.sh", "train_with_fineweb.sh"):
         code, lines, errors = clone.run(script)
         assert code == 0, errors
-        said += [line for line in lines if line.startswith(("python", "torchrun"))]
+        said += [line for line in lines if line.startswith("python")]
     assert [why for line in said if (why := problem(shlex.split(line)))] == []
     assert said[0] == "python -m nanochat.dataset -n 200"
     quick, whole = (line for line in said if "base_train" in line)
-    assert quick.startswith("torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- ")
+    assert quick.startswith(f"{LAUNCH} --nproc_per_node=8 -m scripts.base_train -- ")
     assert "--depth=8" in quick and "--num_iterations=100" in quick
     for flag in ("--depth=12", "--total_batch_size=262144", "--num_iterations=5000", "--device_batch_size=16"):
         assert flag in whole
@@ -97,6 +99,21 @@ def test_the_device_of_the_host_decides(clone: Clone, environment: dict[str, str
     assert code == 0 or "error:" in errors
 
 
+def test_supervise_gives_up_with_the_reason_as_its_last_line(clone: Clone) -> None:
+    fails = 'echo "error: rank 1 was killed (SIGKILL)" >"$NANOCHAT_REASON_FILE"; exit 7'
+    code, _, errors = clone.run("supervise.sh", "bash", "-c", fails, SUPERVISE_TRIES="2", SUPERVISE_PAUSE="0")
+    assert code == 7 and errors.splitlines()[-1] == "error: rank 1 was killed (SIGKILL)"
+    assert errors.splitlines()[-2].startswith("supervise: 2 starts in a row ended with code 7")
+    code, _, errors = clone.run("supervise.sh", "bash", "-c", "exit 7", SUPERVISE_TRIES="1")
+    assert code == 7 and errors.splitlines()[-1] == "error: the lines above say why"
+
+
+def test_supervise_watches_the_folder_that_a_tilde_means(clone: Clone) -> None:
+    saves = 'mkdir -p "$HOME/base/base_checkpoints/d2/step_$$"; mkdir "$HOME/first" && exit 7 || exit 0'
+    given = {"SUPERVISE_TRIES": "1", "SUPERVISE_PAUSE": "0", "NANOCHAT_BASE_DIR": "~/base"}
+    assert clone.run("supervise.sh", "bash", "-c", saves, **given)[0] == 0, "the first start has saved something"
+
+
 VOLCANO = {"VC_WORKER_NUM": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 MODELARTS = {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "job-worker-0.job"}
@@ -107,7 +124,7 @@ def test_hosts_meet_at_the_first_host(clone: Clone, environment: dict[str, str])
     code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", "--depth=20", **environment)
     assert code == 0, errors
     assert lines[-1] == (
-        "torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=job-worker-0.job --master_port=29500 "
+        f"{LAUNCH} --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=job-worker-0.job --master_port=29500 "
         "-m scripts.base_train -- --depth=20"
     )
     assert problem(shlex.split(lines[-1])) is None
@@ -121,7 +138,7 @@ def test_the_users_variables_win_over_the_platforms(clone: Clone) -> None:
 
 def test_one_host_needs_no_address(clone: Clone) -> None:
     _, lines, _ = clone.run("multinode_npu.sh", "scripts.base_train", "--depth=12")
-    assert lines[-1] == "torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12"
+    assert lines[-1] == f"{LAUNCH} --nproc_per_node=8 -m scripts.base_train -- --depth=12"
 
 
 @pytest.mark.parametrize(
@@ -152,8 +169,8 @@ def instructions(name: str) -> list[tuple[str, str]]:
 def image_problems(name: str) -> list[str]:
     """The problems of a Dockerfile."""
     said = instructions(name)
-    found = [f"unknown instruction {word}" for word, _ in said
-             if word not in ("ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "VOLUME", "EXPOSE", "CMD")]  # fmt: skip
+    known = "ARG FROM USER RUN WORKDIR COPY ENV VOLUME EXPOSE CMD".split()
+    found = [f"unknown instruction {word}" for word, _ in said if word not in known]
     if said[:2] != [("ARG", f"BASE={BASES[name]}"), ("FROM", "${BASE}")]:
         found.append("the base image")
     for word, rest in said:
@@ -174,6 +191,22 @@ def test_an_image_uses_files_and_flags_that_exist(name: str) -> None:
     for line in text.splitlines():
         if line.startswith("# ") and (found := re.search(r"docker build .*-f (\S+)", line)):
             assert (ROOT / found[1]).exists()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_an_image_runs_as_a_user_and_can_be_pinned(name: str) -> None:
+    said = instructions(name)
+    assert [rest for word, rest in said if word == "USER"][-1] == "nanochat", "the program is not root"
+    at = [word for word, _ in said].index("COPY")
+    assert said[at][1].startswith("--chown=nanochat ") and said[at + 1] == ("USER", "nanochat")
+    prepared = next(rest for word, rest in said if word == "RUN")
+    assert (
+        "useradd --create-home --non-unique --uid" in prepared
+        and "install -d -o nanochat /opt/nanochat /data" in prepared
+    )
+    assert "dpkg-query --show" in prepared, "the image records the versions of the system's packages"
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert f"--build-arg BASE={BASES[name]}@sha256:DIGEST" in text, "how to name the base image by its digest"
 
 
 def test_the_context_of_a_build_has_every_tracked_file() -> None:

@@ -22,6 +22,7 @@ SHELL = ("bash", "sh", "shell")
 COMMAND = re.compile(r"(python|torchrun|bash|echo) ")  # how a command in the middle of a sentence begins
 OURS = ("nanochat", "scripts", "bench")
 NO_CONFIG = ("nanochat.device", "nanochat.runtime.cost", "bench.npu_ops.side")  # they read no flags
+LAUNCHER = "nanochat.runtime.launch"
 LINKS = ("link_open", "image")
 IN_HTML = re.compile(r'(?:href|src|srcset)="([^"]*)"')  # of <picture>, which Markdown has no form for
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
@@ -122,6 +123,8 @@ def launched(words: list[str]) -> tuple[str, list[str]] | None:
     if program not in ("python", "python3", "torchrun") or "-m" not in words:
         return None
     at = words.index("-m")
+    if words[at + 1] == LAUNCHER:  # it takes torchrun's flags
+        return launched(["torchrun", *words[at + 2 :]])
     return words[at + 1], words[at + 2 :]
 
 
@@ -279,6 +282,8 @@ def test_commands_are_read_as_a_shell_reads_them() -> None:
     )
     assert launched([".venv/bin/python", "-m", "bench.train"]) == ("bench.train", [])
     assert launched(["python", "check_npu.py"]) is None
+    ranks = ["--nproc_per_node=2", "-m", "scripts.x", "--", "-n", "1"]
+    assert launched(["python", "-m", LAUNCHER, *ranks]) == ("scripts.x", ["--", "-n", "1"])
 
 
 def test_what_is_not_there_is_found() -> None:

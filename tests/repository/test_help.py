@@ -12,8 +12,8 @@ from tests.repository.test_docs import ROOT
 
 MODULES = [
     *(f"scripts.{path.stem}" for path in sorted((ROOT / "scripts").glob("[!_]*.py"))),
-    *(f"nanochat.{name}" for name in ("dataset", "report", "planner", "prepare.__main__", "export.__main__",
-                                      "checkpoint_manager.__main__")),
+    *(f"nanochat.{name}" for name in ("dataset", "planner.__main__", "prepare.__main__", "export.__main__",
+                                      "report.__main__", "checkpoint_manager.__main__")),
 ]  # fmt: skip
 
 

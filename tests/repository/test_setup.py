@@ -63,6 +63,8 @@ class Machine:
         )
         (self.root / "requirements-torch.lock").write_text("torch==1\n")
         (self.root / "requirements-dev.lock").write_text("pytest==1\n")
+        for name in ("requirements-npu.lock", "requirements-pairs.lock"):
+            shutil.copy(ROOT / name, self.root)
         (self.root / "rustbpe").mkdir()
         (self.root / "rustbpe" / "Cargo.toml").write_text("[package]\n")
         for command in SYSTEM.split():
@@ -139,6 +141,17 @@ def test_second_call_does_nothing(machine: Machine) -> None:
     assert machine.run() == (0, "", "")
     assert len(machine.called(" pip ")) == calls
     assert stamp.stat().st_mtime_ns == before
+
+
+def test_an_environment_made_with_cargo_is_complete_for_a_user_without_it(machine: Machine) -> None:
+    machine.run()
+    (machine.stubs / "cargo").unlink()
+    assert machine.run() == (0, "", "")
+    with open(machine.root / "requirements.lock", "a") as f:
+        f.write("# changed\n")
+    assert "ready" in machine.run()[1], "another change still counts"
+    machine.stub("cargo")
+    assert machine.run()[1].count("rustbpe, built from source") == 1, "and then rustbpe is built again"
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "pyproject.toml", "rustbpe/Cargo.toml"])

@@ -125,6 +125,15 @@ def test_the_cann_of_the_environment_wins_over_the_newest(clone: Clone) -> None:
     assert made.set_env.exists()
 
 
+def test_ascend_home_names_the_folder_above_cann_as_the_guides_set_it(clone: Clone) -> None:
+    clone.make_host(layout="cann", cann="9.0.0")
+    home, script = install_cann(clone.host_root / "data/Ascend", "ascend-toolkit", "8.5.0")
+    env = clone.environment(ASCEND_HOME=str(clone.host_root / "data/Ascend"))
+    assert host.find_canns(env)[0] == host.Cann(str(home), str(script), "8.5.0", "environment")
+    env["ASCEND_HOME"] = str(clone.host_root / "data")  # nothing there: the usual folders
+    assert [cann.layout for cann in host.find_canns(env)] == ["cann"]
+
+
 # --- versions --------------------------------------------------------------------------------------
 
 
@@ -141,9 +150,9 @@ def test_cann_newer_than_the_table_gives_a_warning(clone: Clone) -> None:
     clone.make_host(cann="9.4.0")
     code, out = clone.run()
     assert code == 0
-    assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.13.0" in out
+    assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.14.0" in out
     assert "To choose another release: --torch-npu VERSION" in out
-    assert clone.called == ["setup_env --npu 2.13.0 --python-max 14"]
+    assert clone.called == ["setup_env --npu 2.14.0 --python-max 14"]
 
 
 def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> None:
@@ -238,7 +247,7 @@ def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) 
     clone.make_host(cann="9.0.0")
     clone.has_pair(there)
     assert clone.run()[0] == 0
-    assert clone.called == ["setup_env --npu 2.9.0.post2 --python-max 13"]
+    assert clone.called == ["setup_env --npu 2.10.0.post2 --python-max 13"]
 
 
 def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
@@ -348,9 +357,21 @@ def test_harmful_variables_are_named_and_fix_removes_them(clone: Clone) -> None:
         assert f"warning: {name}=" in out
     assert "unset ASCEND_LAUNCH_BLOCKING; or source setup_ascend.sh --fix" in out
     assert "请执行 unset ASCEND_LAUNCH_BLOCKING，或 source setup_ascend.sh --fix" in out
+    code, out = clone.run("--fix", **harmful)
+    assert code == 0
+    for name in harmful:
+        assert f"warning: {name}=" in out, "a script that was started cannot unset a variable of the shell, and says so"
+    assert "cannot change your shell; type source setup_ascend.sh --fix, or unset ASCEND_LAUNCH_BLOCKING" in out
+    assert "改不了当前 shell，请输入 source setup_ascend.sh --fix，或 unset ASCEND_LAUNCH_BLOCKING" in out
     shown = '"${ASCEND_LAUNCH_BLOCKING-gone} $ASCEND_GLOBAL_LOG_LEVEL $HCCL_CONNECT_TIMEOUT"'
     script = f'source "$SETUP" --fix >/dev/null; echo {shown}'
     assert clone.shell(script, **harmful)[1] == "gone 3 1200\n"
+
+
+def test_a_terminal_without_chinese_is_no_obstacle(clone: Clone) -> None:
+    clone.make_host()
+    code, out = clone.run("--dry-run", PYTHONIOENCODING="ascii")
+    assert code == 0 and "dry run: nothing was changed" in out and "\\u8bd5\\u8fd0\\u884c" in out
 
 
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_setup import PYTHON, UV, Machine
+from tests.repository.test_setup import PYTHON, ROOT, UV, Machine
+from tools_npu import versions as tables
 
 
 @pytest.fixture
@@ -16,34 +17,61 @@ def machine(tmp_path: Path) -> Machine:
 def versions(machine: Machine) -> list[str]:
     """The versions of torch and torch_npu that were installed, in order."""
     words = [word for line in machine.called("uv pip install") for word in line.split()]
-    return [word for word in words if word.startswith(("torch==", "torch_npu=="))]
+    return [word for word in words if word.startswith(("torch==", "torch-npu==", "torch_npu=="))]
+
+
+@pytest.fixture(autouse=True)
+def pairs_are_recorded(machine: Machine) -> None:
+    """The uv of these tests records the pins of the pair instead of the name of their file."""
+    pair = 'case "$*" in *pair.lock) set -- "$@" $(grep "==" "${@: -1}") ;; esac\n'
+    machine.stub("uv.stub", UV.replace("\n", f"\n{pair}", 1))
 
 
 def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
     machine.stub("uname", "#!/bin/bash\necho aarch64\n")
     assert machine.run("--npu", "2.9.0.post2", "--python-max", "13")[0] == 0
-    assert versions(machine) == ["torch==2.9.0", "torch_npu==2.9.0.post2"]
-    assert "--no-deps" in machine.called("torch_npu==")[0], "torch_npu requires a build of torch that indexes lack"
-    assert machine.called("decorator attrs psutil scipy cffi absl-py pyyaml")
+    assert versions(machine) == ["torch-npu==2.9.0.post2", "torch==2.9.0", "torch==2.9.0"]
+    (pair,) = machine.called("pair.lock")
+    assert "--no-deps --require-hashes" in pair, "torch_npu requires a build of torch that indexes lack"
+    lock = (machine.root / ".venv/pair.lock").read_text()
+    assert [line.split()[0] for line in lock.splitlines() if "==" in line] == ["torch-npu==2.9.0.post2", "torch==2.9.0"]
+    assert lock.count("--hash=sha256:") > 10
+    assert "--require-hashes" in machine.called("requirements-npu.lock")[0], "what CANN imports is pinned"
     assert not machine.called("requirements-torch.lock")
     calls = len(machine.called(" pip "))
     assert machine.run()[:2] == (0, ""), "a later plain call, such as speedrun.sh's, keeps the pair"
     assert len(machine.called(" pip ")) == calls
     assert machine.run("--dev")[0] == 0
-    assert versions(machine)[2:] == ["torch==2.9.0", "torch_npu==2.9.0.post2"], "adding the test tools keeps it too"
+    assert versions(machine)[3:] == versions(machine)[:3], "adding the test tools keeps it too"
     assert machine.run("--npu", "2.12.0", "--python-max", "13")[0] == 0
-    assert versions(machine)[4:] == ["torch==2.12.0", "torch_npu==2.12.0"]
+    assert versions(machine)[6:] == ["torch-npu==2.12.0", "torch==2.12.0", "torch==2.12.0"]
+
+
+def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
+    pins = (ROOT / "requirements-pairs.lock").read_text(encoding="utf-8").split()
+    for row in (*tables.TABLE, tables.NEWEST):
+        assert f"torch-npu=={row.torch_npu}" in pins and f"torch=={tables.torch_for(row.torch_npu)}" in pins
+
+
+def test_a_torch_npu_without_known_hashes_is_installed_with_a_word_about_it(machine: Machine) -> None:
+    machine.stub("uname", "#!/bin/bash\necho aarch64\n")
+    code, out, _ = machine.run("--npu", "2.99.0", "--python-max", "13")
+    assert code == 0 and "torch_npu 2.99.0 is unknown to this repository" in out
+    assert versions(machine) == ["torch_npu==2.99.0", "torch==2.99.0"]
 
 
 def test_on_x86_torch_without_cuda_is_installed_if_the_index_has_it(machine: Machine) -> None:
     machine.stub("uname", "#!/bin/bash\necho x86_64\n")
     assert machine.run("--npu", "2.9.0", "--python-max", "12")[0] == 0
-    assert versions(machine) == ["torch==2.9.0+cpu", "torch_npu==2.9.0"]
-    machine.stub("uv.stub", UV.replace("case", 'case "$*" in *+cpu) echo no such version; exit 1 ;; esac\ncase', 1))
+    assert versions(machine) == ["torch==2.9.0+cpu", "torch-npu==2.9.0"]
+    recorded = (machine.stubs / "uv.stub").read_text()
+    fails = 'case "$*" in *+cpu) echo no such version; exit 1 ;; esac'
+    first = 'case "${FAKE_UV'
+    machine.stub("uv.stub", recorded.replace(first, f"{fails}\n{first}", 1))
     shutil.rmtree(machine.root / ".venv")
     code, out, _ = machine.run("--npu", "2.9.0", "--python-max", "12")
     assert (code, "falling back to pip" in out) == (0, False)
-    assert versions(machine)[2:] == ["torch==2.9.0+cpu", "torch==2.9.0", "torch_npu==2.9.0"]
+    assert versions(machine)[2:] == ["torch==2.9.0+cpu", "torch-npu==2.9.0", "torch==2.9.0", "torch==2.9.0"]
 
 
 def test_a_python_for_which_torch_npu_has_a_wheel_is_used(machine: Machine) -> None:

@@ -104,7 +104,8 @@ def the_report_has_what_it_promises(clone: Clone) -> None:
     for name in ("tinyworld_en", "tinyworld_zh", "calculator"):
         assert 0 <= report["summary"][name] <= 1
         assert {"mid", "sft", "rl"} <= set(report["table"][name])
-    assert set(report["table"]["validation bits per byte"]) == {"base", "mid", "sft"}
+    for stage, text in (("base", "documents"), ("mid", "conversations"), ("sft", "answers")):
+        assert set(report["table"][f"bits per byte of {text}"]) == {stage}
     assert report["summary"]["minutes"] > 0.2 and report["summary"]["cpu_minutes"] > 0.2
     assert 0.1 < report["summary"]["memory_gb"] <= 2.5
     assert {"base_train", "mid_train", "sft_train", "rl_train", "tok_train", "sft_eval"} <= set(report["sections"])

@@ -16,7 +16,7 @@ from tests.support.ascend_hosts import make_host
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# A python and a torchrun that record how the stages are called.
+# A python that records how the stages are called.
 PYTHON = r"""#!/bin/bash
 case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
@@ -28,6 +28,11 @@ case "$*" in
     if [ "${FAKE_CHIP:-}" = 310P ]; then echo "error: 310P cards are for inference only" >&2; exit 1; fi
     echo "--depth=12 --total_batch_size=262144 --device_batch_size=32"
     exit
+    ;;
+"-m nanochat.common") mkdir -p "${FAKE_BASE:-$NANOCHAT_BASE_DIR}" && echo "${FAKE_BASE:-$NANOCHAT_BASE_DIR}"; exit ;;
+"-m nanochat.runtime.cost ${FAKE_FAILS:-none} "*)
+    [ -z "${FAKE_REASON:-}" ] || echo "$FAKE_REASON" >"$NANOCHAT_REASON_FILE"
+    exit 3
     ;;
 "-m nanochat.report finished"*) exit "${FAKE_FINISHED:-1}" ;;
 "-m nanochat.report"*) exit ;;
@@ -48,7 +53,7 @@ class Clone:
             shutil.copy(ROOT / name, self.root)
         shutil.copytree(ROOT / "tools_npu", self.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
         (self.root / "setup_env.sh").write_text("setup_env() { :; }\n")
-        for name in ("python", "python3", "torchrun"):
+        for name in ("python", "python3"):
             (self.stubs / name).write_text(PYTHON.replace("REAL", sys.executable))
             (self.stubs / name).chmod(0o755)
 
@@ -57,7 +62,8 @@ class Clone:
             "PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.host / "home"), "CALLS": str(self.calls),
             "NANOCHAT_BASE_DIR": str(self.root / "base"), "ASCEND_ROOT_PREFIX": str(self.host),
         }  # fmt: skip
-        done = subprocess.run(["bash", str(self.root / "speedrun_npu.sh"), *flags], env=base | environment,
+        given = {name: value for name, value in (base | environment).items() if value != "unset"}
+        done = subprocess.run(["bash", str(self.root / "speedrun_npu.sh"), *flags], env=given,
                               capture_output=True, text=True, cwd="/")  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -77,7 +83,7 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
     make_host(clone.host, cards=cards)
     code, out = clone.run(FAKE_CARDS=str(cards))
     assert code == 0, out
-    launcher = f"torchrun --standalone --nproc_per_node={used} -m" if used > 1 else "python -m"
+    launcher = f"python -m nanochat.runtime.launch --nproc_per_node={used} -m" if used > 1 else "python -m"
     base = clone.called("scripts.base_train")
     assert launcher in base and "--data fineweb --depth=12 --total_batch_size=262144 --device_batch_size=32" in base
     assert "--model_tag=d12 --total_batch_size=262144 --device_batch_size=32" in clone.called("scripts.mid_train")
@@ -167,6 +173,24 @@ def test_a_finished_run_says_so(clone: Clone) -> None:
     make_host(clone.host)
     code, out = clone.run(FAKE_FINISHED="0")
     assert (code, "Everything is done already" in out) == (0, True)
+
+
+def test_the_last_line_of_a_failed_stage_is_its_reason(clone: Clone) -> None:
+    make_host(clone.host)
+    reason = "error: rank 1 was killed (SIGKILL)"
+    code, out = clone.run(FAKE_CARDS="2", FAKE_FAILS="mid_train", FAKE_REASON=reason)
+    assert code == 3 and out.splitlines()[-1] == reason
+    assert out.splitlines()[-2].startswith("speedrun: the stage mid_train ended with code 3; ")
+    code, out = clone.run(FAKE_CARDS="2", FAKE_FAILS="tok_train")
+    assert code == 3 and out.splitlines()[-1] == "error: the lines above say why"
+
+
+def test_no_home_and_an_odd_base_folder_are_no_obstacle(clone: Clone, tmp_path: Path) -> None:
+    make_host(clone.host)
+    odd = str(tmp_path / 'it\'s a "base"')
+    code, out = clone.run(FAKE_CARDS="2", HOME="unset", NANOCHAT_BASE_DIR="unset", FAKE_BASE=odd)
+    assert code == 0 and f"files in {odd}" in out, out
+    assert (tmp_path / odd / ".speedrun.lock").exists()
 
 
 def test_help_names_the_flags(clone: Clone) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat import report
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.platforms.nvidia import Nvidia
+from nanochat.report.__main__ import generate
+from nanochat.report.sections import training_section
 from nanochat.runtime import profiling
 from nanochat.runtime.profiling import NEEDED, TRACED, TorchTracer
 from nanochat.runtime.tracking import read_metrics
@@ -117,8 +118,8 @@ def test_a_profiler_that_fails_costs_a_warning_and_not_the_run(
 def test_the_report_shows_where_a_steps_time_goes(profiled: tuple[Path, list[float]], base_folder: Path) -> None:
     line = dict.fromkeys(("loss", "smooth_loss", "total_seconds", "tokens_per_second", "mfu"), 1.0)
     (profiled[0] / "metrics.jsonl").write_text(json.dumps({"step": 1, "skipped": False, **line}) + "\n")
-    report.training_section("base", "d2", profiled[0], {}, {})
-    text = report.generate().read_text(encoding="utf-8")
+    training_section("base", "d2", profiled[0], {}, {})
+    text = generate().read_text(encoding="utf-8")
     assert "| part of a step | ms | share |" in text and "| gradient norm |" in text
 
 

@@ -23,8 +23,20 @@ def test_amounts_are_short(value, unit, text):
     assert amount(value, unit) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(8.26, "8.3 s"), (245, "4:05"), (3845, "1:04:05")])
-def test_durations_are_short(seconds, text):
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (8.26, "8.3 s"),
+        (59.6, "1 min"),
+        (245, "4 min 5 s"),
+        (3_560, "59 min 20 s"),
+        (12_000, "3 h 20 min"),
+        (86_390, "1 d"),
+        (190_000, "2 d 5 h"),
+    ],
+)
+def test_durations_have_two_units(seconds, text):
     assert duration(seconds) == text
 
 

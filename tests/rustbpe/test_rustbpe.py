@@ -19,7 +19,7 @@ import regex
 import rustbpe
 import tiktoken
 
-from tests.support.rustbpe_texts import GPT4, NANOCHAT, PATTERNS, texts_of, trained
+from tests.support.rustbpe_texts import GPT4, NANOCHAT, PATTERNS, hostile_texts, texts_of, trained
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PUBLISHED = "0.1.0"
@@ -113,6 +113,8 @@ def test_merges_and_ids_equal_the_published_rustbpe(published: Path) -> None:
         for pattern in (GPT4, NANOCHAT, None)
         for seed, (size, count) in enumerate(sizes)
     ]
+    hostile = hostile_texts(seed=1)
+    jobs += [{"texts": hostile, "vocab_size": size, "pattern": NANOCHAT, "held_out": held_out} for size in (400, 4000)]
     result = subprocess.run(
         [sys.executable, "-c", PUBLISHED_JOB],
         input="\n".join(json.dumps(job) for job in jobs),
@@ -138,7 +140,7 @@ def test_ids_equal_tiktoken(pattern: str) -> None:
     theirs = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     rng = random.Random(2)
     runs = ["".join(rng.choices("汉字说", k=3000)), "ab" * 5000, "the" * 500, "!?" * 300, " \n" * 500]
-    for text in texts_of(seed=3, count=800) + runs:
+    for text in texts_of(seed=3, count=800) + hostile_texts(seed=2) + runs:
         ids = ours.encode(text)
         assert ids == theirs.encode_ordinary(text)
         assert ours.encode_ordinary(text) == ids
@@ -164,6 +166,37 @@ def test_a_run_of_half_a_million_letters_encodes() -> None:
     tokenizer = trained(["汉字" * 50], 300)
     text = "汉字汉" * 170_000
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_long_texts_are_encoded_in_parts_with_the_same_tokens() -> None:
+    tokenizer = trained(texts_of(seed=1, count=300), 900)
+    text = "".join(hostile_texts(seed=3)) * 600
+    assert len(text.encode()) > 2 << 22, "several parts"
+    ids = tokenizer.batch_encode([text])[0]
+    assert tokenizer.encode(text) == ids
+    assert (tokenizer.encode_numpy(text) == np.array(ids)).all()
+
+
+def test_a_long_text_takes_little_more_memory_than_its_tokens() -> None:
+    code = """
+import resource, rustbpe
+tokenizer = rustbpe.Tokenizer()
+tokenizer.train_from_iterator([], 256)
+text = "a " * 8_000_000
+tokenizer.encode_numpy(text[:1000])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert len(tokenizer.encode_numpy(text)) == len(text)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (2 * len(text)))
+"""
+    assert float(run(code, "-c")) < 2.5, "bytes for each byte of the tokens, which are uint16"
+
+
+def test_lists_share_no_state() -> None:
+    tokenizer = trained(["abab"], 300)
+    first, second = tokenizer.encode("abab ab"), tokenizer.encode("abab ab")
+    first[0] = 7
+    assert second == tokenizer.encode("abab ab") and first is not second
+    assert tokenizer.encode("") == []
 
 
 # --- its API -------------------------------------------------------------------------------------

@@ -56,9 +56,9 @@ Typed = Callable[..., tuple[int, str, str]]
 def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
     """Run a command line with a pipe as standard input; return exit code, standard output and standard error."""
 
-    def run(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    def run(*flags: str, stdin: bytes = b"", encoding: str = "utf-8") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["chat_cli", "-m", "8", "-t", "0", *flags])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding=encoding))
         code = 0
         try:
             chat_cli.run(chat_cli.main, Config)
@@ -84,6 +84,7 @@ def test_only_the_answer_is_on_standard_output_and_pipe_and_flag_give_the_same(t
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
     code, piped, notes = typed(stdin="the cat 猫\n".encode())
     assert code == 0 and piped == out and "阶段 sft" in notes
+    assert typed(stdin="the cat 猫\n".encode(), encoding="ascii")[:2] == (0, out)  # as in the locale C
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,25 @@ def test_the_temperature_suits_the_model_and_its_reason_is_said(corpus, flags, s
     notes = io.StringIO()
     chat = chat_cli.open_chat(Config(**flags), notes)
     assert said in notes.getvalue() and f"temperature {chat.sampling.temperature:g}:" in said + ":"
+
+
+def test_the_model_trained_last_is_taken_and_the_others_are_listed_with_their_flags(typed):
+    """Fine-tuning beside a finished speedrun leaves an RL model of the older run, which was what a chat offered."""
+    for stage in ("base", "rl", "sft"):
+        tiny_checkpoint(stage)
+    _, _, notes = typed("-p", "the cat")
+    assert "stage sft, tag d2, step 3" in notes
+    assert re.search(r"the model that was trained last, at \d{4}-\d\d-\d\d \d\d:\d\d", notes)
+    assert "other models, newest first: -i rl -g d2 | -i base -g d2\n" in notes
+    _, _, notes = typed("-p", "the cat", "-i", "rl", "--lang", "zh")
+    assert "阶段 rl" in notes and "最近训练" not in notes and "（从新到旧）：-i sft -g d2 | -i base -g d2\n" in notes
+
+
+def test_the_model_of_the_smoke_preset_is_said_to_know_nothing(typed):
+    tiny_checkpoint()
+    assert "smoke" not in typed("-p", "the cat")[2]
+    tiny_checkpoint(tag="smoke")
+    assert "it can answer nothing. Train one that answers with: bash speedrun.sh" in typed("-p", "the cat")[2]
 
 
 # --- the chat ------------------------------------------------------------------------------------

@@ -8,18 +8,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 
-from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.checkpoint_manager.load import Loaded
+from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
-from scripts.chat_web import Config, addresses, check, is_local, listen
+from nanochat.serve.connections import Caps
+from nanochat.serve.server import Settings
+from scripts.chat_web import Config, addresses, check, is_local, listen, settings_of
 from tests.support.fake_engine import CHAT, ask
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
@@ -79,6 +82,16 @@ def test_setting_that_cannot_be_is_refused_by_name(field):
     assert caught.value.exit_code == 2
 
 
+def test_server_of_many_slots_admits_their_clients() -> None:
+    """One client may use all slots of a server: so many connections of one address must be allowed."""
+    tokenizer = tiny_tokenizer()
+    facts = {"stage": "sft", "tag": "d4", "step": 7, "corpus": "tinyworld", "model": tiny_gpt(tokenizer.vocab_size)}
+    loaded = cast(Loaded, SimpleNamespace(**facts, tokenizer=tokenizer))
+    assert settings_of(Config(), loaded, 0.6, []).caps == Caps()
+    caps = settings_of(Config(slots=1024), loaded, 0.6, []).caps
+    assert caps.per_address > 1024 + Settings.waiting and caps.connections > caps.per_address
+
+
 # --- the whole program ---------------------------------------------------------------------------
 
 
@@ -106,7 +119,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
     tokenizer = tiny_tokenizer()
     model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
     nothing = SimpleNamespace(saved=dict)
-    meta = {"model": asdict(model.config), "config": {"corpus": "tinyworld"}}
+    meta = make_meta("sft", model.config, {"corpus": "tinyworld"}, 7, {})
     save_checkpoint(checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
     process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12")
     assert process.stdout
@@ -117,7 +130,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             if "Ctrl-C" in line:
                 break
         said = "".join(lines)
-        assert "stage sft, tag d4, step 7" in said and "temperature 0: " in said
+        assert "stage sft, tag d4, step 7" in said and "temperature 0: " in said and "trained last" in said
         url = re.search(r"http://127\.0\.0\.1:\d+", said)
         assert url, said
         with httpx.Client(base_url=url[0], timeout=60) as client:
@@ -130,6 +143,8 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             assert words == answers[0]["choices"][0]["message"]["content"]
             served = client.get("/v1/models").json()["data"][0]
             assert served["id"] == "nanochat-sft-d4"
+            assert served["corpus"] == "tinyworld" and "capitals" in served["knows"]["en"] and served["others"] == []
+            assert served["parameters"] == sum(parameter.numel() for parameter in model.parameters())
             assert served["defaults"] == {"temperature": 0, "top_k": 50, "max_tokens": 12}
     finally:
         process.send_signal(signal.SIGTERM)

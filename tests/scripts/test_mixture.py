@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import report
 from nanochat.common import UserError, base_dir, parse, read_json
 from nanochat.data.corpora import resolve, shards
 from nanochat.data.shards import texts, write_shards
 from nanochat.prepare.__main__ import Config
+from nanochat.report import __main__ as report
+from nanochat.report.sections import report_dir
 from nanochat.runtime.tracking import read_metrics
 from scripts import base_eval, base_loss, base_train, tok_eval, tok_train
 from tests.support.small_world import files, make_corpus, run_stage, stage_folder, tensors
@@ -30,7 +31,7 @@ def test_a_mixture_trains_goes_on_exactly_and_is_reported(mixed, base_folder, ca
     assert "data: tinyworld:3,more:1, " in said
     assert "  tinyworld: 75 % of the rows, 120, " in said and "  more: 25 % of the rows, 40, " in said
     whole = tensors(base_folder, "base")
-    section = read_json(report.report_dir() / "sections" / "base_train.json")
+    section = read_json(report_dir() / "sections" / "base_train.json")
     assert section["settings"]["corpus"] == "tinyworld:3,more:1"
     assert [(row["corpus"], row["rows read"]) for row in section["rows"]] == [("tinyworld", 120), ("more", 40)]
 
@@ -50,7 +51,7 @@ def test_a_mixture_trains_goes_on_exactly_and_is_reported(mixed, base_folder, ca
     tok_eval.train(tok_eval.Config(data=MIXED))
     before = files(base_folder / "tokenizer")
     report.main(report.Config("generate"))
-    text = (report.report_dir() / "report.md").read_text(encoding="utf-8")
+    text = (report_dir() / "report.md").read_text(encoding="utf-8")
     assert "| tinyworld | 75 % |" in text and "| more | 25 % |" in text and "tinyworld:3,more:1" in text
     assert "## Tokenizer\n" in text and "## Base: bits per byte and samples" in text
     assert files(base_folder / "tokenizer") == before

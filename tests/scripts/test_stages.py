@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint_manager import save as saving
+from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
 from nanochat.evals import loss as loss_eval
@@ -228,7 +229,7 @@ def command(monkeypatch: pytest.MonkeyPatch, stage: str, *flags: str) -> int:
     """The exit code of a script, run as a command in this process."""
     name = SCRIPTS[stage].__name__
     monkeypatch.setattr(sys, "argv", [name, *flags])
-    monkeypatch.delitem(sys.modules, name)  # so that it is run anew; it comes back after the test
+    monkeypatch.delitem(sys.modules, name)  # so that it runs again; it comes back after the test
     try:
         runpy.run_module(name, run_name="__main__")
     except SystemExit as end:
@@ -294,3 +295,18 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "step_000005"]
     assert command(monkeypatch, "base", *flags) == 0
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, 21))
+
+
+def test_your_own_conversations_are_learned_beside_what_is_there(ready: Chain, base_folder: Path) -> None:
+    chats = base_folder / "pirates.jsonl"
+    line = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "Arr, %d."}]}'
+    chats.write_text("\n".join(line % (i, i) for i in range(300)), encoding="utf-8")
+    before = {stage: tensors(base_folder, stage) for stage in ("mid", "sft")}
+    for stage in ("mid", "sft"):
+        run_stage(stage, ready.compute, model_tag=None, conversations=str(chats))
+    assert {stage: tensors(base_folder, stage) for stage in ("mid", "sft")} == before
+    for stage in ("mid", "sft"):
+        folder = stage_folder(base_folder, stage)
+        assert latest_step(folder.with_name(f"{folder.name}-pirates")) == 20
+    meta = read_meta(stage_folder(base_folder, "sft").with_name("d2-pirates"), 20)
+    assert meta["config"]["parent"].startswith("mid d2-pirates step 20")

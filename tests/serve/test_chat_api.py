@@ -18,6 +18,15 @@ def refusal(body: object) -> ApiError:
     return caught.value
 
 
+def test_too_many_messages_or_parts_are_refused_before_they_are_read():
+    crowd = refusal({"messages": [None] * 1001})  # what is no message would be refused for that, were it read
+    assert (crowd.code, crowd.param) == ("too_many_messages", "messages") and "1,001" in str(crowd)
+    parts = refusal({"messages": [{"role": "user", "content": [None] * 2000}, {"parts": [None] * 2001}]})
+    assert parts.code == "too_many_messages" and "4,001" in str(parts)
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "x"} for i in range(999)]
+    assert len(read_request({"messages": turns}, LIMITS).conversation.messages) == 999
+
+
 def test_plain_request_leaves_the_rest_to_the_server():
     asked = read_request({"messages": HELLO}, LIMITS)
     assert asked.conversation.messages == (user("hello"),)

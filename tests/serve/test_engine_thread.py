@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve import engine_thread
@@ -114,6 +115,19 @@ def test_queue_is_bounded():
     run(main())
 
 
+def test_complete_reply_gives_its_place_to_another_before_anyone_reads_it():
+    async def main() -> None:
+        async with started(FakeEngine(slots=1), waiting=1) as thread:
+            unread = [ticket(str(i)) for i in range(10)]
+            for each in unread:
+                await until(lambda: not thread.full)
+                thread.submit(each)
+            await until(lambda: not thread.tickets)
+            assert [await said(each) for each in unread] == [str(i) for i in range(10)]
+
+    run(main())
+
+
 def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
     async def main() -> None:
         engine = FakeEngine(slots=2, fail=True)
@@ -152,3 +166,25 @@ def test_idle_thread_stops_at_once():
         assert not thread.alive
 
     run(main())
+
+
+def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusing(FakeEngine):
+        def submit(self, prompt: list[int], sampling: Sampling) -> int:
+            if sampling.schema is not None:
+                raise UserError("the JSON schema cannot be met")
+            return super().submit(prompt, sampling)
+
+    async def main() -> None:
+        async with started(Refusing(slots=2)) as thread:
+            good, bad = ticket("good"), ticket("bad")
+            bad.sampling = Sampling(schema='{"enum": []}')
+            thread.submit(bad)
+            thread.submit(good)
+            with pytest.raises(UserError, match="cannot be met"):
+                await bad.events()
+            assert await said(good) == "good"
+            assert thread.free_slots == 2 and not thread.tickets
+
+    run(main())
+    assert capsys.readouterr().err == ""  # a client's mistake is not the server's failure

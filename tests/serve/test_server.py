@@ -9,8 +9,11 @@ import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve.server import ASSETS, BODY_BYTES, HEADERS, host_allowed
+from nanochat.serve.guard import HEADERS, host_allowed
+from nanochat.serve.intake import BODY_BYTES
+from nanochat.serve.server import ASSETS
 from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
+from tests.support.raw_client import connect, head, post, until_closed
 
 CALL = ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"]
 REPLIES = {"hello": ["你好，世界"], "sum": CALL, "silence": []}
@@ -212,6 +215,23 @@ def test_bad_bodies_get_openais_error(client, content, kind, status, code):
 def test_half_a_surrogate_pair_does_no_harm(client):
     content = rb'{"messages": [{"role": "user", "content": "\ud83d"}]}'
     assert client.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == 200
+
+
+def test_half_a_surrogate_pair_in_a_name_is_refused_like_any_name(client):
+    response = client.post(CHAT, content=rb'{"\ud800": 1}', headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unknown_parameter", "?")
+
+
+def test_connection_is_kept_for_the_next_request_after_an_answer_to_a_whole_one(client):
+    with connect(str(client.base_url)) as plain:
+        for body in (ask("hello"), ask("hello", n=2), ask("hello", stream=True)):
+            plain.sendall(post(body))
+            received = b""
+            while not received.endswith((b"}", b"\r\n0\r\n\r\n")):
+                received += plain.recv(65536)
+        plain.sendall(head("/health", "GET", connection="close"))
+        assert b'"ok"' in until_closed(plain)
 
 
 def test_unknown_routes_and_methods_get_openais_error(client):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from nanochat.data.conversation import Part
-from nanochat.serve import server
+from nanochat.serve import listening, server
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
 
 REPLIES = {"hello": ["你好，世界"], "sum": [Part("python", "37*48"), Part("python_output", "1776")]}
@@ -163,10 +163,10 @@ def test_client_that_never_sends_its_body_holds_nothing(gated):
 
 
 def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
-    monkeypatch.setattr(server, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.2)
     engine = FakeEngine(REPLIES, slots=2, gated=True)
     app = server.create_app(engine, engine.tokenizer, SETTINGS)
-    http_server = server.Server(app)
+    http_server = listening.Server(app)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(http_server.serve(sockets=[listener])))
     thread.start()

@@ -2,7 +2,12 @@
 
 import io
 import os
+import pty
+import select
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +25,8 @@ from nanochat.serve import terminal
     ],
 )
 def test_the_language_is_the_flag_or_the_terminals(asked, environment, lang, monkeypatch):
-    monkeypatch.delenv("LC_MESSAGES", raising=False)
+    for name in ("LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert terminal.language(asked) == lang
@@ -67,3 +73,80 @@ def test_what_is_no_terminal_gets_no_colours(monkeypatch):
     assert terminal.dim("a", io.StringIO()) == "a" and terminal.dim("a", Screen()) == "\033[2ma\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert terminal.dim("a", Screen()) == "a"
+
+
+# --- a real terminal -----------------------------------------------------------------------------
+
+ASK = """
+import sys
+from pathlib import Path
+from nanochat.serve.terminal import history, keyboard
+sys.stdin.reconfigure(encoding="utf-8")
+with history(Path(sys.argv[1])) as problem, keyboard() as ask:
+    print("ready", ascii(problem), flush=True)
+    while (text := ask()) != "/quit":
+        print("got", ascii(text), flush=True)
+"""
+
+
+def typed(folder: Path, keys: list[bytes], environment: dict[str, str], kept: Path | None = None) -> str:
+    """What a terminal shows while somebody types lines at it; `folder` is the working directory."""
+    keyboard, screen = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ASK, str(kept or folder / "history")],
+        cwd=folder,
+        stdin=screen,
+        stdout=screen,
+        stderr=screen,
+        env={**{k: v for k, v in os.environ.items() if k[:3] != "LC_" and k != "LANG"}, "TERM": "xterm",
+             "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    os.close(screen)
+    shown = b""
+
+    def until(text: bytes, times: int) -> None:
+        nonlocal shown
+        while shown.count(text) < times:
+            assert select.select([keyboard], [], [], 60)[0], shown
+            try:
+                shown += os.read(keyboard, 4096)
+            except OSError as ended:  # the program has closed the terminal
+                raise AssertionError(shown) from ended
+
+    try:
+        for number, line in enumerate(keys, 1):
+            until(b"> ", number)  # before that, the terminal itself would edit the line, byte by byte
+            os.write(keyboard, line + b"\n")
+            until(b"got ", number)
+        until(b"> ", len(keys) + 1)
+        os.write(keyboard, b"/quit\n")
+        assert process.wait(60) == 0, shown
+    finally:
+        process.kill()
+        os.close(keyboard)
+    return shown.decode(errors="replace")
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "zh_CN.NOT-INSTALLED"}, {"LANG": "zh_CN.NOT-INSTALLED"}, {"LC_ALL": "C.UTF-8"},
+           {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", LOCALES, ids=lambda one: ",".join(f"{k}={v}" for k, v in one.items()))
+def test_chinese_arrives_as_it_was_typed_whatever_the_locale(environment, tmp_path):
+    """Without a UTF-8 locale the line editor took bytes for keys with Alt: it listed the folder, or recalled lines."""
+    (tmp_path / "a-file-of-the-folder").touch()
+    backspace = "企鹅会飞吗吗".encode() + b"\x7f" + "？".encode()
+    shown = typed(tmp_path, ["法国的首都是哪里？".encode(), backspace, b"a\tb"], environment)
+    said = [line.partition("got ")[2].strip() for line in shown.splitlines() if "got " in line]
+    assert said == [ascii("法国的首都是哪里？"), ascii("企鹅会飞吗？"), ascii("a\tb")]
+    assert "a-file-of-the-folder" not in shown
+    assert (tmp_path / "history").read_text("utf-8").splitlines()[:1] == ["法国的首都是哪里？"]
+    assert (tmp_path / "history").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("place", ["/proc/no-such-folder/history", "folder"])
+def test_a_history_that_cannot_be_written_does_not_end_the_chat(place, tmp_path):
+    (tmp_path / "folder").mkdir()
+    shown = typed(tmp_path, [b"hello"], {"LC_ALL": "C.UTF-8"}, kept=tmp_path / place)
+    assert "got 'hello'" in shown and "ready ''" not in shown and "Traceback" not in shown

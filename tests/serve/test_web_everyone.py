@@ -7,10 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.responses import JSONResponse
 from playwright.sync_api import Browser, expect
 
 from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit, wait_until_free
-from tests.support.fake_engine import SETTINGS, FakeEngine, running
+from tests.support.fake_engine import ABOUT, CHAT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
@@ -29,19 +30,20 @@ def test_dead_server_is_told_in_words_and_the_message_kept(browser):
         page.route("**/v1/**", lambda route: route.abort("connectionrefused"))
         send(page, "hello")
         expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
-        expect(page.locator("#model")).to_have_text("server not reachable")
-        expect(page.locator("#prompt")).to_have_value("hello")
+        expect(page.locator("#model-name")).to_have_text("server not reachable")
         page.unroute("**/v1/**")
-        page.press("#prompt", "Enter")
+        page.get_by_role("button", name="Try again").click()
         expect(answers(page)).to_have_text("你好，世界！🌍")
-        expect(page.locator("#model")).to_contain_text("d4")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.locator(".turn.user")).to_have_count(1)
+        expect(page.locator("#model-about")).to_contain_text("d4")
 
 
 def test_stream_that_breaks_off_says_so_and_keeps_the_words(browser):
     def wrap(app: Any) -> Any:
         async def broken(scope: Any, receive: Any, send_on: Any) -> None:
             async def send_some(message: Any) -> None:
-                if "好".encode() in message.get("body", b""):
+                if scope["path"] == CHAT and "好".encode() in message.get("body", b""):
                     raise ConnectionError("cut")
                 await send_on(message)
 
@@ -58,10 +60,9 @@ def test_stream_that_breaks_off_says_so_and_keeps_the_words(browser):
         engine.allow(3)
         expect(answers(page)).to_have_text("你")
         engine.allow(100)
-        expect(page.get_by_role("alert")).to_have_text(
-            "The connection was lost before the answer was complete. Please try again."
-        )
+        expect(page.get_by_role("alert")).to_have_text("The connection was lost before the answer was complete.")
         expect(answers(page)).to_have_text("你")
+        expect(page.get_by_role("button", name="Try again")).to_be_visible()
 
 
 def test_failing_engine_and_full_queue_are_told_in_both_languages(browser):
@@ -79,10 +80,26 @@ def test_failing_engine_and_full_queue_are_told_in_both_languages(browser):
         wait_until_free(url, 1)
         engine.fail = True
         engine.allow(1000)
-        page.press("#prompt", "Enter")
-        expect(page.get_by_role("alert").last).to_contain_text("The model failed while it was answering.")
-        page.press("#prompt", "Enter")
-        expect(answers(page).last).to_have_text("你好，世界！🌍")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("alert")).to_contain_text("The model failed while it was answering.")
+        page.get_by_role("button", name="Try again").click()
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+
+
+@pytest.mark.parametrize("code", ["constructor", "toString", "unheard_of"])
+def test_code_that_the_page_does_not_know_is_told_with_the_server_s_words(browser, code):
+    def wrap(app: Any) -> Any:
+        async def refuse(scope: Any, receive: Any, send_on: Any) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST":
+                await JSONResponse({"error": {"code": code, "message": "no, thanks"}}, 400)(scope, receive, send_on)
+            else:
+                await app(scope, receive, send_on)
+
+        return refuse
+
+    with running(FakeEngine(REPLIES), wrap=wrap) as url, visit(browser, url, problems=["400 (Bad Request)"]) as page:
+        send(page, "hello")
+        expect(page.locator(".error")).to_contain_text("The server refused this request (400): no, thanks")
 
 
 def test_message_that_is_too_long_is_told_with_numbers(browser):
@@ -90,6 +107,7 @@ def test_message_that_is_too_long_is_told_with_numbers(browser):
         send(page, "x" * 1500)
         expect(page.get_by_role("alert")).to_contain_text("context of 1,200 tokens")
         expect(page.locator("#prompt")).to_have_value("x" * 1500)
+        expect(page.get_by_role("button", name="Try again")).to_have_count(0)
         send(page, "x" * 300_000)
         expect(page.get_by_role("alert").last).to_contain_text("too long to send")
 
@@ -100,18 +118,19 @@ CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 def test_language_follows_the_browser_and_then_the_switch(browser):
-    with running(FakeEngine(REPLIES)) as url:
+    with running(FakeEngine(REPLIES), settings=replace(SETTINGS, about=ABOUT)) as url:
         with visit(browser, url, locale="zh-TW") as page:
             expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
             expect(page.get_by_role("button", name="新对话")).to_be_visible()
-            expect(page.locator("#model")).to_have_text("d4 · 监督微调")
+            expect(page.locator("#model-name")).to_have_text("在 TinyWorld 上训练的小模型，经过微调，能回答问题")
+            expect(page.locator("#knows")).to_contain_text("各国首都和算术")
             send(page, "sum")
             expect(page.locator(".meta")).to_contain_text("个词元")
             finished(page)
             page.get_by_role("button", name="Switch to English").click()
             expect(page.get_by_role("button", name="New chat")).to_be_visible()
             expect(page.locator(".meta")).to_contain_text("tokens")
-            expect(page.locator("#model")).to_have_text("d4 · fine-tuned")
+            expect(page.locator("#model-name")).to_have_text("Small model trained on TinyWorld, fine-tuned to answer")
             page.reload()
             expect(page.get_by_role("button", name="New chat")).to_be_visible()
         with visit(browser, url, locale="fr-FR") as page:
@@ -125,7 +144,7 @@ def test_language_follows_the_browser_and_then_the_switch(browser):
 def test_both_languages_have_the_same_words(browser):
     with running(FakeEngine()) as url, visit(browser, url) as page:
         words, examples = page.evaluate(
-            "async () => { const m = await import('./assets/i18n.js'); return [m.WORDS, m.EXAMPLES] }"
+            "async () => { const m = await import('./assets/words.js'); return [m.WORDS, m.EXAMPLES] }"
         )
     names = re.compile(r"\{\w+\}")
     assert words["en"].keys() == words["zh"].keys()
@@ -139,11 +158,16 @@ def test_both_languages_have_the_same_words(browser):
 def test_nothing_sticks_out_on_a_phone(browser, width, locale):
     replies = {**REPLIES, "long": ["x" * 300 + " " + "字" * 300]}
     wide = """() => [...document.querySelectorAll("body *:not(.hidden)")]
-        .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)
+        .filter((e) => e.checkVisibility() && e.getBoundingClientRect().right > innerWidth + 0.5)
         .map((e) => e.className || e.tagName)"""
     phone = {"viewport": {"width": width, "height": 640}, "is_mobile": True, "has_touch": True}
-    with running(FakeEngine(replies)) as url, visit(browser, url, locale=locale, **phone) as page:
+    settings = replace(SETTINGS, about=ABOUT)
+    with running(FakeEngine(replies), settings=settings) as url, visit(browser, url, locale=locale, **phone) as page:
         assert page.evaluate(wide) == []
+        page.locator("#model summary").tap()
+        expect(page.locator("#model-about")).to_be_visible()
+        assert page.evaluate(wide) == []
+        page.locator("#model summary").tap()
         for text in ("long", "sum"):
             send(page, text)
             finished(page)

@@ -77,3 +77,11 @@ def wait_until_free(url: str, slots: int) -> None:
         if httpx.get(f"{url}/health").json()["free_slots"] == slots:
             return
     raise AssertionError("the slots did not become free")
+
+
+def say_hello(page: Page, times: int) -> None:
+    """Send hello so many times in a new chat, and wait for each answer to end."""
+    for number in range(1, times + 1):
+        send(page, "hello")
+        expect(answers(page)).to_have_count(number)
+        finished(page)

@@ -12,11 +12,18 @@ from typing import Any
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.server import Server, Settings, create_app
-from nanochat.tokenizer import ROLES
+from nanochat.serve.listening import Server
+from nanochat.serve.server import Settings, create_app
+from nanochat.tokenizer import ROLES, Rendered
 
 CHAT = "/v1/chat/completions"
 SETTINGS = Settings(model="nanochat-sft-d4", stage="sft", tag="d4", step=300)
+ABOUT = {
+    "corpus": "tinyworld",
+    "parameters": 4_921_344,
+    "knows": {"en": "capitals and sums", "zh": "各国首都和算术"},
+    "others": ["-i rl -g old", "-i base -g d4"],
+}
 
 
 class ByteTokenizer:
@@ -47,7 +54,7 @@ class ByteTokenizer:
                 ids += self.marked(marks[part.kind], part.text) if part.kind in marks else self.encode(part.text)
         return ids
 
-    def render_prompt(self, conversation: Conversation) -> list[int]:
+    def render(self, conversation: Conversation) -> Rendered:
         ids = [self.bos]
         for message in conversation.messages:
             if message.role == "assistant":
@@ -55,7 +62,10 @@ class ByteTokenizer:
                 ids += [start, *self.parts(message.parts), end]
             else:
                 ids += self.marked("user", message.text)
-        return [*ids, self.special("assistant_start")]
+        return Rendered(ids, [0] * len(ids))
+
+    def render_prompt(self, conversation: Conversation) -> list[int]:
+        return [*self.render(conversation).ids, self.special("assistant_start")]
 
 
 @dataclass

@@ -3,19 +3,17 @@
 import io
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nanochat import device
+from tests.support.meeting import join, open_meeting
 from tests.support.ranks import PROCESSES
 
 PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "scripts.base_train", "scripts.chat_rl"])
@@ -36,7 +34,8 @@ class Outcome:
 
 
 class Pool:
-    """A pool of ranks. Ranks that die or hang are replaced."""
+    """A pool of ranks. Ranks that fail, die or hang are replaced: a group that did not form leaves torch's count of
+    groups behind, and such a rank would wait for the next group under another name."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[Any, Connection]] = []
@@ -56,18 +55,18 @@ class Pool:
         and a rank that is still working then fails the test."""
         workers = [self._idle.pop() if self._idle else _start() for _ in range(world_size)]
         found: dict[int, Outcome] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(workers):
-                pipe.send((rank, world_size, folder, {**os.environ, **environment}, function, args))
-            end = time.monotonic() + seconds
-            while len(found) < world_size and time.monotonic() < end:
-                waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in found}
-                for pipe in wait(list(waiting), timeout=0.5):
-                    found[waiting[pipe]] = _heard(*workers[waiting[pipe]])
-                    if not found[waiting[pipe]].fine:
-                        end = min(end, time.monotonic() + GRACE_SECONDS)
+        meeting = open_meeting()
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((rank, world_size, meeting.port, {**os.environ, **environment}, function, args))
+        end = time.monotonic() + seconds
+        while len(found) < world_size and time.monotonic() < end:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in found}
+            for pipe in wait(list(waiting), timeout=0.5):
+                found[waiting[pipe]] = _heard(*workers[waiting[pipe]])
+                if not found[waiting[pipe]].fine:
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
         for rank, worker in enumerate(workers):
-            if rank in found and not found[rank].killed_by:
+            if rank in found and found[rank].fine:
                 self._idle.append(worker)
             else:
                 worker[0].kill()
@@ -107,7 +106,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world_size, folder, environment, function, args = pipe.recv()
+            rank, world_size, port, environment, function, args = pipe.recv()
         except EOFError:
             return
         os.environ.clear()
@@ -117,9 +116,7 @@ def _serve(pipe: Connection) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         result, error = None, ""
         try:
-            # Ranks meet at a file, because another test could take a free port in the meantime.
-            dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
-                                    timeout=timedelta(seconds=240))  # fmt: skip
+            join(port, rank, world_size, seconds=240)
             result = function(device.compute_init("cpu"), *args)
         except BaseException:  # the edge of a process: the test gets the traceback
             error = f"rank {rank}:\n{traceback.format_exc()}"

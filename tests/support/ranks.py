@@ -7,14 +7,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nanochat import device
+from tests.support.meeting import join, open_meeting
 
 # Processes are forked from one that has imported torch but not used it, which saves seconds for each.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -33,8 +32,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        meeting = open_meeting()
         processes = [
-            PROCESSES.Process(target=_rank, args=(rank, folder, environment, function, args), daemon=True)
+            PROCESSES.Process(target=_rank, args=(rank, meeting.port, folder, environment, function, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -59,17 +59,14 @@ def _wait(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
-def _rank(rank: int, folder: Path, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, port: int, folder: Path, environment: dict[str, str], function: Callable[..., Any], args: Any
+) -> None:
     os.environ.clear()
     os.environ.update({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    world_size = int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
-        # Ranks meet at a file, because another test could take a free port in the meantime.
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
+        join(port, rank, int(environment["WORLD_SIZE"]))
         result = function(device.compute_init("cpu"), *args)
         torch.save(result, folder / f"{rank}.pt")
         device.compute_cleanup()

@@ -1,11 +1,8 @@
 """Reads the published torch_npu from its wheel without importing it: its names, and the arguments that they take."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
-import tempfile
+import warnings
 import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,35 +15,6 @@ FROM_C = {
 }
 
 
-class NoNetwork(Exception):
-    """Raised with the reason if the wheel cannot be downloaded."""
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanochat-tests" / "wheels"
-
-
-def wheel(version: str) -> Path:
-    """The wheel of a version such as 2.7.1.*, from the cache or the package index; NoNetwork if that fails."""
-    folder = cache_folder() / version.replace("*", "newest")
-    if there := sorted(folder.glob("torch_npu-*.whl")):
-        return there[-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # The wheel for one platform serves all machines, because only its text is read.
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
-             "--disable-pip-version-check", "--retries", "1", "--timeout", "20", "--platform", "manylinux_2_28_x86_64",
-             "--implementation", "cp", "--python-version", "3.11", "--dest", scratch, f"torch_npu=={version}"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        files = list(Path(scratch).glob("*.whl"))
-        if done.returncode != 0 or not files:
-            raise NoNetwork((done.stderr.strip().splitlines() or ["pip printed nothing"])[-1])
-        os.replace(files[0], folder / files[0].name)
-    return folder / files[0].name
-
-
 # --- arguments -------------------------------------------------------------------------------------
 
 
@@ -56,6 +24,7 @@ class Parameter:
     required: bool
     keyword_only: bool
     default: object = None  # ... (Ellipsis) if it is not a literal
+    type: str = ""  # as a schema declares it, such as `int[]?`; "" in Python code
 
 
 @dataclass(frozen=True)
@@ -133,7 +102,8 @@ def signature_of_schema(schema: str) -> Signature:
         value = {"None": None, "True": True, "False": False}.get(default, ...)
         if equals and value is ...:
             value = literal(ast.parse(default, mode="eval").body)
-        found.append(Parameter(declared.split()[-1], not equals, keyword_only, value if equals else ...))
+        kind, _, name = declared.strip().rpartition(" ")
+        found.append(Parameter(name, not equals, keyword_only, value if equals else ..., kind))
     return Signature(tuple(found))
 
 
@@ -174,7 +144,9 @@ class Package:
         if module not in self.trees:
             path = module.replace(".", "/")
             names = [name for name in (f"{path}/__init__.py", f"{path}.py") if name in self.files]
-            self.trees[module] = ast.parse(self.read(names[0])) if names else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # escapes in their docstrings
+                self.trees[module] = ast.parse(self.read(names[0])) if names else None
         return self.trees[module]
 
     def is_package(self, module: str) -> bool:
@@ -192,6 +164,14 @@ class Package:
                     if operator and "->" in schema:
                         found.setdefault(operator[0], []).append(signature_of_schema(schema))
         return found
+
+    @cached_property
+    def manuals(self) -> dict[str, str]:
+        """What the package's own documentation says of each operator, argument by argument."""
+        tree = self.tree("torch_npu._op_plugin_docs")
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+        texts = [[literal(argument) for argument in call.args[:2]] for call in calls]
+        return {text[0]: text[1] for text in texts if len(text) == 2 and all(isinstance(part, str) for part in text)}
 
     def find(self, name: str, depth: int = 0) -> Definition | None:
         """What a dotted name such as torch_npu.npu.synchronize stands for, or None if the package does not have it."""

@@ -5,6 +5,8 @@ import unicodedata
 
 import rustbpe
 
+from bench.tokenizer.texts import makers
+
 NANOCHAT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -19,6 +21,13 @@ CHINESE = "今天天气很好我们去公园散步他说中国的首都是北京
 CODE = ["def f(x):", "\n    return x", " += 1", "if (a[i] != b) {", "}\n", "\t//", " ->", "::", "#include <a.h>\r\n"]
 EMOJI = "😀😃🎉👩‍👩‍👧🏽é̈ñ🇫🇷"
 SPACES = [" ", "  ", "\n", "\r\n", "\t", " \n \n", "\u3000", "\u00a0", "     ", "\n\n\n"]
+
+PROSE = [
+    "Пакет устанавливает программу проверки орфографии, которая не зависит от других пакетов.",
+    "このパッケージは日本語の文書を検査するプログラムをインストールします。カタカナも、漢字も。",
+    "Die Rechtschreibprüfung läuft unabhängig von der Benutzeroberfläche; größere Änderungen dauern länger.",
+    "L'utilisateur n'a qu'à télécharger le paquet : « c'est déjà prêt », où qu'il soit.",
+]
 
 
 def sentence(rng: random.Random) -> str:
@@ -45,6 +54,12 @@ def sentence(rng: random.Random) -> str:
 def texts_of(seed: int, count: int) -> list[str]:
     rng = random.Random(seed)
     return ["".join(sentence(rng) for _ in range(rng.randrange(8))) for _ in range(count)]
+
+
+def hostile_texts(seed: int) -> list[str]:
+    """A part of each kind of text that the benchmark makes, and prose in four languages."""
+    rng = random.Random(seed)
+    return [*("".join(make(rng) for _ in range(4)) for make in makers().values()), *PROSE]
 
 
 def trained(texts: list[str], vocab_size: int, pattern: str | None = None, **options: int) -> rustbpe.Tokenizer:

@@ -61,10 +61,12 @@ def pretend(platform: Platform, **fields: Any) -> Compute:
     return Compute(device_type=platform.name, backend=platform.backend, platform=platform, **given)
 
 
-def tiny_checkpoint(stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160) -> None:
-    """Save a checkpoint of the tiny model in the base folder, with the tag d2."""
+def tiny_checkpoint(
+    stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160, tag: str = "d2"
+) -> None:
+    """Save a checkpoint of the tiny model in the base folder."""
     tokenizer = tiny_tokenizer()
     model = tiny_gpt(tokenizer.vocab_size, sequence_len)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
     meta = make_meta(stage, model.config, {"corpus": corpus}, step, {})
-    save_checkpoint(checkpoint_dir(stage, "d2"), step, model, optimizers, tokenizer, meta, on_cpu())
+    save_checkpoint(checkpoint_dir(stage, tag), step, model, optimizers, tokenizer, meta, on_cpu())

@@ -165,3 +165,25 @@ def test_a_file_of_a_single_conversation_is_refused_before_training(tmp_path: Pa
 def test_identity_is_in_both_languages() -> None:
     said = [conversation.messages[0].text for conversation in map(mixtures.Identity().__getitem__, range(20))]
     assert any(text.isascii() for text in said) and any(not text.isascii() for text in said)
+
+
+def test_your_conversations_are_one_in_ten_of_the_mixture_in_an_order_that_follows_the_seed(tmp_path: Path) -> None:
+    pair = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am Pip."}]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for _ in range(20)), encoding="utf-8")
+    made, again, other = (mix("sft", "tinyworld", seed, added=str(path)) for seed in (1, 1, 2))
+    plain, mixed = list(mix("sft", "tinyworld", 1).conversations), list(made.conversations)
+    yours = chat("Who are you?", "I am Pip.")
+    count = mixed.count(yours)
+    assert 0.095 < count / len(mixed) < 0.105 and count % 20 == 0
+    assert sorted(map(str, mixed)) == sorted(map(str, [*plain, *[yours] * count]))  # nothing of the mixture is lost
+    assert mixed == list(again.conversations) and mixed != list(other.conversations)
+    assert made.key == again.key and str(path) in made.name
+    path.write_text(path.read_text() + json.dumps(pair) + "\n")
+    assert mix("sft", "tinyworld", 1, added=str(path)).key != made.key
+
+
+def test_replacing_and_adding_at_once_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--conversations replaces the mixture and --mix adds to it") as refused:
+        mix("sft", "tinyworld", 1, "a.jsonl", "b.jsonl")
+    assert refused.value.exit_code == 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import check_npu
+from nanochat.planner import calibration
 from tests.support.ascend_hosts import make_host, smi_table
 from tools_npu import device_checks, environment, host, host_checks, lines, numerics, setup
 from tools_npu.lines import FAIL, PASS, SKIP, WARN, Line
@@ -73,6 +74,7 @@ def test_lines_name_cause_and_remedy_in_the_language_of_the_locale(tmp_path: Pat
     assert "FAIL  torch_npu: 未安装 torch_npu" in out and "bash setup_ascend.sh" in out
     english = run("--lang", "en", **where)[1]
     assert "FAIL  driver: not installed" in english and "do: " in english
+    assert not re.search("[\u4e00-\u9fff]", english)
     assert english.splitlines()[-1].startswith("check_npu: ") and "failed: driver, cann" in english
 
 
@@ -165,9 +167,10 @@ def test_an_unhealthy_card_fails(tmp_path: Path) -> None:
     assert smi_lines(tmp_path, smi_table(1, health="Alarm"))["card 0"].status == FAIL
 
 
-def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("card", ["0       0", "0        "])  # newer cards have rows with the number of the NPU alone
+def test_a_card_in_use_is_named_with_its_processes(tmp_path: Path, card: str) -> None:
     table = smi_table(1, used_mb=40000) + (
-        "| 0       0                 | 4711          | python                   | 36000                   |\n"
+        f"| {card}                 | 4711          | python                   | 36000                   |\n"
     )
     line = smi_lines(tmp_path, table)["card 0"]
     assert line.status == WARN and "4711 python 36000 MB" in line.english
@@ -376,7 +379,11 @@ def test_two_emulated_910b3_pass_every_numeric_and_collective_check() -> None:
     assert len(numeric) == 12 and {check["status"] for check in numeric.values()} == {PASS}, numeric
     collective = {name: check for name, check in found.items() if name.startswith("hccl")}
     assert len(collective) == 7 and {check["status"] for check in collective.values()} == {PASS}
-    assert {"launch", "copies", "attention speed", "matmul speed"} <= set(found)
+    assert {"launch", "copies", "attention speed", "matmul speed", "long matmul speed", "bench file"} <= set(found)
+    bench = calibration.read(calibration.path_of())
+    assert bench is not None and (bench.chip, bench.cards, bench.number_format) == ("910B3", 2, "bfloat16")
+    assert bench.link_gb_per_s == found["hccl bandwidth"]["data"]["gb_per_s"]  # type: ignore[index]
+    assert bench.toolkit == found["cann"]["data"].get("version", bench.toolkit)  # type: ignore[attr-defined]
 
 
 @pytest.mark.npu

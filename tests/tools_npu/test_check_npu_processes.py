@@ -72,11 +72,26 @@ def test_a_process_that_holds_a_card_open_is_found_by_the_card(tmp_path: Path) -
         holder.wait()
 
 
+def test_a_launcher_and_its_ranks_are_one_job_and_another_job_is_not_named_with_them(tmp_path: Path) -> None:
+    parents = {10: 1, 11: 10, 12: 10, 20: 1}  # a launcher, its two ranks, and a job of the same user
+    for pid, parent in parents.items():
+        (tmp_path / str(pid)).mkdir()
+        fields = ["S", str(parent), *["0"] * 30]
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) {' '.join(fields)}")
+        (tmp_path / str(pid) / "cmdline").write_text("python\0-m\0scripts.base_train\0")
+    assert {process.pid: process.job for process in processes.own({}, (), tmp_path)} == {10: 10, 11: 10, 12: 10, 20: 20}
+
+
 def test_the_list_is_printed_with_the_command_that_ends(trainer: subprocess.Popen[bytes], tmp_path: Path) -> None:
     code, out, _ = run("--processes", "--lang", "en", ASCEND_ROOT_PREFIX=str(tmp_path))
     assert code == 0
-    assert f"{trainer.pid}" in out and "python check_npu.py --processes --end ID..." in out
+    named = [
+        line for line in out.splitlines() if line.endswith(f" python check_npu.py --processes --end {trainer.pid}")
+    ]
+    assert len(named) == 1 and "-m scripts.base_train" in named[0], "a line that ends this job and no other"
     assert "memory  command" in out, "the columns have names"
+    code, out, _ = run("--processes", "--lang", "zh", ASCEND_ROOT_PREFIX=str(tmp_path), PYTHONIOENCODING="ascii")
+    assert code == 0 and "\\u547d\\u4ee4" in out, "a terminal without Chinese gets escape sequences, no traceback"
     code, out, _ = run("--processes", "--end", str(trainer.pid), "1", ASCEND_ROOT_PREFIX=str(tmp_path))
     assert code == 1, "process 1 is not a training process"
     assert f"{trainer.pid}: ended" in out and "1: not among your training processes" in out

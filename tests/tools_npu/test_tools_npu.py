@@ -19,16 +19,29 @@ ROOT = Path(__file__).resolve().parent.parent.parent
         ("8.3.RC2", "2.8.0", True),
         ("8.5.0", "2.9.0", False),
         ("8.5.1", "2.9.0", True),
-        ("9.0.0", "2.9.0.post2", False),
+        ("9.0.0", "2.10.0.post2", False),
         ("9.1.0", "2.12.0", False),
-        ("9.3.0", "2.13.0", True),
-        ("10.0.0", "2.13.0", True),
+        ("9.3.0", "2.14.0", True),
+        ("10.0.0", "2.14.0", True),
     ],
 )
 def test_cann_decides_the_pair(cann: str, torch_npu: str, warned: bool) -> None:
     pick = versions.resolve(cann)
     assert (pick.torch_npu, bool(pick.warning[0])) == (torch_npu, warned)
     assert pick.torch == torch_npu.partition(".post")[0]
+
+
+def test_the_choice_of_a_pair_is_explained_with_the_others_that_fit() -> None:
+    english, chinese = versions.explain("9.1.0", versions.resolve("9.1.0"), named=False)
+    assert english.startswith(
+        "CANN 9.1.0 -> torch_npu 2.12.0 -> torch 2.12.0: the newest release that the vendor pairs"
+    )
+    assert "2.11.0, 2.10.0.post4, 2.9.0.post6, 2.7.1.post8 fit too" in english
+    assert "vllm-ascend, ms-swift and LLaMA-Factory use 2.10.0.post4" in english
+    assert "2.10.0.post4" in chinese and "--torch-npu" in chinese
+    named = versions.explain("9.1.0", versions.asked("2.10.0.post4"), named=True)
+    assert named[0] == "CANN 9.1.0 -> torch_npu 2.10.0.post4 -> torch 2.10.0, as you asked"
+    assert versions.explain("9.3.0", versions.resolve("9.3.0"), named=False)[0].endswith("torch 2.14.0")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,11 @@ def test_a_user_must_be_root_or_in_the_group_if_it_exists(tmp_path: Path) -> Non
     [
         ({"PYTORCH_ALLOC_CONF": "a:b", "PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.13.0",
          [("FAIL", "PYTORCH_NPU_ALLOC_CONF")]),
-        ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.13.0", [("WARN", "PYTORCH_NPU_ALLOC_CONF")]),
+        ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.13.0", []),  # every release reads the older name
+        ({"PYTORCH_ALLOC_CONF": "a:b"}, "2.12.0", [("WARN", "PYTORCH_ALLOC_CONF")]),
+        ({"PYTORCH_ALLOC_CONF": "a:b"}, "2.12.0.post3", []),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "1"}, "2.12.0", []),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "1"}, "2.9.0.post9", [("WARN", "HCCL_ASYNC_ERROR_HANDLING")]),
         ({"PYTORCH_NPU_ALLOC_CONF": "a:b"}, "2.9.0", []),
         ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:9"}, "2.9.0",
          [("FAIL", "PYTORCH_NPU_ALLOC_CONF")]),

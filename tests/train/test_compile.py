@@ -1,13 +1,22 @@
-"""Compiled models on several threads; the tests of loop.py and of the scripts cover the rest of compiling."""
+"""When a model is compiled, what that costs, and compiled models on several threads."""
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nanochat import device
+from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
+from nanochat.train.compile import Ahead, Costs
 from tests.support.tiny_training import CPU
 
 SHAPE = GPTConfig(sequence_len=128, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
@@ -44,3 +53,155 @@ def test_two_threads_repeat_a_step_bit_for_bit() -> None:
         found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     for again in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], again, strict=True))
+
+
+# --- whether compiling pays ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a compiler that takes no time."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="eager", **rest))
+    return folder
+
+
+def tiny() -> GPT:
+    model = GPT(SHAPE)
+    model.init_weights()
+    return model
+
+
+def is_compiled(ahead: Ahead | None, wanted: bool | None = None) -> bool:
+    model = tiny()
+    return compiling.compiled(model, wanted, (1, 16), CPU, model.compile_groups(), ahead) is not model
+
+
+def passes_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(compiling, "_timed_pass", lambda *_: seconds)
+
+
+def never_timed(*_: Any) -> float:
+    pytest.fail("a pass was timed")
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_handful_of_steps_is_never_compiled_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "_timed_pass", never_timed)
+    assert not is_compiled(Ahead(steps=5, passes=1, least_seconds=0.01))
+    cost = compiling.FIRST + 2 * compiling.EACH  # a layer and the head
+    assert f"not compiled: 5 steps left would not repay about {cost:.0f} s" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("steps", "seconds", "pays"), [(1000, 0.01, False), (1000, 0.1, True), (50, 0.1, False)])
+def test_a_timed_pass_decides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int, seconds: float, pays: bool
+) -> None:
+    """1,000 steps of 0.1 s save 30 s, those of 0.01 s save 3 s; compiling takes 18 s."""
+    passes_take(monkeypatch, seconds / 2)
+    assert is_compiled(Ahead(steps, passes=2, least_seconds=1e-6)) == pays
+    assert ("compiling for the first time, about 18 s" in capsys.readouterr().out) == pays
+
+
+@pytest.mark.usefixtures("cache")
+def test_no_pass_is_timed_where_even_the_peak_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_timed_pass", never_timed)
+    assert is_compiled(Ahead(steps=5, passes=1, least_seconds=60.0))
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_flags_override_what_pays_and_a_resumed_run_stays_compiled() -> None:
+    few = Ahead(steps=1, passes=1, least_seconds=1e-6)
+    assert not is_compiled(few)
+    assert is_compiled(few, wanted=True)
+    assert is_compiled(replace(few, as_before=True)), "its steps must round as those before"
+    assert is_compiled(None), "nothing is known of the steps"
+    assert not is_compiled(Ahead(10**6, 1, 1e6), wanted=False)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("main", [False, True])
+def test_rank_0_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch, main: bool) -> None:
+    """What this rank finds is the opposite of what rank 0 says."""
+    monkeypatch.setattr(parallel, "agree", lambda value, compute: int(main))
+    passes_take(monkeypatch, 0.0 if main else 1e6)
+    assert is_compiled(Ahead(steps=1000, passes=1, least_seconds=1e-6)) == main
+
+
+def test_a_timed_pass_leaves_no_gradients() -> None:
+    model = tiny()
+    assert compiling._timed_pass(model, torch.zeros(1, 16, dtype=torch.long), CPU) > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- what compiling costs --------------------------------------------------------------------------
+
+
+def test_the_estimate_learns_from_what_this_machine_measured(cache: Path) -> None:
+    assert Costs("a", 5).estimate() == (compiling.FIRST + 5 * compiling.EACH, "for the first time")
+    Costs("a", 5).measured(60.0, first=True)
+    assert Costs("a", 5).estimate() == (60 * compiling.AGAIN, "from the cache")
+    slower = 60 / (compiling.FIRST + 5 * compiling.EACH)
+    expected = slower * (compiling.FIRST + 13 * compiling.EACH)
+    assert Costs("b", 13).estimate() == (pytest.approx(expected), "for the first time")
+    Costs("a", 5).measured(4.0, first=False)
+    Costs("a", 5).measured(9.0, first=False)  # beside other work
+    assert Costs("a", 5).estimate() == (4.0, "from the cache")
+    assert Costs("b", 13).estimate()[0] == pytest.approx(expected), "the first compilation is still known"
+    (cache / "costs.json").write_text("{damaged")
+    assert Costs("a", 5).estimate()[1] == "for the first time"
+
+
+def test_the_next_stage_knows_what_this_one_compiled(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny()
+    costs = compiling._costs(model, (1, 16), CPU, model.compile_groups())
+    costs.measured(50.0, first=True)
+    assert is_compiled(None)
+    assert "compiling from the cache, about 10 s" in capsys.readouterr().out
+    other = compiling._costs(model, (2, 16), CPU, model.compile_groups())
+    assert other.estimate()[1] == "for the first time", "another shape compiles again"
+
+
+# --- signals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("failure", ["none", "its compiler was killed too"])
+def test_a_signal_ends_a_ranks_compilation_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failure: str
+) -> None:
+    """A launcher gives its ranks 30 seconds; a compilation may take minutes."""
+    monkeypatch.setenv("RANK", "0")
+    compute = replace(CPU, pulse=type(CPU.pulse)(moments=3))
+
+    def endless(*_: Any, **__: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                pass
+        except signals.Stopped:
+            if failure == "none":
+                raise
+            raise RuntimeError(failure) from None
+        pytest.fail("the compilation went on")
+
+    monkeypatch.setattr(torch, "compile", endless)
+    model = tiny()
+    with pytest.raises(signals.Stopped), signals.caught(compute.pulse):
+        compute.pulse.beat()
+        compiling.compiled(model, None, (1, 16), compute, model.compile_groups())
+    assert "SIGTERM: stopping\n" in capfd.readouterr().err
+    assert not compute.pulse.at_once
+
+
+def test_a_compiler_that_was_asked_for_and_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no g++")
+    with pytest.raises(UserError, match="no g"):
+        is_compiled(None, wanted=True)

@@ -122,11 +122,17 @@ def test_ten_bad_steps_in_a_row_stop_the_run() -> None:
     m, bad = meter(), Outcome(float("nan"), 1.0, True)
     for step in range(1, 10):
         m.tick(step, bad, 1, 1, 1.0)
-    m.tick(10, Outcome(2.0, 1.0, False), 1, 1, 1.0)  # a good one begins the count anew
+    m.tick(10, Outcome(2.0, 1.0, False), 1, 1, 1.0)  # a good one begins the count again
     for step in range(11, 20):
         m.tick(step, bad, 1, 1, 1.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 20"):
         m.tick(20, bad, 1, 1, 1.0)
+
+
+def test_the_time_of_a_run_is_expected_from_the_peak_and_on_resuming_from_its_pace() -> None:
+    # 1,000 tokens of 1 MFLOP at 40 % of 1 GFLOP/s take 2.5 s
+    assert meter().expected(0) == pytest.approx(250)
+    assert meter(seconds=40.0).expected(20) == pytest.approx(160)
 
 
 LINE = {
@@ -138,9 +144,9 @@ LINE = {
 def test_a_step_is_printed_in_the_published_format() -> None:
     assert step_line(LINE, 5000, 600) == (
         "step 01000/05000 (20.00%) | loss: 3.456 | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | mfu: 1.35 | "
-        "total time: 3.2m | eta: 10.0m"
+        "total time: 3 min 12 s | eta: 10 min"
     )
 
 
 def test_the_note_beside_the_bar_says_step_loss_pace_and_time_left() -> None:
-    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 90,847 tok/s, 10.0 min left"
+    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 90,847 tok/s, 10 min left"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.train.muon import Muon, equalize, orthogonalize, variance_shape
+from nanochat.train.muon import Muon, equal_steps, equalize, orthogonalize, subtract, variance_shape
 
 # As printed in the Polar-Express paper (arXiv 2505.16932) for five steps.
 COEFFICIENTS = [
@@ -176,3 +176,30 @@ def test_bf16_products_leave_fp32_masters_and_state() -> None:
         muon.step()
         assert {value.dtype for value, _, _ in muon.named_state().values()} == {torch.float32}
     assert 0 < (parameter - exact).abs().max() < 0.01
+
+
+# --- in few operators ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 12, 5), (4, 5, 12)])
+def test_steps_in_few_operators_are_the_same_steps(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    slow = torch.zeros(shape[0], *variance_shape(*shape[1:]))
+    fast = slow.clone()
+    for _ in range(3):
+        g = torch.randn(shape, generator=generator) * 1e-3
+        g[0, 1] = 0  # a neuron without gradient
+        expected = equalize(orthogonalize(g), slow, 0.9) * 0.02
+        torch.testing.assert_close(equal_steps(g.clone(), fast, 0.9, 0.02), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-9)
+    nothing = equal_steps(torch.zeros(shape), fast, 0.9, torch.tensor(0.02))
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_an_update_is_subtracted_with_cautious_decay(side_by_side: bool) -> None:
+    block, update = torch.tensor([[[1.0, -1.0, 2.0]], [[0.0, 3.0, -2.0]]]), torch.tensor([[[0.5, 0.5, 0.0]]] * 2)
+    held = list(block) if side_by_side else [matrix.clone() for matrix in block]
+    subtract(held, update, 0.1)
+    expected = torch.tensor([[[1 - 0.5 - 0.1, -1.5, 2 - 0.2]], [[-0.5, 3 - 0.5 - 0.3, -2 + 0.2]]])
+    torch.testing.assert_close(torch.stack(held), expected)

@@ -1,6 +1,9 @@
 """What `auto` means, by depth, corpus, device and memory."""
 
+import shutil
+from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +197,53 @@ def test_a_card_whose_memory_others_hold_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"at least 12.0 GiB of each device, but only 3.0 of 80.0 GiB are free"):
         sizes.check_fits(20, 2**30, "none", CUDA)
     sizes.check_fits(4, 2**28, "none", CUDA)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(
+    ("free", "keep", "says"),
+    [(23e6, 3, "refused"), (25e6, 3, "a warning"), (47e6, 3, "a warning"), (49e6, 3, ""), (25e6, 0, ""), (25e6, 1, "")],
+)
+def test_the_disk_is_checked_before_the_first_step(
+    free: float,
+    keep: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9 - free, free))
+    if says == "refused":
+        with pytest.raises(UserError, match=r"takes up to 12.0 MB, .* has 23.0 MB free.*NANOCHAT_BASE_DIR"):
+            sizes.check_disk(tmp_path, 1_000_000, keep)
+        return
+    sizes.check_disk(tmp_path, 1_000_000, keep)
+    assert ("will take up to 48.0 MB" in capsys.readouterr().err) == (says == "a warning")
+
+
+def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step_000010").mkdir()
+    (tmp_path / "step_000010" / "model.safetensors").write_bytes(b"\0" * 24_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e9, 1e9, 0))
+    sizes.check_disk(tmp_path, 1_000, keep=1)
+
+
+def test_a_run_that_is_long_for_a_cpu_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes.warn_of_time(3_599, CPU)
+    sizes.warn_of_time(216_000, CUDA)
+    assert not capsys.readouterr().err
+    sizes.warn_of_time(216_000, CPU)
+    assert "will take a CPU about 2 d 12 h" in capsys.readouterr().err
+
+
+def test_a_run_that_repeats_its_data_often_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes.tell_epochs("mine", rows=1000, row_tokens=64, steps=400, rows_per_step=10)
+    said = capsys.readouterr()
+    assert said.out == "data: mine, 1,000 rows of 64 tokens, 4.00 epochs\n" and not said.err
+    sizes.tell_epochs("mine", rows=1000, row_tokens=64, steps=872_600, rows_per_step=10)
+    said = capsys.readouterr().err
+    assert "reads all of its data 8,726 times" in said and "--num_iterations=400" in said
+    sizes.tell_epochs("mine", rows=3, row_tokens=64, steps=10, rows_per_step=16)
+    assert "--num_iterations=1" in capsys.readouterr().err

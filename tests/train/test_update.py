@@ -220,6 +220,7 @@ def test_an_overflow_halves_the_scale_and_skips() -> None:
     outcome, gradients = gradients_of(model, split(rows()[:2], [8]), FP16, scale)
     assert outcome.skipped and not gradients
     assert (scale.value, scale.good_steps) == (2.0**39, 0)
+    assert outcome.reason == "fp16 overflowed at a loss scale of 1.09951e+12, which is now 5.49756e+11"
 
 
 def test_the_scale_doubles_after_2000_good_steps() -> None:

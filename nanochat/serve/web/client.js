@@ -34,7 +34,7 @@ async function request(path, options) {
   return response;
 }
 
-/** Describes the loaded model: {id, stage, tag, step, context_length, defaults}. */
+/** Describes the loaded model: {id, stage, tag, step, context_length, defaults, corpus, parameters, knows, others}. */
 export async function loadedModel() {
   const response = await request("v1/models", { cache: "no-store" });
   return (await response.json()).data[0];
@@ -43,14 +43,15 @@ export async function loadedModel() {
 /**
  * Streams an answer. Yields {text}, {tool: {expression, result}} and {tokens} as they arrive, and {finish} at the end.
  * If the oldest messages did not fit into the model's context, {forgotten} comes first with their number.
- * To stop the answer, abort the signal: that closes the connection, and the server stops computing.
+ * To stop the answer, abort the signal: that closes the connection, and the server stops computing. `temperature` is
+ * the server's default if undefined.
  */
-export async function* answer(messages, maxTokens, signal) {
+export async function* answer(messages, maxTokens, signal, temperature) {
   const stream_options = { include_usage: true, continuous_usage_stats: true };
   const response = await request("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ messages, max_tokens: maxTokens, truncation: "auto", stream: true, stream_options }),
+    body: JSON.stringify({ messages, max_tokens: maxTokens, temperature, truncation: "auto", stream: true, stream_options }),
     signal,
   });
   let [started, finished] = [false, false];

@@ -72,6 +72,7 @@ def test_upstreams_decay_by_hand() -> None:
     assert upstream_decay({**shape, "n_layer": 4, "n_embd": 256}, 2**19) == pytest.approx(0.28 * 88_080_384 / 4_194_304)
 
 
+@pytest.mark.slow
 def test_runs_learn_in_turns_by_their_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(quality, "TURNS", 3)
@@ -89,6 +90,7 @@ def test_runs_learn_in_turns_by_their_rules(tmp_path: Path, monkeypatch: pytest.
     assert {"bpb", "bpb_minus_upstream_best", "time_to_bpb_vs_upstream_best"} == quality.figures(learned).keys()
 
 
+@pytest.mark.slow
 def test_memory_is_compared_on_the_rows_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     plan = tiny_plan(tmp_path / "rows")

@@ -22,6 +22,9 @@ struct Operator {
   bool per_tensor;      // a multi-tensor operator that launches one kernel per tensor
   bool by_chunks;       // a multi-tensor operator that launches one kernel per 48 tensors
   bool supported;
+  bool overwrites;      // does not read what it writes in place
+  bool gathers;         // reads only some rows of its first tensor: as much as it gives
+  bool scatters;        // in place, it changes only some rows of its first tensor: as many as it is given
   c10::SmallVector<int, 2> generators;  // arguments that are generators, even if they are None
 };
 
@@ -32,6 +35,12 @@ const std::unordered_set<std::string> kWaiting = {
     "nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
     "repeat_interleave", "equal", "histc"};
 
+const std::unordered_set<std::string> kOverwriting = {"fill", "zero", "copy", "normal", "uniform", "_foreach_zero",
+                                                      "_foreach_copy"};
+const std::unordered_set<std::string> kGathering = {"embedding", "index_select", "gather", "index"};
+const std::unordered_set<std::string> kScattering = {"scatter", "scatter_add", "index_put", "_index_put_impl",
+                                                     "index_add", "index_copy"};
+
 Operator describe(const c10::FunctionSchema& schema) {
   Operator op{};
   op.name = base_name(schema.name());
@@ -41,6 +50,9 @@ Operator describe(const c10::FunctionSchema& schema) {
   op.per_tensor = op.name.rfind("_fused_adam", 0) == 0 || op.name.rfind("_amp_foreach", 0) == 0;
   op.by_chunks = op.name.rfind("_foreach", 0) == 0;
   op.supported = settings().supported.empty() || settings().supported.count(op.name) > 0;
+  op.overwrites = kOverwriting.count(op.name) > 0;
+  op.gathers = kGathering.count(op.name) > 0;
+  op.scatters = kScattering.count(op.name) > 0;
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); i++) {
     if (arguments[i].type()->str().rfind("Generator", 0) == 0) {
@@ -257,6 +269,59 @@ c10::IValue to_npu(Call& call, const c10::IValue& value) {
   return value;
 }
 
+int64_t extents(const c10::IValue& value) {
+  int64_t bytes = 0;
+  if (value.isTensor()) {
+    bytes = extent(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      bytes += extent(tensor);
+    }
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      bytes += tensor ? extent(*tensor) : 0;
+    }
+  }
+  return bytes;
+}
+
+// What a kernel reads and writes of its arguments, which lie on the stack from `first`. Every operand counts once, and
+// one that is changed in place twice.
+int64_t argument_bytes(const Operator& op, const c10::FunctionSchema& schema, const torch::jit::Stack& stack,
+                       size_t first) {
+  int64_t bytes = 0, rest = 0;
+  bool scattered = false;
+  for (size_t i = 0; i < schema.arguments().size(); i++) {
+    const auto& argument = schema.arguments()[i];
+    const int64_t here = extents(stack[first + i]);
+    // fused optimizers may scale the gradients that they are given, and are not asked to
+    const bool writes = argument.alias_info() && argument.alias_info()->isWrite() && argument.name() != "grads";
+    const bool given = !(writes && (argument.kwarg_only() || op.overwrites));
+    if (i == 0 && op.gathers) {
+      continue;
+    }
+    if (i == 0 && op.scatters && writes) {
+      scattered = true;
+      continue;
+    }
+    bytes += (writes ? here : 0) + (given ? here : 0);
+    rest += here;
+  }
+  return bytes + (scattered ? 2 * rest : 0);
+}
+
+void log_bytes(const Call& call, const c10::FunctionSchema& schema, const torch::jit::Stack& stack, int64_t before) {
+  if (!call.op.launches || !call.op.supported || is_quiet()) {
+    return;
+  }
+  int64_t made = 0;
+  const size_t first = stack.size() - schema.returns().size();
+  for (size_t i = 0; i < schema.returns().size(); i++) {
+    made += schema.returns()[i].alias_info() ? 0 : extents(stack[first + i]);
+  }
+  count_kernel(call.op.name, 0, before + made * (call.op.gathers ? 2 : 1));
+}
+
 void log_call(const Call& call) {
   const Operator& op = call.op;
   if (!op.launches || is_quiet()) {
@@ -279,6 +344,7 @@ void log_call(const Call& call) {
   }
   count_kernel(op.name, launches);
   if (op.waits) {
+    refuse_while_capturing(op.name.c_str());
     count("synchronisations", op.name);
   }
 }
@@ -306,6 +372,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit
     }
   }
   log_call(call);
+  const int64_t bytes = argument_bytes(op, schema, *stack, first);
   {
     at::AutoDispatchBelowADInplaceOrView plain;
     Quiet inside;
@@ -315,6 +382,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     (*stack)[i] = to_npu(call, (*stack)[i]);
   }
+  log_bytes(call, schema, *stack, bytes);
 }
 
 bool gives_views(const c10::FunctionSchema& schema) {

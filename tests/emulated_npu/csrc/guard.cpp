@@ -257,6 +257,7 @@ void finish_device(int device) {
 }
 
 void synchronise_device(int device, const char* why) {
+  refuse_while_capturing(why);
   count("synchronisations", why);
   finish_device(device < 0 ? device_now : device);
 }

@@ -58,11 +58,12 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   if (!non_blocking) {
     synchronise_device(to.device().index(), "copy to device");
   } else if (!is_pinned(from.storage().data())) {
+    refuse_while_capturing("copy of pageable memory");
     count("synchronisations", "copy of pageable memory");  // the host waits while the runtime stages the copy
   }
   if (from.scalar_type() != to.scalar_type()) {
     judge("copy", to.scalar_type());
-    count_kernel("copy");
+    count_kernel("copy", 1, extent(from) + extent(to));
   }
   on_host(cpu_alias(to), from);
 }
@@ -72,7 +73,7 @@ void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   count_copy("device to host", from);
   if (from.scalar_type() != to.scalar_type()) {
     judge("copy", from.scalar_type());
-    count_kernel("copy");
+    count_kernel("copy", 1, extent(from) + extent(to));
   }
   const at::Tensor value = cpu_alias(from);
   if (non_blocking && settings().deferred && is_pinned(to.storage().data())) {
@@ -102,7 +103,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
         judge("copy", from.scalar_type());
         judge("copy", to.scalar_type());
       }
-      count_kernel("copy");
+      count_kernel("copy", 1, extent(from) + extent(to));
     }
     on_host(cpu_alias(to), cpu_alias(from));
   }

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
 #include <mutex>
 
 namespace emulated {
@@ -14,6 +15,7 @@ struct Counts {
 };
 Counts& all_counts = *new Counts;  // never destroyed, because threads may still count at the end of a process
 thread_local int quiet = 0;
+std::atomic<int> captured_device{-1};
 
 const char* hardware_name(c10::ScalarType type) {
   switch (type) {
@@ -58,9 +60,39 @@ void count(const char* kind, const std::string& name, int64_t by) {
   }
 }
 
-void count_kernel(const std::string& name, int64_t launches) {
+void count_kernel(const std::string& name, int64_t launches, int64_t bytes) {
   const bool backward = torch::autograd::get_current_graph_task_id() != -1;
-  count(backward ? "backward" : "forward", name, launches);
+  const bool captured = capturing() >= 0;
+  if (launches) {
+    count(captured ? "captured" : backward ? "backward" : "forward", name, launches);
+  }
+  if (bytes) {
+    count(captured ? "captured_bytes" : backward ? "backward_bytes" : "forward_bytes", name, bytes);
+  }
+}
+
+int64_t extent(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) {
+    return 0;
+  }
+  int64_t elements = 1;
+  for (int64_t i = 0; i < tensor.dim(); i++) {
+    elements *= tensor.stride(i) == 0 ? 1 : tensor.size(i);
+  }
+  return elements * static_cast<int64_t>(tensor.itemsize());
+}
+
+int capturing() {
+  return captured_device;
+}
+
+void set_capturing(int device) {
+  captured_device = device;
+}
+
+void refuse_while_capturing(const char* what) {
+  TORCH_CHECK(capturing() < 0, "aclmdlRICapture: operation not permitted while a stream is capturing a graph: ", what,
+              ". Error code is 107030.");
 }
 
 std::map<std::pair<std::string, std::string>, int64_t> counts() {

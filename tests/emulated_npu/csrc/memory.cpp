@@ -23,6 +23,9 @@ double gib(int64_t bytes) {
 
 void take(int device, int64_t bytes) {
   refuse_after_fork();
+  if (capturing() >= 0 && capturing() != device) {
+    refuse_while_capturing("allocation outside the pool of the graph");
+  }
   std::lock_guard<std::mutex> lock(mutex);
   Usage& u = usages[device];
   const auto limit = static_cast<int64_t>(settings().memory * fractions[device]);

@@ -133,7 +133,12 @@ PYBIND11_MODULE(emulated_npu_device, m) {
   m.def("configure", torch::wrap_pybind_function(&configure));
   m.def("counts", &counts_as_counter);
   m.def("count", [](const std::string& kind, const std::string& name, int64_t by) { count(kind.c_str(), name, by); });
-  m.def("count_kernel", [](const std::string& name) { count_kernel(name); });
+  m.def("count_kernel", [](const std::string& name, int64_t launches, int64_t bytes) {
+    count_kernel(name, launches, bytes);
+  });
+  m.def("extent", torch::wrap_pybind_function(&extent));
+  m.def("capturing", &capturing);
+  m.def("set_capturing", &set_capturing);
   m.def("judge", torch::wrap_pybind_function([](const std::string& name, const at::Tensor& tensor) {
           judge(name, tensor.scalar_type());
         }));

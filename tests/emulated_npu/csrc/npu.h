@@ -43,9 +43,17 @@ struct Settings {
 Settings& settings();
 
 // ---- the log ----
-// kind: forward, backward, synchronisations, copies, copied_bytes, unsupported, collectives
+// kind: forward, backward, captured (into a graph, and so not launched), the same three followed by _bytes, and
+// synchronisations, copies, copied_bytes, unsupported, collectives
 void count(const char* kind, const std::string& name, int64_t by = 1);
-void count_kernel(const std::string& name, int64_t launches = 1);
+// `bytes`: what the kernel reads and writes, each operand once
+void count_kernel(const std::string& name, int64_t launches = 1, int64_t bytes = 0);
+// Bytes that a tensor's kernel reads or writes: a dimension that repeats the same memory counts once.
+int64_t extent(const at::Tensor& tensor);
+// The device that a graph is being captured on, or -1. While there is one, nothing may wait for the device.
+int capturing();
+void set_capturing(int device);
+void refuse_while_capturing(const char* what);
 std::map<std::pair<std::string, std::string>, int64_t> counts();
 
 // While one exists in a thread, the thread's launches are inside a fused kernel: they are not logged or checked.

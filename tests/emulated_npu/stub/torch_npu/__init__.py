@@ -33,9 +33,12 @@ from torch_npu._attention import (  # noqa: E402
     npu_prompt_flash_attention,
 )
 from torch_npu._operators import (  # noqa: E402
+    npu_add_rms_norm,
+    npu_apply_rotary_pos_emb,
     npu_clear_float_status,
     npu_get_float_status,
     npu_rms_norm,
+    npu_rms_norm_backward,
     npu_rotary_mul,
 )
 
@@ -44,6 +47,7 @@ _load.replace_scaled_dot_product_attention()
 __version__ = _load.version()
 
 __all__ = [
-    "npu", "npu_clear_float_status", "npu_fused_infer_attention_score", "npu_fusion_attention", "npu_get_float_status",
-    "npu_incre_flash_attention", "npu_prompt_flash_attention", "npu_rms_norm", "npu_rotary_mul", "profiler",
+    "npu", "npu_add_rms_norm", "npu_apply_rotary_pos_emb", "npu_clear_float_status", "npu_fused_infer_attention_score",
+    "npu_fusion_attention", "npu_get_float_status", "npu_incre_flash_attention", "npu_prompt_flash_attention",
+    "npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "profiler",
 ]  # fmt: skip

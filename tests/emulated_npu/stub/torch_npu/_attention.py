@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_npu._load import emulated
-from torch_npu._operators import FLOATS, give, kernel, refuse
+from torch_npu._operators import FLOATS, kernel, refuse
 from torch_npu._softmax import Band, Sequences, attend, attend_backward
 
 FOREVER = 2147483647
@@ -22,7 +22,7 @@ class _FusionAttention(torch.autograd.Function):
         with kernel("npu_fusion_attention", q, k, v, mask) as device:
             alias = device.cpu_alias
             out, top, total = attend(alias(q), alias(k), alias(v), None if mask is None else alias(mask), plan, band)
-            results = give(out.to(q.dtype), q), give(top, q), give(total, q)
+            results = device.give(out.to(q.dtype), q), device.give(top, q), device.give(total, q)
         ctx.save_for_backward(q, k, v, mask, *results)
         ctx.plan, ctx.band = plan, band
         ctx.mark_non_differentiable(*results[1:])
@@ -35,7 +35,7 @@ class _FusionAttention(torch.autograd.Function):
         with kernel("npu_fusion_attention_grad", grads[0], q, k, v, mask, out, top, total) as device:
             given = (None if t is None else device.cpu_alias(t) for t in (grads[0], q, k, v, mask, out, top, total))
             parts = attend_backward(*given, plan=ctx.plan, band=ctx.band)
-            return *(give(part.to(q.dtype), q) for part in parts), None, None, None
+            return *(device.give(part.to(q.dtype), q) for part in parts), None, None, None
 
 
 def npu_fusion_attention(
@@ -195,4 +195,4 @@ def _infer(
         alias = device.cpu_alias
         out, top, total = attend(alias(q), alias(k), alias(v), None if mask is None else alias(mask), plan, band)
         lse = (top + total.log())[..., :1] if want_lse else torch.empty(0)
-        return give(out.to(q.dtype), q), give(lse, q)
+        return device.give(out.to(q.dtype), q), device.give(lse, q)

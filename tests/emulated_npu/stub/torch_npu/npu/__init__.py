@@ -1,6 +1,5 @@
 """torch.npu: devices, streams, memory, random numbers and number formats."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,6 +7,13 @@ import torch
 from torch_npu import _load
 from torch_npu.npu import amp
 from torch_npu.npu._backends import get_soc_version
+from torch_npu.npu.graphs import (
+    NPUGraph,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+    make_graphed_callables,
+)
 from torch_npu.npu.memory import (
     empty_cache,
     max_memory_allocated,
@@ -143,19 +149,15 @@ def utilization(device: Any = None) -> int:
     return 0
 
 
-def get_task_queue_enable() -> int:
-    """The level in TASK_QUEUE_ENABLE; 1 if the variable is not set."""
-    return int(os.environ.get("TASK_QUEUE_ENABLE", "1"))
-
-
 __all__ = [
-    "Event", "Stream", "StreamContext", "amp", "can_device_access_peer", "clear_npu_overflow_flag", "current_device",
-    "current_stream", "default_stream", "device", "device_count", "device_of", "empty_cache",
+    "Event", "NPUGraph", "Stream", "StreamContext", "amp", "can_device_access_peer", "clear_npu_overflow_flag",
+    "current_device", "current_stream", "default_stream", "device", "device_count", "device_of", "empty_cache",
     "get_amp_supported_dtype", "get_device_name", "get_device_properties", "get_npu_overflow_flag", "get_rng_state",
-    "get_rng_state_all", "get_soc_version", "get_task_queue_enable", "init", "initial_seed", "is_available",
-    "is_bf16_supported", "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated",
-    "max_memory_reserved", "mem_get_info", "memory_allocated", "memory_reserved", "memory_stats",
-    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "seed", "seed_all", "set_compile_mode", "set_device",
-    "set_option", "set_per_process_memory_fraction", "set_rng_state", "set_rng_state_all", "set_stream", "stream",
-    "synchronize", "utilization",
+    "get_rng_state_all", "get_soc_version", "graph", "graph_pool_handle", "init",
+    "initial_seed", "is_available", "is_bf16_supported", "is_current_stream_capturing", "is_initialized",
+    "make_graphed_callables", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved",
+    "mem_get_info", "memory_allocated", "memory_reserved", "memory_stats", "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats", "seed", "seed_all", "set_compile_mode", "set_device", "set_option",
+    "set_per_process_memory_fraction", "set_rng_state", "set_rng_state_all", "set_stream", "stream", "synchronize",
+    "utilization",
 ]  # fmt: skip

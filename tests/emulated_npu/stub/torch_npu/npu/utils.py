@@ -115,7 +115,7 @@ def stream(stream: Stream | None) -> StreamContext:
     return StreamContext(stream)
 
 
-def is_bf16_supported(including_emulation: bool = False) -> bool:
+def is_bf16_supported() -> bool:
     """Whether the chip computes in bf16."""
     return bool(_load.emulated()["chip"]["bf16"])
 

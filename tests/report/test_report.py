@@ -1,6 +1,5 @@
 """The report has the same figures in both files, leaves out missing sections, and knows a finished run by its key."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,57 +9,23 @@ from typing import Any
 
 import pytest
 
-from nanochat import report
 from nanochat.common import UserError, read_json, write_json
+from nanochat.report import __main__ as report
+from nanochat.report.curves import running_mean
+from nanochat.report.sections import (
+    COLUMNS,
+    TITLES,
+    has_training_section,
+    report_dir,
+    sections,
+    training_section,
+    write_section,
+)
 from nanochat.runtime.cost import stages_file
+from nanochat.runtime.progress import duration
+from tests.support.finished_run import COSTS, a_run, line, score, trained
 
-ROOT = Path(__file__).resolve().parent.parent
-COSTS = {
-    "base_train": {"minutes": 6.0, "cpu_minutes": 11.5, "memory_gb": 1.25, "runs": 2},
-    "sft_eval": {"minutes": 1.5, "cpu_minutes": 2.5, "memory_gb": 0.75, "runs": 1},
-}
-
-
-def line(step: int, **more: float | None) -> str:
-    figures = {"step": step, "loss": 4.0 - step / 10, "smooth_loss": 4.0 - step / 20, "mfu": 10.0,
-               "tokens_per_second": 1000.0 + step, "total_seconds": 6.0 * step, "skipped": step == 2}  # fmt: skip
-    return json.dumps(figures | more) + "\n"
-
-
-def trained(base: Path, stage: str, *lines: str, tag: str = "d2") -> None:
-    folder = base / stage
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    where = {"device": "a CPU", "dtype": "float32", "parameters": 1234}
-    report.training_section(stage, tag, folder, {"depth": 2, "seed": 42, "note": "a|b"}, where)
-
-
-def score(accuracy: float, total: int = 20, **more: Any) -> dict[str, Any]:
-    return {"accuracy": accuracy, "right": accuracy * total, "total": total, "low": accuracy - 0.1,
-            "high": accuracy + 0.1, "baseline": 0.0, **more}  # fmt: skip
-
-
-def a_run(base: Path) -> None:
-    """Sections of every stage."""
-    trained(base, "base", line(1), line(2), line(3, val_bpb=1.5), line(4, val_bpb=1.25))
-    trained(base, "mid", line(1), line(2, val_bpb=1.125))
-    trained(base, "sft", line(1), line(2, val_bpb=0.875))
-    rl = [json.dumps({"step": 0, "accuracy": 0.5}) + "\n", line(1, reward=0.25), line(2, reward=0.5, accuracy=0.75)]
-    trained(base, "rl", *rl)
-    sample = {"question": "法国的首都是哪里？", "reply": "巴黎。", "grade": 1.0}
-    wrong = {"question": "What is | 2?", "reply": "3\n4", "grade": 0.0}
-    for stage, accuracy in (("mid", 0.5), ("sft", 0.96875), ("rl", 0.9375)):
-        groups = {"capital": {"right": 9.0, "total": 10}, "colour": {"right": 10.0, "total": 10}}
-        tasks = {"tinyworld_en": score(accuracy, samples=[wrong]), "calculator": score(1.0),
-                 "tinyworld_zh": score(accuracy - 0.25, samples=[sample], groups=groups),
-                 "mental": score(accuracy / 2)}  # fmt: skip
-        report.write_section(f"{stage}_eval", {"tag": "d2", "step": 2, "tasks": tasks, "chat_core": None})
-    report.write_section(
-        "base_loss", {"tag": "d2", "train": {"bits_per_byte": 1.0}, "samples": {"日本的首都是": "东京"}}
-    )
-    report.write_section("tok_eval", {"rows": [{"text": "中文", "ratio": 2.5}, {"text": "english", "more": 1}]})
-    report.write_section("base_eval", {"core": {"core": 0.0625}})
-    write_json(stages_file(), COSTS)
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def generated(key: str = "") -> tuple[dict[str, Any], str]:
@@ -71,7 +36,8 @@ def generated(key: str = "") -> tuple[dict[str, Any], str]:
 def test_the_table_compares_stages(base_folder: Path) -> None:
     a_run(base_folder)
     table = generated()[0]["table"]
-    assert table["validation bits per byte"] == {"base": 1.25, "mid": 1.125, "sft": 0.875}
+    of_each = {name: row for name, row in table.items() if name.startswith("bits per byte of ")}
+    assert [row for row in of_each.values()] == [{"base": 1.25}, {"mid": 1.125}, {"sft": 0.875}]  # other texts
     assert table["CORE"] == {"base": 0.0625}
     assert table["tinyworld_zh"] == {"mid": 0.25, "sft": 0.71875, "rl": 0.6875}
     assert table["mental"]["rl"] > 0 and "ChatCORE" not in table
@@ -91,10 +57,10 @@ def test_markdown_shows_what_the_json_says(base_folder: Path) -> None:
     for name, row in found["table"].items():
         shown = next(one for one in text.splitlines() if one.startswith(f"| {name} |"))
         cells = [cell.strip() for cell in shown.split("|")[2:-1]]
-        assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in report.COLUMNS]
+        assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in COLUMNS]
     for name, cost in found["stages"].items():
-        assert f"| {name} | {cost['minutes']:.4f} |" in text
-    assert "7.5 minutes, 14.0 CPU minutes, at most 1.25 GB" in text
+        assert f"| {name} | {duration(60 * cost['minutes'])} | {duration(60 * cost['cpu_minutes'])} |" in text
+    assert "7 min 30 s, 14 min of CPU time, at most 1.25 GB" in text
     assert "capital 9/10" in text and "colour" not in text.split("relations with wrong answers")[1].splitlines()[0]
     for word in ("法国的首都是哪里？", "巴黎。", "(wrong)", "东京", "a CPU", "| 中文 | 2.5000 |"):
         assert word in text
@@ -114,9 +80,9 @@ def test_every_picture_named_is_there(base_folder: Path) -> None:
     a_run(base_folder)
     text = generated()[1]
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert pictures == [f"{stage}_train.png" for stage in report.COLUMNS]
+    assert pictures == [f"{stage}_train.png" for stage in COLUMNS]
     for name in pictures:
-        assert (report.report_dir() / name).read_bytes().startswith(b"\x89PNG")
+        assert (report_dir() / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_rl_figures_begin_before_its_first_step(base_folder: Path) -> None:
@@ -128,12 +94,12 @@ def test_rl_figures_begin_before_its_first_step(base_folder: Path) -> None:
 
 def test_a_training_section_sums_up_its_metrics(base_folder: Path) -> None:
     trained(base_folder, "base", *(line(step) for step in range(1, 6)))
-    section = report.sections()["base_train"]
+    section = sections()["base_train"]
     assert section["minutes"] == 0.5 and section["tokens_per_second"] == 1003.0 and section["skipped_updates"] == 1
     assert (section["first_loss"], section["last_loss"], section["steps"]) == (3.9, 3.75, 5)
     assert "val_bpb" not in section and section["loss"][-1] == [5, 3.75]
-    assert report.has_training_section("base", "d2")
-    assert not report.has_training_section("base", "d4") and not report.has_training_section("mid", "d2")
+    assert has_training_section("base", "d2")
+    assert not has_training_section("base", "d4") and not has_training_section("mid", "d2")
 
 
 @pytest.mark.parametrize("bad", [[1], [3], [1, 2, 3]], ids=str)
@@ -153,12 +119,12 @@ def test_updates_that_were_not_finite_are_counted_and_left_out_of_the_curves(bas
 @pytest.mark.parametrize("kept", ["base_train", "sft_eval", "rl_train", "tok_eval", "base_loss"])
 def test_any_single_section_makes_a_report(base_folder: Path, kept: str) -> None:
     a_run(base_folder)
-    for path in (report.report_dir() / "sections").iterdir():
+    for path in (report_dir() / "sections").iterdir():
         if path.stem != kept:
             path.unlink()
     stages_file().unlink()
     found, text = generated()
-    assert list(found["sections"]) == [kept] and f"## {report.TITLES[kept]}" in text
+    assert list(found["sections"]) == [kept] and f"## {TITLES[kept]}" in text
     assert found["summary"]["minutes"] == 0 and ("tinyworld_en" in found["summary"]) == (kept == "sft_eval")
     report.show()
 
@@ -189,20 +155,20 @@ def test_the_costs_of_another_run_are_forgotten(base_folder: Path) -> None:
     report.begin("auto auto")  # the run resumes
     assert read_json(stages_file()) == COSTS
     report.begin("smoke auto")
-    assert not stages_file().exists() and len(report.sections()) == 10
+    assert not stages_file().exists() and len(sections()) == 10
 
 
 def a_pipeline(base: Path, tag: str, corpus: str, *stages: str) -> None:
     """Sections of a run on a corpus; the later stages take the corpus of their parent."""
     for name in ("tok_train", "tok_eval"):
-        report.write_section(name, {"settings": {"data": corpus}, "vocab_size": 300})
+        write_section(name, {"settings": {"data": corpus}, "vocab_size": 300})
     for number, stage in enumerate(stages):
         folder = base / f"{tag}-{corpus}-{stage}"
         folder.mkdir()
         (folder / "metrics.jsonl").write_text(line(1))
         inherited = {"parent": f"{stages[number - 1]} {tag} step 1 0", "data": None} if number else {"data": corpus}
-        report.training_section(stage, tag, folder, {"corpus": corpus, **inherited}, {"device": "a CPU"})
-        report.write_section(f"{stage}_eval", {"tag": tag, "tasks": {"mental": score(0.5)}})
+        training_section(stage, tag, folder, {"corpus": corpus, **inherited}, {"device": "a CPU"})
+        write_section(f"{stage}_eval", {"tag": tag, "tasks": {"mental": score(0.5)}})
 
 
 def test_what_another_tag_left_is_not_in_the_report(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +179,7 @@ def test_what_another_tag_left_is_not_in_the_report(base_folder: Path, capsys: p
     assert list(found["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "mid_eval"]
     assert set(found["table"]["mental"]) == {"base", "mid"} and "SFT: fine-tuning" not in text
     assert "they belong to another run: sft_train, sft_eval, rl_train, rl_eval" in capsys.readouterr().out
-    report.write_section("sft_eval", report.sections()["sft_eval"])  # the first run continues
+    write_section("sft_eval", sections()["sft_eval"])  # the first run continues
     assert list(generated()[0]["sections"]) == ["sft_train", "sft_eval", "rl_train", "rl_eval"]
 
 
@@ -221,17 +187,44 @@ def test_what_another_corpus_left_under_the_same_tag_is_not_in_the_report(base_f
     a_pipeline(base_folder, "d4", "fineweb", "base", "mid", "sft", "rl")
     a_pipeline(base_folder, "d4", "tinyworld", "base")
     assert list(generated()[0]["sections"]) == ["tok_train", "tok_eval", "base_train", "base_eval"]
-    report.write_section("tok_eval", {"corpus": "fineweb"})
+    write_section("tok_eval", {"corpus": "fineweb"})
     assert list(generated()[0]["sections"]) == ["tok_train", "base_train", "base_eval"]
 
 
 def test_a_stage_on_a_corpus_of_its_own_belongs_to_its_pipeline(base_folder: Path) -> None:
     a_pipeline(base_folder, "d4", "fineweb", "base", "mid")
-    section = report.sections()["mid_train"]
-    report.write_section("mid_train", {**section, "settings": {**section["settings"], "corpus": "own", "data": "own"}})
+    section = sections()["mid_train"]
+    write_section("mid_train", {**section, "settings": {**section["settings"], "corpus": "own", "data": "own"}})
     assert len(generated()[0]["sections"]) == 6
 
 
+def test_your_own_conversations_and_the_model_they_started_from_are_one_run(base_folder: Path) -> None:
+    a_pipeline(base_folder, "speedrun", "tinyworld", "base", "mid", "sft", "rl")
+    parents = {"mid": "base speedrun", "sft": "mid speedrun-mine"}
+    for stage, parent in parents.items():
+        section = {**sections()[f"{stage}_train"], "tag": "speedrun-mine"}
+        section["settings"] = {**section["settings"], "parent": f"{parent} step 1 0"}
+        write_section(f"{stage}_train", section)
+    kept = ["tok_train", "tok_eval", "base_train", "base_eval", "mid_train", "sft_train"]
+    assert list(generated()[0]["sections"]) == kept  # evaluations and RL were of the other model
+    write_section("mid_train", sections()["mid_train"])  # the parent is newer than its child
+    assert list(generated()[0]["sections"]) == kept
+
+
+def test_what_a_measure_means_is_said_below_the_table(base_folder: Path) -> None:
+    a_run(base_folder)
+    text = generated()[1]
+    assert "- mental: sums without the calculator, " in text and "held_out_combinations" not in text
+    assert "nonsense" not in text
+    assert "> This was the smoke preset" in generated("smoke auto")[1]
+
+
+def test_a_running_mean_begins_where_the_values_do() -> None:
+    assert running_mean([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
+    assert running_mean([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])
+
+
+@pytest.mark.slow
 def test_the_command_line(base_folder: Path) -> None:
     a_run(base_folder)
 
@@ -243,6 +236,6 @@ def test_the_command_line(base_folder: Path) -> None:
     assert call("generate", "--key", "a b").returncode == 0
     assert call("finished", "--key", "a b").returncode == 0
     shown = call("show").stdout
-    assert "tinyworld_zh" in shown and "0.7188" in shown and "7.5 minutes" in shown
-    assert call("reset").returncode == 0 and not report.report_dir().exists()
+    assert "tinyworld_zh" in shown and "0.7188" in shown and "7 min 30 s" in shown
+    assert call("reset").returncode == 0 and not report_dir().exists()
     assert call("generate").returncode == 2

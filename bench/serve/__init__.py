@@ -1,0 +1,1 @@
+"""Measures the inference engine and the server."""

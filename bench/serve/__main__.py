@@ -1,0 +1,78 @@
+"""Measures inference: speed beside the memory's bandwidth, prompts that are not read again, exactness of batches.
+
+python -m bench.serve --quick            # ends within 50 seconds
+python -m bench.serve                    # more steps, and a model that does not fit into the caches
+
+One thread, CPU seconds. Configurations take turns, and the best round counts. The last line is JSON.
+"""
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from bench.serve import engine
+from nanochat import device
+from nanochat.common import log, run
+from nanochat.generate.sampling import Sampling
+
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Print the engine's figures as a table, and one JSON object on the last line."""
+
+    quick: bool = False
+    """a model of four layers and few steps, so that it ends within 50 seconds"""
+    depth: int = 12
+    """layers of the model; 12 has 440 MB of matrices in fp32"""
+    steps: int = 24
+    """decoding steps per round"""
+    rounds: int = 3
+    """rounds of each configuration"""
+
+
+def main(cfg: Config) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    compute = device.compute_init("cpu")
+    depth, steps, rounds = (4, 8, 2) if cfg.quick else (cfg.depth, cfg.steps, cfg.rounds)
+    words = engine.tokenizer(engine.VOCAB)
+    model = engine.untrained(depth, compute, compute.dtype, engine.VOCAB)
+    greedy, drawn = engine.GREEDY, Sampling(1.0, 50, ignore_eos=True)
+    best: dict[tuple[int, str], float] = {}
+    memory = 0.0
+    for _ in range(rounds):
+        memory = max(memory, engine.bandwidth())
+        for chats in BATCHES:
+            for name, sampling in (("greedy", greedy), ("top_k 50", drawn)):
+                seconds = engine.decoding(model, words, chats, max(steps // chats, 4), sampling)
+                best[chats, name] = min(best.get((chats, name), seconds), seconds)
+    used = engine.weight_bytes(model) / best[1, "greedy"] / memory
+    log(f"d{depth}, {compute.dtype}, {engine.weight_bytes(model) / 1e6:,.0f} MB of matrices, one thread")
+    for (chats, name), seconds in best.items():
+        log(f"{chats:>3} chats {name:<9} {chats / seconds:9,.1f} tokens per CPU second {1000 * seconds:9.2f} ms a step")
+    log(f"one chat reads {used:.0%} of {memory / 1e9:.1f} GB/s")
+    turn = engine.second_turn(model, words, 300 if cfg.quick else 900, 12)
+    log(
+        f"second turn: {turn.read} of {turn.tokens} tokens read, {turn.seconds:.3f} CPU s; cold {turn.cold_seconds:.3f}"
+    )
+    small = engine.untrained(2, compute, torch.float32, 2048)
+    same = engine.exact(small, engine.tokenizer(2048), 8 if cfg.quick else 32, 12 if cfg.quick else 24)
+    log(
+        f"fp32 replies: {same.batched} of {same.rows} equal batched and alone, {same.reused} with a prefix hit and cold"
+    )
+    result = {
+        "benchmark": "serve", "depth": depth, "dtype": str(compute.dtype).removeprefix("torch."),
+        "tokens_per_cpu_second": {str(n): round(n / best[n, "greedy"], 1) for n in BATCHES},
+        "batch_32_to_1": round(32 * best[1, "greedy"] / best[32, "greedy"], 2),
+        "bandwidth_used": round(used, 3), "second_turn_read": turn.read, "second_turn_tokens": turn.tokens,
+        "second_turn_to_cold": round(turn.seconds / turn.cold_seconds, 3),
+        "rows": same.rows, "batched_equal": same.batched, "prefix_equal": same.reused,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

@@ -1,0 +1,1 @@
+"""Measures what clients of the chat server feel while other clients misbehave."""

@@ -1,0 +1,1 @@
+"""Folders in the layout of Hugging Face: published models with their tokenizers and templates, and adapters."""

@@ -1,0 +1,133 @@
+"""Adapters as peft's folders: adapter_config.json and adapter_model.safetensors, read and written."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanochat.checkpoint_manager.files import new_folder
+from nanochat.checkpoint_manager.tensors import write_tensors
+from nanochat.common import UserError, read_json, write_json
+from nanochat.device import is_sharded, local
+from nanochat.nn.lora import Linear, LoraConfig, adapted, matches
+from nanochat.nn.qwen.model import Qwen
+from nanochat.runtime import parallel
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of peft's names
+# What an adapter of peft may ask for and this program does not compute -> the value that means "no".
+ABSENT = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+          "fan_in_fan_out": False, "trainable_token_indices": None, "target_parameters": None}  # fmt: skip
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+
+
+def base_digest(model: Qwen) -> str:
+    """A mark of the base that an adapter was trained on: the SHA-256 of its norms. Every rank must call this."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            digest.update(_whole(parameter.detach()).float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The values of all adapters under peft's names. Every rank must call this."""
+    values = {}
+    for name, _, first, second in adapted(model):
+        for half, module in (("A", first), ("B", second)):
+            values[f"{PREFIX}{name}.lora_{half}.weight"] = _whole(module.weight.detach()).contiguous()
+    return values
+
+
+def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
+    """Write the adapters of a model, whole or not at all, so that peft loads the folder. One rank calls this; `base` is
+    the name or folder of the model that they belong to. UserError (code 2) if the folder exists."""
+    with new_folder(folder) as temporary:
+        write_json(temporary / SETTINGS, {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+            "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout,
+            "target_modules": list(config.targets), "use_rslora": config.stabilised, **ABSENT,
+        })  # fmt: skip
+        write_tensors(adapter_tensors(model), temporary / TENSORS, {"format": "pt", "base": base_digest(model)})
+
+
+def read_settings(folder: Path) -> tuple[LoraConfig, str]:
+    """The shape of the adapter in a folder, and the name of its base. UserError if it cannot be computed here."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise UserError(f"{folder} is no adapter: it has no {SETTINGS}. Name the folder that peft or nanochat wrote", 2)
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        raise UserError(f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2)
+    for name, absent in ABSENT.items():
+        if content.get(name, absent) not in (absent, None, False, []):
+            raise UserError(f"{path} asks for {name}={content[name]!r}, which is not supported. Use another adapter", 2)
+    targets = content.get("target_modules")
+    try:
+        names = tuple(targets) if isinstance(targets, list) else (str(targets),)
+        config = LoraConfig(
+            int(content["r"]), float(content["lora_alpha"]), float(content.get("lora_dropout") or 0.0), names,
+            bool(content.get("use_rslora")),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as failure:
+        raise UserError(f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2) from failure
+    return config, str(content.get("base_model_name_or_path"))
+
+
+def _own_name(name: str) -> str:
+    """Our name of a tensor of peft's."""
+    return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
+
+
+@torch.no_grad()
+def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
+    """Freeze a model and give it the adapter of a folder, sharded or not. UserError if the adapter is of another base:
+    it has the mark of one, or its matrices or their sizes are not the model's."""
+    config, base = read_settings(folder)
+    path = folder / TENSORS
+    if not path.is_file():
+        raise UserError(f"{folder} has no {TENSORS}. Copy the adapter again from its source", 2)
+    other = f"the adapter in {folder} belongs to another base, {base}"
+    try:
+        with safe_open(path, framework="pt") as file:
+            mark = (file.metadata() or {}).get("base")
+            values = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, ValueError) as failure:
+        raise UserError(f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2) from failure
+    if mark is not None and mark != base_digest(model):
+        raise UserError(f"{other}: its base has other norms than this model. Name the model that it was trained on", 2)
+    _fit(model, config, values, other)
+    for name, _, first, second in adapted(model):
+        for half, module in (("A", first), ("B", second)):
+            here, value = local(module.weight), values[f"{name}.lora_{half}.weight"]
+            start = parallel.place_of(module.weight).first_row(value.shape[0])
+            here.copy_(value[start : start + here.shape[0]])
+    return config
+
+
+def _fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], other: str) -> None:
+    """Adapt the matrices that the tensors name. UserError, which begins with `other`, if their sizes differ."""
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    wanted: dict[str, Any] = {}
+    for name in {name.rpartition(".lora_")[0] for name in values}:
+        if name in matrices:
+            wanted[f"{name}.lora_A.weight"] = (config.rank, matrices[name].in_features)
+            wanted[f"{name}.lora_B.weight"] = (matrices[name].out_features, config.rank)
+    given = {name: tuple(value.shape) for name, value in values.items()}
+    wrong = [f"{name} is {given.get(name, 'missing')} instead of {wanted.get(name, 'nothing')}"
+             for name in sorted({*given, *wanted}) if given.get(name) != wanted.get(name)]  # fmt: skip
+    lacking = [name for name in matrices if matches(name, config.targets) and f"{name}.lora_A.weight" not in given]
+    if wrong or lacking:
+        what = wrong[0] if wrong else f"it has nothing for {lacking[0]}"
+        raise UserError(f"{other}: {what}. Name the model that it was trained on", 2)
+    model.requires_grad_(False)
+    for name in {name.rpartition(".lora_")[0] for name in values}:
+        matrices[name].adapt(config)

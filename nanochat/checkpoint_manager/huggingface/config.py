@@ -1,0 +1,117 @@
+"""Reads the config.json of a published model: which family it is of, and its shape."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat.checkpoint_manager.families import checked_shape
+from nanochat.common import UserError, read_json
+from nanochat.nn.qwen.config import QwenConfig
+
+# The architectures that are known, and the models that have them.
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "Qwen1.5, Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3_5ForCausalLM": "Qwen3.5, text",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5",
+}
+
+
+def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
+    """The shape of the model in a folder; `sequence_len` replaces the context that the publisher names.
+
+    UserError (code 2) if the folder has no config.json, if the architecture is not known, or if the model needs
+    something that this program does not compute.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no model: it has no config.json. Name the folder that holds config.json", 2)
+    content = read_json(path)
+    names = content.get("architectures") if isinstance(content, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in ARCHITECTURES:
+        known = ", ".join(f"{known} ({models})" for known, models in ARCHITECTURES.items())
+        raise UserError(f"{path} names the architecture {name!r}, and the known ones are {known}. Use one of those", 2)
+    text = content.get("text_config", content)
+    try:
+        shape = _shape(name, {**text, "tie_word_embeddings": _tied(content, text)})
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as failure:
+        if isinstance(failure, UserError):
+            raise UserError(f"{path}: {failure}", 2) from failure
+        raise UserError(f"{path} is damaged: {failure!r}. Copy the model again from its source", 2) from failure
+    if sequence_len is not None:
+        if sequence_len > shape["sequence_len"]:
+            raise UserError(
+                f"a context of {sequence_len:,} tokens was asked for, and the model in {folder} was made for at most "
+                f"{shape['sequence_len']:,}. Ask for less",
+                2,
+            )
+        shape["sequence_len"] = sequence_len
+    return checked_shape(QwenConfig, shape, str(path))
+
+
+def _tied(content: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding: the outer value counts where a model has text and vision."""
+    return bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def _refuse_unknown(text: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """UserError for everything that would change the computation and is not supported."""
+    layers = text.get("layer_types") or []
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    unsupported = {
+        f"the activation {text.get('hidden_act', 'silu')!r}; silu is": text.get("hidden_act", "silu") != "silu",
+        f"rotary embeddings of type {kind!r}; only the default type is": kind != "default",
+        "a sliding window; full attention is": bool(text.get("use_sliding_window")) or "sliding_attention" in layers,
+        "quantised weights; bf16, fp16 and fp32 are": "quantization_config" in text,
+        "biases in every matrix of attention; only those of Qwen2 are": bool(text.get("attention_bias")),
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise UserError(f"the model has {what} supported. Use another model")
+
+
+def _shape(architecture: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a QwenConfig from the publisher's."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    _refuse_unknown(text, rope)
+    heads = text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    shape = {
+        "sequence_len": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+        "n_layer": text["num_hidden_layers"],
+        "n_embd": text["hidden_size"],
+        "n_head": heads,
+        "n_kv_head": text.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "n_hidden": text["intermediate_size"],
+        "rope_theta": float(rope.get("rope_theta") or text.get("rope_theta") or 10_000.0),
+        "norm_eps": float(text["rms_norm_eps"]),
+        "tied": int(text["tie_word_embeddings"]),
+        "qkv_bias": int(architecture == "Qwen2ForCausalLM"),
+        "qk_norm": int(architecture != "Qwen2ForCausalLM"),
+    }
+    if architecture.startswith("Qwen3_5"):
+        part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
+        shape |= {
+            "layers": _layers(text),
+            "rotary_dim": int(head_dim * part),
+            "zero_centred": 1,
+            "output_gate": 1,
+            "delta_key_heads": text["linear_num_key_heads"],
+            "delta_value_heads": text["linear_num_value_heads"],
+            "delta_key_dim": text["linear_key_head_dim"],
+            "delta_value_dim": text["linear_value_head_dim"],
+            "delta_width": text["linear_conv_kernel_dim"],
+        }
+    return shape
+
+
+def _layers(text: Mapping[str, Any]) -> str:
+    """A or D for each layer."""
+    letters = {"full_attention": "A", "linear_attention": "D"}
+    if types := text.get("layer_types"):
+        return "".join(letters[kind] for kind in types)
+    every = text.get("full_attention_interval", 4)
+    return "".join("D" if (i + 1) % every else "A" for i in range(min(text["num_hidden_layers"], 1000)))

@@ -1,0 +1,220 @@
+"""The tokenizer.json of a published model, with its chat template, behind the members that our own tokenizer has."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
+from nanochat.common import UserError, read_json, sha256_of
+from nanochat.data.bpe import letters_for_bytes
+from nanochat.data.conversation import Conversation
+from nanochat.tokenizer import Rendered
+
+FILE_NAME = "tokenizer.json"
+END_OF_TURN = "<|im_end|>"
+# Letters for private use, between which a rendered text shows where a special token was spelled out by a user, and
+# where the words of the assistant begin and end. Texts that hold these letters themselves are spelled out too.
+OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
+
+
+class FolderTokenizer:
+    """The tokenizer of a published model.
+
+    `vocab_size` is the number of rows of the model's embedding, which is usually larger than the vocabulary. `bos`
+    begins a text: the publisher's own mark, or, as Qwen has none, the mark that ends a document. `stops` end a reply.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int):
+        """UserError if tokenizer.json is missing, damaged, of an unknown kind, or larger than the embedding."""
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise UserError(f"{folder} has no {FILE_NAME}. Copy the model again, with its tokenizer")
+        import tokenizers  # not at the top: only published models need it
+
+        content = read_json(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._added = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
+            special = {token["content"] for token in content["added_tokens"] if token["special"]}
+            kind = content["decoder"]["type"]
+        except Exception as failure:  # the library raises Exception itself
+            raise UserError(f"{path} is damaged: {failure}. Copy the model again from its source") from failure
+        if kind != "ByteLevel":
+            raise UserError(f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model")
+        self.vocab_size, self.hash, self._folder = vocab_size, sha256_of(path), folder
+        if (largest := max(self._tokenizer.get_vocab().values())) >= vocab_size:
+            raise UserError(
+                f"{path} has a token {largest:,}, and the embedding of the model has only {vocab_size:,} rows: they do "
+                "not belong together. Copy the model again from its source"
+            )
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is ordinary text
+        self._specials = {text: self._added[text] for text in special}
+        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._names = self._read_names()
+        self.stops = self._read_stops()
+        begins = (self._named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
+        self.bos = next(number for number in begins if number is not None)
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> Mapping[str, Any]:
+        path = self._folder / name
+        content = read_json(path) if path.is_file() else {}
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: it is no object. Copy the model again from its source")
+        return content
+
+    def _read_names(self) -> dict[str, str]:
+        """The spelling of bos_token, eos_token, ... where the publisher names one."""
+        found = {}
+        for name, value in self._read("tokenizer_config.json").items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+        return found
+
+    def _named(self, name: str) -> int | None:
+        return self._added.get(self._names.get(name, ""))
+
+    def _read_stops(self) -> frozenset[int]:
+        """The tokens that end a reply: those of generation_config.json, the end of a text and of a turn."""
+        given = self._read("generation_config.json").get("eos_token_id", [])
+        stops = {token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)}
+        stops |= {
+            number for number in (self._named("eos_token"), self._specials.get(END_OF_TURN)) if number is not None
+        }
+        if not stops:
+            raise UserError(f"{self._folder} names no token that ends a reply. Copy the model again from its source")
+        return frozenset(stops)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of the model; None where it has none, and ChatML is used."""
+        path = self._folder / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else None
+        source = source or self._read("tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):  # several templates, of which the default one is for chats
+            source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+        if not isinstance(source, str) or not source:
+            return None
+        return ChatTemplate(source, self._names, str(self._folder))
+
+    # --- text ------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text. A special token that is spelled out in the text is encoded as ordinary text."""
+        return self._tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
+        """The tokens of each text; the library chooses the number of threads."""
+        return [self.encode(text) for text in texts]
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        """The bytes of every token; rows of the embedding that no token uses have none."""
+        byte_of = {letter: byte for byte, letter in enumerate(letters_for_bytes())}
+        found = {number: b"" for number in range(self.vocab_size)}
+        for text, number in self._tokenizer.get_vocab().items():
+            found[number] = text.encode() if text in self._added else bytes(byte_of[letter] for letter in text)
+        return found
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens; a special token gives its spelling. KeyError for a number outside the embedding."""
+        return b"".join(map(self._bytes.__getitem__, ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens. Bytes that are not valid UTF-8, such as half a character, become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def special(self, role: str) -> int:
+        """The token of a role of our own tokenizer. For roles that published models do not have, such as the marks of
+        the calculator, a row of the embedding that no token uses. KeyError if there is none, or for an unknown role."""
+        known = {"bos": self.bos, "assistant_end": self._specials.get(END_OF_TURN, min(self.stops))}
+        others = (
+            "output_start",
+            "output_end",
+            "python_start",
+            "python_end",
+            "user_start",
+            "user_end",
+            "assistant_start",
+        )
+        if role in known:
+            return known[role]
+        row = self.vocab_size - 1 - others.index(role) if role in others else -1
+        if row <= max(self._tokenizer.get_vocab().values()):
+            raise KeyError(role)
+        return row
+
+    # --- conversations ---------------------------------------------------------------------------
+
+    def _text(self, messages: Messages, reply: bool) -> str:
+        return self.template.render(messages, reply) if self.template else chatml(messages, reply)
+
+    @cached_property
+    def _spelled(self) -> list[str]:
+        return [*self._specials, OPEN, CLOSE, BEGIN, END]
+
+    def _safe(self, text: str) -> str:
+        """A text in which every special token that is spelled out is a number between OPEN and CLOSE."""
+        pattern = "|".join(re.escape(spelled) for spelled in sorted(self._spelled, key=len, reverse=True))
+        return re.sub(pattern, lambda found: f"{OPEN}{self._spelled.index(found[0])}{CLOSE}", text)
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """A rendered text cut at special tokens and at BEGIN and END, and for each piece whether it is one of these."""
+        end = 0
+        for found in re.finditer(f"{self._split.pattern}|{BEGIN}|{END}", text):
+            if found.start() > end:
+                yield text[end : found.start()], False
+            yield found[0], True
+            end = found.end()
+        if end < len(text):
+            yield text[end:], False
+
+    def _tokens(self, text: str) -> list[int]:
+        """The tokens of a piece without special tokens, in which those that were spelled out are spelled again."""
+        whole = re.sub(f"{OPEN}(\\d+){CLOSE}", lambda found: self._spelled[int(found[1])], text)
+        return self.encode(whole)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write: its words,
+        and the mark that ends its turn. UserError if the template refuses the conversation or leaves out its words."""
+        messages = [
+            {"role": message.role, "content": _marked(self._safe(message.text)) if message.role == "assistant"
+             else self._safe(message.text)}
+            for message in conversation.messages
+        ]  # fmt: skip
+        ids: list[int] = []
+        mask: list[int] = []
+        trained = ending = False
+        for piece, cuts in self._pieces(self._text(messages, reply=False)):
+            if cuts and piece in (BEGIN, END):
+                trained, ending = piece == BEGIN, piece == END
+                continue
+            tokens = [self._specials[piece]] if cuts else self._tokens(piece)
+            ids += tokens
+            mask += [int(trained or (ending and cuts))] * len(tokens)
+            ending = False
+        if not any(mask) and any(message.role == "assistant" for message in conversation.messages):
+            raise UserError(f"the chat template in {self._folder} leaves out what the assistant says. Remove it")
+        return Rendered(ids, mask)
+
+    def render_prompt(self, conversation: Conversation) -> list[int]:
+        """The prompt of a model: the conversation without a last assistant turn, then what opens the reply."""
+        messages = [{"role": m.role, "content": self._safe(m.text)} for m in conversation.prompt.messages]
+        pieces = self._pieces(self._text(messages, reply=True))
+        return [token for piece, cuts in pieces for token in ([self._specials[piece]] if cuts else self._tokens(piece))]
+
+
+def _marked(text: str) -> str:
+    """What the assistant says between BEGIN and END. Templates cut thoughts out, or write them in their own way: BEGIN
+    stands at every place where what they keep can begin, and the first one that they keep counts."""
+    before, thinks, after = text.strip().partition("</think>")
+    if thinks:
+        thought = before.removeprefix("<think>").strip("\n")
+        return f"{BEGIN}<think>\n{BEGIN}{thought}\n</think>\n\n{BEGIN}{after.lstrip()}{END}"
+    return f"{BEGIN}{text.strip()}{END}"

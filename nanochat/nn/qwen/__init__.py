@@ -1,0 +1,1 @@
+"""The Qwen models: their shapes, layers and the model that joins them."""

@@ -1,0 +1,232 @@
+"""Gated DeltaNet (arXiv 2412.06464): a layer whose memory is one matrix a head, whatever the length of the text.
+
+Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory S, (Dk, Dv), to
+    S <- a S + b k (v - a S^T k)^T,    and reads    o = S^T q.
+Training and prefill do this for chunks of tokens at a time with matmuls alone; decoding does it token by token. Keys
+and queries have norm 1; memory, decays and all sums over tokens are fp32.
+Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each of them.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.nn.cache import Cache, CacheCall
+from nanochat.nn.lora import Linear
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.packed import Packed
+
+CHUNK = 64
+EPSILON = 1e-6  # of the norm of queries and keys
+NEVER = -1e4  # the log of a decay that leaves nothing in fp32; some chips have no inf
+
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of I + M, where M is the strictly lower triangle of a matrix (..., C, C), C a power of two.
+
+    The inverses of the blocks on the diagonal are joined two by two, from 1 x 1 to C x C: as exact as substitution,
+    with 2 log C batched matmuls instead of C steps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, strict: Tensor) -> Tensor:
+        C = strict.size(-1)  # what stands on and above the diagonal is never read
+        blocks = strict.new_ones(*strict.shape[:-2], C, 1, 1)  # (..., C / s, s, s) inverses
+        size = 1
+        while size < C:
+            n = C // (2 * size)
+            grid = strict.unflatten(-1, (n, 2 * size)).unflatten(-3, (n, 2 * size))  # (..., n, 2s, n, 2s)
+            below = grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]  # (..., n, s, s)
+            upper, lower = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+            joined = strict.new_zeros(*strict.shape[:-2], n, 2 * size, 2 * size)
+            joined[..., :size, :size], joined[..., size:, size:] = upper, lower
+            joined[..., size:, :size] = -(lower @ (below @ upper))
+            blocks, size = joined, 2 * size
+        inverse = blocks.squeeze(-3)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT).tril_(-1)
+
+
+def unit(x: Tensor) -> Tensor:
+    """fp32 vectors of norm 1 along the last dimension."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
+
+
+def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
+    """(B, T, H, ...) as (N, B, H, C, ...) fp32, with zeros behind the last token."""
+    x = F.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, chunks * size - x.size(1)))
+    return x.unflatten(1, (chunks, size)).movedim(1, 0).transpose(2, 3).contiguous()
+
+
+def _seen(documents: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
+    """From the document of each token, (B, T): which tokens of its chunk each token sees, (N, B, 1, 1, C, C), and
+    which tokens see the chunks before their own, (N, B, 1, 1, C)."""
+    padded = F.pad(documents[None].float(), (0, chunks * size - documents.size(1)), mode="replicate")[0]
+    cut = padded.unflatten(1, (chunks, size)).movedim(1, 0)[:, :, None, None]  # (N, B, 1, 1, C)
+    before = torch.cat((cut[:1, ..., :1], cut[:-1, ..., -1:]))  # the last document of the chunk before
+    return (cut[..., :, None] == cut[..., None, :]).tril(), cut == before
+
+
+def chunked(
+    q: Tensor,  # (B, T, H, Dk)
+    k: Tensor,  # (B, T, H, Dk)
+    v: Tensor,  # (B, T, H * G, Dv)
+    log_decay: Tensor,  # (B, T, H * G) fp32, at most 0; 0 where a token is padding
+    strength: Tensor,  # (B, T, H * G), from 0 to 1; 0 where a token is padding
+    memory: Tensor | None = None,  # (B, H * G, Dk, Dv) fp32 before the first token; None: zeros
+    documents: Tensor | None = None,  # (B, T) the number of each token's document, if a row holds several
+    size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
+    """What every token reads, and the memory after the last token. No token reads what another document wrote."""
+    B, T, H, Dk = k.shape
+    G, Dv, N = v.size(2) // H, v.size(3), -(-T // size)
+    q, k = _cut(unit(q) * Dk**-0.5, N, size), _cut(unit(k), N, size)  # (N, B, H, C, Dk)
+    v = _cut(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
+    total = _cut(log_decay, N, size).unflatten(2, (H, G)).cumsum(-1)  # (N, B, H, G, C) log decay since the chunk began
+    b = _cut(strength, N, size).unflatten(2, (H, G))[..., None]
+    decay_before = total.exp()  # of the memory that a token finds
+    triangle = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
+    if documents is not None:
+        triangle, continues = _seen(documents, N, size)
+        decay_before = decay_before * continues
+    # The decay between two tokens of a chunk, (N, B, H, G, C, C); 0 where the second does not see the first.
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~triangle, NEVER).exp()
+    inverse = _Inverse.apply((k @ k.mT).unsqueeze(3) * decay * b)
+    written = inverse @ (v * b)  # what each token would write into an empty memory
+    known = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b))  # reads what the memory has for those keys
+    scores = (q @ k.mT).unsqueeze(3) * decay
+    asking = q.unsqueeze(3) * decay_before[..., None]
+    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).mT  # (N, B, H, G, Dk, C)
+    kept = decay_before[..., -1:, None]
+    S = v.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
+    outs = []
+    for n in range(N):
+        new = written[n] - known[n] @ S
+        outs.append(asking[n] @ S + scores[n] @ new)
+        S = S * kept[n] + keys[n] @ new
+    out = torch.stack(outs, dim=1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
+    return out.flatten(1, 2)[:, :T], S.flatten(1, 2)
+
+
+def step(
+    q: Tensor,  # (B, 1, H, Dk)
+    k: Tensor,  # (B, 1, H, Dk)
+    v: Tensor,  # (B, 1, H * G, Dv)
+    log_decay: Tensor,  # (B, 1, H * G)
+    strength: Tensor,  # (B, 1, H * G)
+    memory: Tensor,  # (B, H * G, Dk, Dv) fp32
+) -> tuple[Tensor, Tensor]:  # (B, 1, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
+    """What chunked() gives for one token."""
+    G = v.size(2) // k.size(2)
+    q = (unit(q) * q.size(3) ** -0.5).transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H * G, 1, Dk)
+    k = unit(k).transpose(1, 2).repeat_interleave(G, dim=1)
+    memory = memory * log_decay.transpose(1, 2)[..., None].exp()
+    surprise = v.float().transpose(1, 2) - k @ memory  # (B, H * G, 1, Dv)
+    memory = memory + k.mT @ (surprise * strength.float().transpose(1, 2)[..., None])
+    return (q @ memory).transpose(1, 2), memory
+
+
+def convolve(
+    x: Tensor,  # (B, T, C)
+    weight: Tensor,  # (C, 1, W), the last column multiplies the token itself
+    before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
+    positions: Tensor | None = None,  # (B, T) the place of each token in its document, if a row holds several
+) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
+    """SiLU of each channel's causal convolution, and the tokens with those before them."""
+    W, T = weight.size(2), x.size(1)
+    taps = weight[:, 0].to(x.dtype).unbind(1)
+    joined = F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
+    y = x * taps[-1]
+    for back in range(1, W):
+        earlier = joined[:, W - 1 - back : W - 1 - back + T] * taps[-1 - back]
+        if positions is not None:
+            earlier = earlier * (positions >= back)[..., None]
+        y = y + earlier
+    return F.silu(y), joined
+
+
+class GatedDeltaNet(nn.Module):
+    """The layer: projections, convolution, memory, and a gated norm of what the memory gives. The parameters have the
+    names that they have in Qwen3.5's checkpoints."""
+
+    def __init__(self, config: QwenConfig, place: int):
+        """`place` is the number of the layer among the DeltaNets, which is where its states lie in the cache."""
+        super().__init__()
+        self.place, self.config = place, config
+        value_channels = config.delta_value_heads * config.delta_value_dim
+        self.in_proj_qkv = Linear(config.n_embd, config.delta_channels)
+        self.in_proj_z = Linear(config.n_embd, value_channels)
+        self.in_proj_b = Linear(config.n_embd, config.delta_value_heads)
+        self.in_proj_a = Linear(config.n_embd, config.delta_value_heads)
+        self.conv1d = nn.Module()
+        self.conv1d.weight = nn.Parameter(torch.empty(config.delta_channels, 1, config.delta_width))
+        self.dt_bias = nn.Parameter(torch.empty(config.delta_value_heads))
+        self.A_log = nn.Parameter(torch.empty(config.delta_value_heads))
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.empty(config.delta_value_dim))
+        self.out_proj = Linear(value_channels, config.n_embd)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        packed: Packed | None,
+        call: CacheCall | None,
+    ) -> Tensor:  # (B, T, C)
+        c = self.config
+        before = memory = None
+        if call is not None:
+            memory = call.cache.named["memory"][call.slots, self.place]
+            before = call.cache.named["inputs"][call.slots, self.place]
+        mixed, inputs = convolve(
+            self.in_proj_qkv(x), cast(Tensor, self.conv1d.weight), before, packed.positions if packed else None
+        )
+        keys = c.delta_key_heads * c.delta_key_dim
+        q, k, v = mixed.split((keys, keys, mixed.size(2) - 2 * keys), dim=2)
+        q, k = (part.unflatten(2, (-1, c.delta_key_dim)) for part in (q, k))
+        v = v.unflatten(2, (-1, c.delta_value_dim))
+        strength = self.in_proj_b(x).float().sigmoid()
+        log_decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        if call is not None and call.lengths is not None and x.size(1) > 1:  # padding changes no memory
+            real = (torch.arange(x.size(1), device=x.device) < call.lengths[:, None])[..., None]
+            strength, log_decay = strength * real, log_decay * real
+        if call is not None and x.size(1) == 1:
+            y, memory = step(q, k, v, log_decay, strength, cast(Tensor, memory))
+        else:
+            y, memory = chunked(q, k, v, log_decay, strength, memory, packed.documents if packed else None)
+        if call is not None:
+            call.cache.named["memory"][call.slots, self.place] = memory
+            call.cache.named["inputs"][call.slots, self.place] = _last(inputs, c.delta_width - 1, call.lengths)
+        gate = F.silu(self.in_proj_z(x).float()).view_as(y)
+        y = F.rms_norm(y, (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
+        return self.out_proj(y.to(x.dtype).flatten(2))
+
+
+def _last(
+    inputs: Tensor,  # (B, W + T, C)
+    count: int,  # W
+    lengths: Tensor | None,  # (B,) how many of the T tokens are real
+) -> Tensor:  # (B, W, C)
+    """The last real tokens of each row, and those before the row where it has too few."""
+    if lengths is None:
+        return inputs[:, -count:]
+    index = lengths[:, None] + torch.arange(count, device=inputs.device)
+    return inputs.take_along_dim(index[..., None], dim=1)
+
+
+def add_states(cache: Cache, config: QwenConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a cache what the DeltaNets of a model keep of each sequence: memories, fp32, and the last inputs of the
+    convolutions."""
+    layers = config.kinds.count("D")
+    shape = (slots, layers, config.delta_value_heads, config.delta_key_dim, config.delta_value_dim)
+    cache.add_state("memory", torch.zeros(shape, device=device))
+    inputs = (slots, layers, config.delta_width - 1, config.delta_channels)
+    cache.add_state("inputs", torch.zeros(inputs, device=device, dtype=dtype))

@@ -1,0 +1,150 @@
+"""The layers of a Qwen model: vocabulary, norm, attention, MLP. Shapes as in gpt.py."""
+
+from typing import cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.nn import loss
+from nanochat.nn.cache import CacheCall
+from nanochat.nn.lean import swiglu
+from nanochat.nn.lora import Linear
+from nanochat.nn.operations import Operations
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.deltanet import GatedDeltaNet
+from nanochat.nn.qwen.packed import Packed
+
+LOGITS = 1 << 25  # how many logits of a chunk of the loss exist at the same time, 128 MB in fp32
+
+
+class Vocabulary(nn.Module):
+    """A row of channels for each token, as embedding, as head, or as both where they are tied.
+
+    Every use is a call of this module, so that sharding hooks see it.
+    """
+
+    def __init__(self, config: QwenConfig, operations: Operations):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
+        self.operations = operations
+
+    def forward(
+        self,
+        input: Tensor,  # (...) token ids, or (..., C) normed activations
+        targets: Tensor | None = None,  # (...) token ids, -1 = ignored
+        weights: Tensor | None = None,  # (...) weight of each token's loss
+        each: bool = False,
+    ) -> Tensor:
+        """The rows (..., C) of token ids. Of activations: fp32 logits (..., V); with targets the weighted sum of
+        losses, or with `each` the loss of every token, (...), without gradient."""
+        if not input.is_floating_point():
+            return F.embedding(input, self.weight)
+        if targets is None:
+            return F.linear(input, self.weight.to(input.dtype)).float()
+        flat, wanted, vocab = input.flatten(0, -2), targets.flatten(), self.weight.size(0)
+        chunk = min(self.operations.loss_chunk, max(LOGITS // vocab, 64))
+        if each:
+            return loss.token_losses(flat, self.weight, wanted, vocab, chunk, capped=False).view_as(targets)
+        weights = None if weights is None else weights.flatten()
+        return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False)
+
+
+class Norm(nn.Module):
+    """RMS norm times a weight for each channel, or times 1 + weight where the weights are centred on zero."""
+
+    def __init__(self, channels: int, config: QwenConfig, operations: Operations):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.epsilon, self.one = config.norm_eps, float(config.zero_centred)
+        self.operations = operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operations.weighted_norm(x, self.weight.float() + self.one, self.epsilon)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary embeddings, and what a family adds: biases, norms, an output gate."""
+
+    def __init__(self, config: QwenConfig, place: int, operations: Operations):
+        """`place` is the number of the layer among the attention layers, which is where its keys lie in the cache."""
+        super().__init__()
+        self.place, self.config, self.operations = place, config, operations
+        D, C, bias = config.head_dim, config.n_embd, bool(config.qkv_bias)
+        self.q_proj = Linear(C, config.n_head * D * (2 if config.output_gate else 1), bias)
+        self.k_proj = Linear(C, config.n_kv_head * D, bias)
+        self.v_proj = Linear(C, config.n_kv_head * D, bias)
+        self.o_proj = Linear(config.n_head * D, C)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = Norm(D, config, operations), Norm(D, config, operations)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, T, H, D) with its first channels rotated."""
+        D = self.config.rotated
+        if x.size(3) == D:
+            return self.operations.rotary(x, cos, sin)
+        return torch.cat((self.operations.rotary(x[..., :D], cos, sin), x[..., D:]), dim=3)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        cos: Tensor,  # (1 or B, T, 1, D/2), as operations.rotary() reads it
+        sin: Tensor,
+        packed: Packed | None,
+        call: CacheCall | None,
+    ) -> Tensor:  # (B, T, C)
+        c, gate = self.config, None
+        q, k, v = (matrix(x) for matrix in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = q.unflatten(2, (c.n_head, -1)), k.unflatten(2, (c.n_kv_head, -1)), v.unflatten(2, (c.n_kv_head, -1))
+        if c.output_gate:
+            q, gate = q.chunk(2, dim=3)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        if call is not None:
+            y = call.attend(self.place, q, k, v, c.sequence_len, None)
+        elif packed is not None:
+            y = self.operations.attend_cached(q, k, v, packed.mask)
+        else:
+            y = self.operations.attend(q, k, v, c.sequence_len)
+        if gate is not None:
+            y = y * torch.sigmoid(gate)
+        return self.o_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: QwenConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.n_embd, config.n_hidden)
+        self.up_proj = Linear(config.n_embd, config.n_hidden)
+        self.down_proj = Linear(config.n_hidden, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """One layer: attention or Gated DeltaNet, then MLP, each on the normed residual stream."""
+
+    def __init__(self, config: QwenConfig, layer: int, operations: Operations):
+        super().__init__()
+        place = config.place(layer)
+        self.input_layernorm = Norm(config.n_embd, config, operations)
+        self.linear_attn = self.self_attn = None
+        if config.kinds[layer] == "D":
+            self.linear_attn = GatedDeltaNet(config, place)
+        else:
+            self.self_attn = Attention(config, place, operations)
+        self.post_attention_layernorm = Norm(config.n_embd, config, operations)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed | None, call: CacheCall | None) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.linear_attn is not None:
+            x = x + self.linear_attn(normed, packed, call)
+        else:
+            x = x + cast(Attention, self.self_attn)(normed, cos, sin, packed, call)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,189 @@
+"""The text models of Qwen1.5, 2, 2.5, 3 and 3.5 (dense), with the parameter names of their published checkpoints."""
+
+from typing import Literal, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat.nn.cache import Cache, CacheCall, Spans
+from nanochat.nn.lora import Linear
+from nanochat.nn.operations import Operations
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.deltanet import CHUNK, add_states
+from nanochat.nn.qwen.layers import Block, Norm, Vocabulary
+from nanochat.nn.qwen.packed import packed_rows
+
+Role = Literal["matrix", "embedding", "head", "scalar", "adapter"]
+DEVIATION = 0.02  # of new matrices
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, config: QwenConfig, operations: Operations):
+        super().__init__()
+        self.embed_tokens = Vocabulary(config, operations)
+        self.layers = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
+        self.norm = Norm(config.n_embd, config, operations)
+
+
+class Qwen(nn.Module):
+    """A model with the members of nn/model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
+    load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
+
+    def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
+        super().__init__()
+        operations = operations or Operations()
+        self.config, self.dtype, self.operations = config, dtype, operations
+        self.model = Trunk(config, operations)
+        if not config.tied:
+            self.lm_head = Vocabulary(config, operations)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def head(self) -> Vocabulary:
+        """The module that scores tokens: the embedding itself where both are tied."""
+        return self.model.embed_tokens if self.config.tied else self.lm_head
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, in order."""
+        return cast(list[Block], list(self.model.layers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 42) -> None:
+        """Fill every parameter as Qwen's own pretraining does, with the same values on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            last = name.rpartition(".")[2]
+            drawn = torch.zeros(parameter.shape)
+            if name.endswith("conv1d.weight"):
+                drawn.uniform_(-1, 1, generator=generator).mul_(parameter.size(2) ** -0.5)
+            elif parameter.dim() > 1:
+                drawn.normal_(0.0, DEVIATION, generator=generator)
+            elif last == "A_log":
+                drawn.uniform_(0.01, 16, generator=generator).log_()
+            elif last == "dt_bias" or name.endswith("linear_attn.norm.weight"):
+                drawn.fill_(1.0)
+            elif last == "weight":
+                drawn.fill_(0.0 if self.config.zero_centred else 1.0)
+            parameter.copy_(drawn)
+
+    def shard_groups(self) -> list[nn.Module]:
+        """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
+        return [self.model.embed_tokens, *self.blocks, *([] if self.config.tied else [self.lm_head])]
+
+    def compile_groups(self) -> list[nn.Module]:
+        """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
+        return [*self.blocks, *([] if self.config.tied else [self.lm_head])]
+
+    def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables of `length` rows, made once per device. Qwen rotates against the direction of our GPT."""
+        if self._tables is None or self._tables[0].device != self.device or self._tables[0].size(0) < length:
+            c = self.config
+            with torch.inference_mode(False):  # tables made while sampling must serve training too
+                cos, sin = self.operations.rotary_tables(length, c.rotated, self.device, self.dtype, c.rope_theta)
+                self._tables = cos, -sin
+        cos, sin = self._tables
+        return cos[:length], sin[:length]
+
+    def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
+        c, dtype = self.config, dtype or self.dtype
+        cache = Cache(c.kinds.count("A"), slots, length, c.n_kv_head, c.head_dim, 0, device=self.device, dtype=dtype)
+        if "D" in c.kinds:
+            add_states(cache, c, slots, self.device, dtype)
+        return cache
+
+    def hidden(
+        self,
+        idx: Tensor,  # (B, T) token ids
+        cache: Cache | None = None,
+        slots: slice | None = None,  # B contiguous slots of the cache
+        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
+        spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
+        documents: Tensor | None = None,  # (B, T) the number of each token's document; without a cache only
+    ) -> Tensor:  # (B, T, C)
+        """The normed activations that the head reads.
+
+        With a cache the tokens continue what the slots hold, and each slot gains `lengths` (default T) tokens. With
+        `documents` no token sees another document's, and every document starts at position 0.
+        """
+        x, T = self.model.embed_tokens(idx).to(self.dtype), idx.size(1)
+        packed = call = None
+        if cache is not None:
+            call = CacheCall.begin(idx, cache, slots or slice(0, idx.size(0)), lengths, spans, self.operations)
+            cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
+        elif documents is not None:
+            packed = packed_rows(documents)
+            cos, sin = (table[packed.positions][:, :, None] for table in self._rotary(T))
+        else:
+            cos, sin = (table[None, :, None] for table in self._rotary(T))
+        for block in self.blocks:
+            x = block(x, cos, sin, packed, call)
+        if call is not None:
+            call.finish()
+        return self.model.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """fp32 logits (..., V) of normed activations (..., C)."""
+        return self.head(x)
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss (...) in nats of every target (...), from normed activations (..., C), without gradient."""
+        return self.head(x, targets, each=True)
+
+    def forward(
+        self,
+        idx: Tensor,  # (B, T)
+        targets: Tensor | None = None,  # (B, T), -1 = ignored
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
+        documents: Tensor | None = None,  # (B, T) the number of each token's document, if rows hold several
+    ) -> Tensor:
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
+        x = self.hidden(idx, documents=documents)
+        if targets is None or reduction == "none":
+            return self.head(x, targets, each=True)
+        total = self.head(x, targets, weights)
+        return total if reduction == "sum" else total / (targets >= 0).sum().clamp_min(1)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The role of each parameter; optim.py has settings for every role."""
+        return {name: _role(name, parameter) for name, parameter in self.named_parameters()}
+
+    def parameter_counts(self) -> dict[str, int]:
+        """How many parameters each role has, `total`, and `scaling`: matrices and head, which scaling laws count."""
+        counts: dict[str, int] = {}
+        for name, parameter in self.named_parameters():
+            role = _role(name, parameter)
+            counts[role] = counts.get(role, 0) + parameter.numel()
+        counts["total"] = sum(counts.values())
+        counts["scaling"] = counts["matrix"] + self.head.weight.numel()
+        return counts
+
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward for one token: 6 for each entry of a matrix, and in each layer of attention 12
+        for each channel of a key that a query sees (PaLM, appendix B). A DeltaNet reads its memory twice and writes it
+        once for each token, and multiplies four times with the tokens of its chunk."""
+        c = self.config
+        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
+        attention = 12 * c.n_head * c.head_dim * c.sequence_len * c.kinds.count("A")
+        head = 3 * c.delta_key_dim * c.delta_value_dim + 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
+        delta = 6 * c.delta_value_heads * head * c.kinds.count("D")
+        return 6 * (matrices + self.head.weight.numel()) + attention + delta
+
+
+def _role(name: str, parameter: Tensor) -> Role:
+    if ".lora_" in name:
+        return "adapter"
+    if name.startswith("model.embed_tokens."):
+        return "embedding"
+    if name.startswith("lm_head."):
+        return "head"
+    return "matrix" if parameter.dim() == 2 else "scalar"

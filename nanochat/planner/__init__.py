@@ -1,0 +1,1 @@
+"""Predicts speed, memory and disk of pretraining before a run starts, and plans the flags for it."""

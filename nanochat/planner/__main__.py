@@ -1,0 +1,119 @@
+"""Predicts speed, memory and disk of pretraining on accelerators, and plans flags for it.
+
+python -m nanochat.planner                            # flags of pretraining for the cards of this host
+python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
+python -m nanochat.planner --table                    # d12 to d32 on every known chip and 1 to 128 cards
+python -m nanochat.planner --rows                     # rows of a pass that each chip's memory holds
+python -m nanochat.planner --published                # what it says of runs that others have published
+
+The flags are printed on one line, and the reason for them on standard error. The cards' speed comes from data sheets
+and from what others have measured; after `python check_npu.py --bench` that of your own cards comes from there.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from nanochat import device
+from nanochat.common import UserError, run
+from nanochat.planner import calibration, tables
+from nanochat.planner.cards import Rates, rates_of
+from nanochat.planner.plan import Plan, plan_of
+from nanochat.planner.programs import program_of
+from nanochat.planner.roofline import least_rows
+from nanochat.planner.work import size_of
+from nanochat.platforms.base import Chip
+from nanochat.runtime.progress import amount
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags for pretraining on accelerators, by their memory and speed."""
+
+    depth: int = 12
+    """layers"""
+    total_batch_size: int = 262_144
+    """tokens of a step over all cards; --table takes what training would choose"""
+    vocab_size: int = 32_768
+    """tokens of the vocabulary"""
+    chip: str = ""
+    """kind of card: 910A, 910B3, 910C, ...; default: the cards of this host, or with --table every kind"""
+    ranks: int = 0
+    """number of cards; default: all cards of this host, or with --table 1 to 128"""
+    table: bool = False
+    """print a table of predicted tokens/s, MFU, hours of pretraining, memory and disk for d12 to d32"""
+    rows: bool = False
+    """print a table for several depths: how many rows of a pass fit, with a vocabulary of 32,768 / 65,536"""
+    published: bool = False
+    """print the predictions for runs that others have published beside what they reached"""
+
+
+def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
+    """The reasons for a plan, in one or two lines."""
+    name, fit = f"{chip.name} x {plan.ranks}", f"{plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
+    needs = f"{plan.memory / 2**30:.0f} GiB a card, {amount(plan.disk, 'B')} of disk"
+    if plan.step is None or rates is None:
+        return (
+            f"{name}: {fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
+            f"`{device.MEASURE}` measures its speed"
+        )
+    took = plan.step.one_pass
+    bound = "compute-bound" if took.compute_bound else "bound by the host"
+    least = least_rows(plan.size, rates, program_of(chip.name))
+    mfu = "unknown peak" if plan.mfu is None else f"MFU {100 * plan.mfu:.0f} %"
+    return (
+        f"{name}: {fit}; a pass of {plan.rows} takes the host about {1000 * took.host:.0f} ms and the card "
+        f"{1000 * took.card:.0f} ms: {bound} (compute-bound from {least} rows)\n"
+        f"predicted, ± {plan.within} %: {tables.rounded(plan.step.tokens_per_second)} tokens/s, {mfu}, "
+        f"{plan.hours:,.1f} hours for {plan.tokens / 1e9:,.1f} billion tokens; {needs} ({source})"
+    )
+
+
+def rates_for(chip: Chip, bench: calibration.Bench | None) -> tuple[Rates | None, str]:
+    """The speed of a kind of card and where it comes from: measured on this host's cards, or by the data sheet."""
+    if bench is not None and bench.chip == chip.name:
+        return calibration.rates_from(bench), f"measured on your cards, {calibration.NAME}"
+    return rates_of(chip), "data sheet and shares that others have measured"
+
+
+def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> None:
+    """Print what --table, --rows or --published asks for."""
+    if cfg.published:
+        print(tables.of_published())
+        return
+    chips = [chip] if chip else [known for known in device.planned() if known.trains]
+    if cfg.rows:
+        print(tables.of_rows(chips, (4, 8, *tables.DEPTHS), tables.VOCABULARIES))
+        return
+    measured = {bench.chip: calibration.rates_from(bench)} if bench else {}
+    cards = [cfg.ranks] if cfg.ranks else tables.CARDS
+    print(tables.of_plans(chips, cards, tables.DEPTHS, cfg.vocab_size, measured))
+
+
+def main(cfg: Config) -> None:
+    """Print the flags, or a table."""
+    known = {chip.name: chip for chip in device.planned()}
+    chip, ranks = known.get(cfg.chip), cfg.ranks
+    if cfg.chip and chip is None:
+        raise UserError(f"--chip must be one of {', '.join(known)}, got {cfg.chip!r}", exit_code=2)
+    if ranks < 0:
+        raise UserError(f"--ranks must be at least 1, got {ranks}", exit_code=2)
+    bench = calibration.read(calibration.path_of())
+    if cfg.table or cfg.rows or cfg.published:
+        print_tables(cfg, chip, bench)
+        return
+    if chip is None or ranks < 1:
+        found, count = device.cards()
+        chip, ranks = chip or found, ranks or count
+    if chip is None:
+        raise UserError(
+            "this host has no card of a known kind; name a kind with --chip and a number of cards with --ranks"
+        )
+    rates, source = rates_for(chip, bench)
+    size = size_of(cfg.depth, cfg.vocab_size)
+    plan = plan_of(size, chip, max(ranks, 1), cfg.total_batch_size, rates, source.startswith("measured"))
+    print(told(plan, chip, rates, source), file=sys.stderr)
+    print(f"--depth={cfg.depth} --total_batch_size={cfg.total_batch_size} --device_batch_size={plan.rows}")
+
+
+if __name__ == "__main__":
+    run(main, Config, __doc__)

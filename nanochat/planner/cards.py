@@ -1,0 +1,79 @@
+"""What a card does in a second: how fast it multiplies, moves memory, talks to other cards, and is given work.
+
+Peaks and memory come from the table of each platform. This file adds, by the chip's name, what a data sheet says about
+memory and links, and the shares of both that others have measured on such cards. `python check_npu.py --bench` measures
+the same figures on your own cards; calibration.py reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from nanochat.platforms.base import Chip
+
+# The one constant that was fitted to training runs: how fast a model's matmuls are, compared with a matmul of the shape
+# that suits the card best. published.py says how well the runs are met.
+SHAPES = 0.82
+# Estimate after FlashAttention-3 on an H100 (arXiv 2407.08608): causal, heads of 128, 2,048 tokens, both directions.
+ATTENTION = 0.4  # of the peak
+# Measured on a 910B (github.com/gameofdimension/limulidae): exp over a large tensor moves 2 x 642 GB/s of 1.6 TB/s.
+VECTOR = 0.8  # of the memory's bandwidth
+# Measured there with eight cards: all_reduce 126 GB/s and all_gather 130 GB/s a card, of 196 GB/s.
+LINK = 0.65  # of a link's bandwidth in each direction
+FULL = 0.25  # fp32 matmuls compared with 16 bits; there 87 and 328 TFLOP/s
+LAUNCH_SECONDS = 12e-6  # of one operator, on the host; an assumption, as no figure was published
+
+
+@dataclass(frozen=True)
+class Rating:
+    """A data sheet: bandwidths in bytes a second, in each direction, of one card."""
+
+    memory: float
+    link: float  # to the cards of its server
+    network: float  # to other servers
+    server: int  # cards of a server
+    best: float  # the share of the peak that the best shape of a matmul reaches
+
+
+# Best shapes: 328 TFLOP/s of 376 on a 910B (limulidae, as above); A100 and H100 by the table Maximum Achievable Matmul
+# FLOPS (github.com/stas00/ml-engineering, compute/accelerator); for the 910A the middle of that table. The 910C's
+# links: arXiv 2506.12708. The memory of the 910A and the 910B4 and all networks are estimates from product pages.
+SECOND = Rating(1.6e12, 196e9, 25e9, 8, 0.87)
+RATINGS: Mapping[str, Rating] = MappingProxyType({
+    "910A": Rating(1.2e12, 30e9, 12.5e9, 8, 0.80),
+    "910B1": SECOND,
+    "910B2": SECOND,
+    "910B2C": SECOND,
+    "910B3": SECOND,
+    "910B4": replace(SECOND, memory=0.8e12),
+    "910B4-1": SECOND,
+    "910C": replace(SECOND, server=16),
+    "A100": Rating(2.0e12, 300e9, 25e9, 8, 0.869),
+    "H100": Rating(3.35e12, 450e9, 50e9, 8, 0.803),
+    "H200": Rating(4.8e12, 450e9, 50e9, 8, 0.803),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one card does: FLOP/s of matmuls in 16 bits, in fp32 and in attention, bytes a second, seconds a launch."""
+
+    matmul: float
+    full: float
+    attention: float
+    vector: float  # bytes a second of element-wise operators
+    link: float  # bytes a second that the card sends to cards of its server, in collectives
+    network: float  # bytes a second that the card sends to other servers
+    launch: float  # seconds of the host for one operator
+    server: int  # cards of a server
+
+
+def rates_of(chip: Chip) -> Rates | None:
+    """The rates of a kind of card by its data sheet; None where its peak or its memory's bandwidth is not known."""
+    rating = RATINGS.get(chip.name)
+    if rating is None or not chip.tflops:
+        return None
+    peak = 1e12 * chip.tflops
+    matmul = SHAPES * rating.best * peak
+    return Rates(matmul, FULL * matmul, ATTENTION * peak, VECTOR * rating.memory, LINK * rating.link,
+                 LINK * rating.network, LAUNCH_SECONDS, rating.server)  # fmt: skip

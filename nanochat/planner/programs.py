@@ -1,0 +1,44 @@
+"""How this project computes its model on each kind of card, in bytes and operators.
+
+Bytes and operators were counted, on tensors without data and on the emulated card; dev/LOG.md has the table and the
+commands. After a change of the kernels count again and put the figures here: nothing else depends on them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from nanochat.planner.work import Program, Traffic
+
+# What --kernels auto uses: fused operators on cards that have them.
+FUSED = Program(
+    Traffic(stream=235, ends=149, logits=55, head=0.012, matrix=11, table=16, matrix_step=106, table_step=32),
+    layer_operators=42.4,
+    pass_operators=103,
+    step_operators=223,
+)
+# What --kernels plain uses: torch's own operators, one after the other.
+PLAIN = Program(
+    Traffic(stream=774, ends=297, logits=126, head=0.01, matrix=24, table=16, matrix_step=260, table_step=32),
+    layer_operators=163.5,
+    pass_operators=152,
+    step_operators=1130,
+)
+# Cards without fused attention: blocks of matmuls, whose scores go through memory. Counted at 2,048 tokens a row.
+CHUNKED = replace(FUSED, traffic=replace(FUSED.traffic, stream=2058), layer_operators=254, pass_operators=124)
+# torch.compile: every element-wise chain reads and writes its tensors once. Counted by hand: 40 bytes forward and 85
+# backward for each token, layer and channel, and 16 for each logit; graphs replace most launches.
+COMPILED = Program(
+    Traffic(stream=125, ends=100, logits=16, head=0, matrix=18, table=8, matrix_step=60, table_step=32),
+    layer_operators=10,
+    pass_operators=20,
+    step_operators=100,
+)
+OF_CARD: Mapping[str, Program] = MappingProxyType(
+    {"910A": CHUNKED, "A100": COMPILED, "H100": COMPILED, "H200": COMPILED}
+)
+
+
+def program_of(chip: str) -> Program:
+    """How the project computes on a kind of card by default."""
+    return OF_CARD.get(chip, FUSED)

@@ -1,0 +1,51 @@
+"""A report as one HTML file that opens without a network: style and pictures are inside it."""
+
+import base64
+import html
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import OptionsDict
+
+# The only HTML that our own Markdown contains. Whatever else looks like HTML was said by a model, and is shown as text.
+OURS = re.compile(r"(<details><summary>[\w ]+</summary>|</details>)\s*")
+# A browser loads nothing and runs nothing from this page, whatever a sample in it says.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; }
+body { font: 15px/1.6 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; margin: 1rem 0; }
+th, td { border: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top; }
+img { max-width: 100%; background: #fff; border-radius: .4rem; }
+code { background: var(--line); border-radius: .2rem; padding: 0 .2rem; overflow-wrap: anywhere; }
+blockquote { border-left: .25rem solid #d80; margin-left: 0; padding-left: 1rem; }
+"""
+
+
+def page(title: str, markdown: str, pictures: Mapping[str, bytes]) -> str:
+    """A document of our Markdown; `pictures` are the PNG files that it names. HTML in the text is shown, not obeyed."""
+    renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
+    renderer.add_render_rule("html_block", _only_ours)
+    renderer.add_render_rule("html_inline", _only_ours)
+    for token in (tokens := renderer.parse(markdown)):
+        for child in token.children or ():
+            if child.tag == "img" and (picture := pictures.get(str(child.attrs["src"]))) is not None:
+                child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    body = renderer.renderer.render(tokens, renderer.options, {})
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n{body}</html>\n"
+    )
+
+
+def _only_ours(
+    self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
+) -> str:
+    content = tokens[idx].content
+    return content if OURS.fullmatch(content) else html.escape(content)

@@ -1,0 +1,120 @@
+"""Takes requests in: reads the body, checks it, and makes the prompt. None of it keeps other clients waiting."""
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+
+from nanochat.data.conversation import Conversation
+from nanochat.serve.chat_api import ApiError, ChatRequest
+from nanochat.tokenizer import Tokenizer
+
+BODY_BYTES = 256 * 1024  # largest body of a request
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request. ApiError 415 if it is not JSON, 413 beyond BODY_BYTES.
+
+    The type matters: a browser lets any web site post plain text to this server, but not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "unsupported_media_type", "Content-Type must be application/json")
+    body = bytearray()
+    announced = int(request.headers.get("content-length", 0))
+    if announced <= BODY_BYTES:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_BYTES:
+                break
+    if max(announced, len(body)) > BODY_BYTES:
+        text = f"the body must not be larger than {BODY_BYTES:,} bytes: send a shorter chat"
+        raise ApiError(413, "body_too_large", text)
+    return bytes(body)
+
+
+def decode_json(body: bytes) -> Any:
+    """The value of a body. ApiError 400 if it is not valid JSON."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
+
+
+class Turns:
+    """Lets requests be prepared one at a time, the smallest first; refuses the largest when too many wait.
+
+    Preparing a large request takes a hundred times as long as a usual one, so in any other order a few clients with
+    large requests would keep all others waiting.
+    """
+
+    def __init__(self, waiting: int):
+        """`waiting` is the number of requests that may wait for their turn."""
+        self._most = waiting
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # size, arrival, turn; sorted
+        self._arrivals = itertools.count()
+        self._busy = False
+
+    @contextlib.asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Wait for the turn of a request of so many bytes. Raises asyncio.QueueFull if smaller ones take all places."""
+        if self._busy:
+            mine = asyncio.get_running_loop().create_future()
+            bisect.insort(self._waiting, (size, next(self._arrivals), mine))
+            if len(self._waiting) > self._most and not (largest := self._waiting.pop()[2]).cancelled():
+                largest.set_exception(asyncio.QueueFull())
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine.done() and not mine.cancelled() and not mine.exception():  # it was this request's turn
+                    self._next()
+                raise
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = False
+        while self._waiting and not self._busy:
+            turn = self._waiting.pop(0)[2]
+            if not turn.cancelled():
+                turn.set_result(None)
+                self._busy = True
+
+
+def make_prompt(asked: ChatRequest, tokenizer: Tokenizer, context: int) -> tuple[list[int], int]:
+    """The tokens of the prompt, and how many of the oldest messages were dropped to make it fit.
+
+    ApiError 400 if the prompt, together with the length of the answer that was asked for, exceeds the context.
+    """
+    messages, answer = asked.conversation.messages, asked.max_tokens or 1
+    system = messages[: messages[0].role == "system"]
+    turns = messages[len(system) :]
+    room = context - answer
+
+    def rendered(dropped: int) -> list[int]:
+        return tokenizer.render_prompt(Conversation((*system, *turns[dropped:])))
+
+    dropped = 0
+    if asked.truncate:  # render from the end, each message once, no further than the context reaches
+        dropped = len(turns) - 1
+        held = len(rendered(dropped))
+        while dropped and held <= room:
+            held += len(tokenizer.render(Conversation(turns[dropped - 2 : dropped])).ids) - 1
+            dropped -= 2 if held <= room else 0
+    prompt = rendered(dropped)
+    while len(prompt) > room and asked.truncate and dropped < len(turns) - 1:  # a system message merges with the first
+        dropped += 2
+        prompt = rendered(dropped)
+    if len(prompt) <= room:
+        return prompt, dropped
+    rest = f"and max_tokens asks for {answer} more" if asked.max_tokens else "which leaves no room for an answer"
+    text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}: shorten the chat"
+    raise ApiError(400, "context_length_exceeded", text, "messages")

@@ -1,0 +1,128 @@
+"""Runs the chat server on a listening socket: accepts connections, and stops in order."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from dataclasses import dataclass, replace
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from nanochat.engine import Event
+from nanochat.serve.chat_api import ApiError
+from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
+from nanochat.serve.engine_thread import EngineThread
+
+DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
+BACKLOG = 2048  # connections that the kernel completes before the server accepts them
+ACCEPTED_AT_ONCE = 16  # then others get a turn; until that turn, these are not counted
+OWN_FILES = 128  # open files for everything but connections: the model, the log, the device
+FULL_SECONDS = 0.1  # pause of accepting when the process may open no more files
+
+
+@dataclass(frozen=True)
+class App:
+    """The web application, the engine thread that works for it, and the bounds on its connections."""
+
+    asgi: ASGIApp
+    thread: EngineThread[Event]
+    caps: Caps
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as the system allows it to."""
+    with contextlib.suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def affordable(caps: Caps) -> Caps:
+    """The bounds, with no more connections than this process may open files."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            return replace(caps, connections=max(1, min(caps.connections, soft - OWN_FILES)))
+    return caps
+
+
+class Server(uvicorn.Server):
+    """uvicorn without access log, server header or websockets; it ends the answers under way before it shuts down.
+
+    The server accepts connections itself: asyncio's own loop, when the process may open no more files, goes on trying
+    and logs a traceback for each of some thousand attempts in a second.
+    """
+
+    def __init__(self, app: App):
+        config = uvicorn.Config(
+            app.asgi,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            log_level="error",  # at "warning", every malformed request is a line in the log
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # some clients never read the end of their answer
+        )
+        super().__init__(config)
+        self.thread = app.thread
+        self.connections = Connections(affordable(app.caps))
+        self._accepting: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and accept connections."""
+        await super().startup(sockets=[])
+        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or []]
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        opening: set[asyncio.Task[object]] = set()  # asyncio itself keeps no task alive
+        while True:
+            try:
+                for _ in range(ACCEPTED_AT_ONCE):
+                    accepted, _ = await loop.sock_accept(listener)
+                    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                        accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+                    task = loop.create_task(self._open(accepted))
+                    opening.add(task)
+                    task.add_done_callback(opening.discard)
+                await asyncio.sleep(0)
+            except ConnectionError:
+                continue  # the client has gone already
+            except OSError as failure:  # this process or the system may open no more files
+                self.connections.seldom.warn(f"a connection was not accepted ({failure.strerror}): trying again")
+                self.connections.make_room()
+                await asyncio.sleep(FULL_SECONDS)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        loop, state = asyncio.get_running_loop(), self.lifespan.state
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(
+                lambda: Connection(self.config, self.server_state, state, self.connections), accepted
+            )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        stopping = ApiError(503, "server_stopping", "the server was stopped before the answer was complete")
+        ending = asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.thread.dismiss, stopping)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+def serve(app: App, listener: socket.socket) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    raise_open_files()
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end; ignored, that end is normal
+        signal.signal(number, lambda *_: None)
+    Server(app).run(sockets=[listener])

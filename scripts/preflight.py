@@ -1,0 +1,129 @@
+"""Checks before a run that every stage will find its data, disk and memory, and estimates how long it trains.
+
+python -m scripts.preflight --data fineweb --shards 40 --depth 12
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nanochat import device
+from nanochat.checkpoint_manager.locate import STAGES
+from nanochat.common import UserError, base_dir, log, run, tr
+from nanochat.data.shards import shard_paths
+from nanochat.dataset import fineweb_urls
+from nanochat.device import Compute
+from nanochat.evals.core import find_bundle
+from nanochat.gpt import GPT
+from nanochat.runtime.progress import amount, duration
+from nanochat.train import sizes
+from nanochat.train.flags import Auto, StageFlags
+from nanochat.train.meter import expected_seconds
+from tasks.common import carry_in
+from tasks.needs import answers, repos
+
+SHARD_BYTES = 100e6  # of a shard of FineWeb-Edu, and again of its tokens, which take two bytes each
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is going to be trained."""
+
+    data: str = "tinyworld"
+    """Corpus to pretrain on, by name. Default: tinyworld, which needs no data from outside."""
+    shards: int = 0
+    """Training shards of FineWeb-Edu that the run downloads. Default: 0, for a corpus that is already here."""
+    depth: int = 20
+    """Number of layers of the model."""
+    model_dim: int | Auto = "auto"
+    """Number of channels. auto: as base_train chooses it."""
+    head_dim: int | Auto = "auto"
+    """Channels per head. auto: as base_train chooses it."""
+    max_seq_len: int | Auto = "auto"
+    """Context length in tokens. auto: as base_train chooses it."""
+    vocab_size: int = 65_536
+    """Number of tokens in the vocabulary."""
+    tokens: float = 0
+    """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
+    devices: int = 1
+    """Number of devices that will train."""
+    device_type: str = ""
+    """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
+
+
+def told(place: str) -> str:
+    """Where this machine gets a set of data, in words."""
+    return {
+        "NANOCHAT_TASK_DIR": tr("here, in NANOCHAT_TASK_DIR"),
+        "cache": tr("here, in the cache of Hugging Face"),
+        "hub": tr("will be downloaded"),
+        "": tr("not here, and this machine cannot download it"),
+    }[place]
+
+
+def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Each set of data that the stages and evaluations read, and where this machine gets it; "" if it cannot."""
+    missing = cfg.shards + 1 - len(shard_paths(base_dir() / "base_data" / cfg.data))  # one more is for validation
+    if cfg.shards and missing > 0:
+        try:
+            place = "hub" if answers(fineweb_urls(1)[0]) else ""
+        except OSError:
+            place = ""
+        yield tr("FineWeb-Edu, {count} shards", count=missing), place
+    yield from repos(cfg.data).items()
+
+
+def check(cfg: Config, compute: Compute) -> None:
+    """Print what the run needs. UserError (code 2) names everything that is missing."""
+    shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, "L", cfg.vocab_size, cfg.data,
+                               compute)  # fmt: skip
+    with torch.device("meta"):
+        model = GPT(shape)
+    counts, problems = model.parameter_counts(), []
+
+    found = dict(data_of(cfg))
+    for what, place in found.items():
+        log(tr("data    {what}: {where}", what=what, where=told(place)))
+        problems += [f"{what}: {told(place)}"] if not place else []
+    if cfg.shards and find_bundle() is None:
+        log(tr("data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"))
+
+    # a stage writes one checkpoint more than it keeps, before it deletes the oldest
+    disk = len(STAGES) * (StageFlags.keep + 1) * sizes.SAVED_BYTES * counts["total"] + 2 * SHARD_BYTES * cfg.shards
+    free = shutil.disk_usage(base_dir()).free
+    space = {"folder": base_dir(), "needed": amount(disk, "B"), "free": amount(free, "B")}
+    log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
+    if disk > free:
+        problems.append(tr("{folder} has {free} free, and the run writes up to {needed}", **space))
+
+    memory, least = device.memory_total(compute), sizes.STATE_BYTES * counts["total"]
+    size = {"least": amount(least, "B"), "parameters": counts["total"], "memory": amount(memory, "B")}
+    log(tr("memory  at least {least} to train {parameters:,} parameters, of {memory}", **size))
+    if least > memory * (1 if compute.platform.is_host else cfg.devices):
+        problems.append(tr("{parameters:,} parameters need more memory than there is: take a smaller --depth", **size))
+
+    tokens = cfg.tokens or 12 * counts["scaling"]
+    peak, _ = device.peak_flops(compute)
+    seconds = expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices)
+    log(tr("time    about {time} to train on {tokens:,.0f} tokens; sampling and evaluating come on top",
+           time=duration(seconds), tokens=tokens))  # fmt: skip
+    if problems:
+        raise UserError(advice(problems, [what for what, place in found.items() if not place]), exit_code=2)
+
+
+def advice(problems: list[str], missing: list[str]) -> str:
+    """Everything that is missing, and what to do about it."""
+    repos = [what for what in missing if "/" in what]
+    data = [tr("{how}. docs/offline.md has every command.", how=carry_in(repos))] if repos else []
+    return "\n".join([
+        tr("this run would stop later, because of:"),
+        *(f"  - {problem}" for problem in problems),
+        *data,
+        tr("`bash speedrun.sh --data tinyworld` needs no data from outside, and little disk and memory."),
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(device.with_compute(check), Config, __doc__)

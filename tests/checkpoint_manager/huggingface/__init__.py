@@ -1,0 +1,1 @@
+"""Tests of folders in the layout of Hugging Face."""

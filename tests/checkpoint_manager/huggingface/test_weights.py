@@ -1,0 +1,140 @@
+"""Published folders: sharded files, wrong files, and a model that is loaded piece by piece."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanochat.checkpoint_manager.families import build, family_of
+from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.common import UserError
+from nanochat.nn.qwen.model import Qwen
+from tests.support.qwens import CONFIGS, published, tiny_qwen
+from tests.support.tiny_model import on_cpu
+
+
+def folder_of(model: Qwen, folder: Path, shards: int = 2, **extra: Any) -> Path:
+    """A model's folder as publishers write it: bf16, several files and their index."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**published(model.config), **extra}))
+    values = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    names, places = sorted(values), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = names[shard::shards]
+        save_file({name: values[name] for name in part}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_a_folder_gives_the_config_and_the_weights(family: str, tmp_path: Path) -> None:
+    model = tiny_qwen(family)
+    folder = folder_of(model, tmp_path)
+    assert Qwen(read_config(folder)).config.kinds == model.config.kinds
+    assert read_config(folder).vocab_size == model.config.vocab_size
+    loaded, held = load_qwen(folder, on_cpu(), torch.float32), load_qwen(folder, on_cpu(), torch.bfloat16)
+    wanted = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter.bfloat16(), wanted[name])
+    for name, parameter in held.named_parameters():
+        assert parameter.dtype == (torch.bfloat16 if parameter.dim() > 1 else torch.float32), name
+    idx = torch.arange(30)[None]
+    model.load_state_dict({name: value.float() for name, value in wanted.items()})
+    torch.testing.assert_close(loaded(idx), model(idx), atol=1e-5, rtol=1e-5)
+
+
+def test_the_vision_tower_and_the_multi_token_heads_are_skipped_and_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_qwen("qwen3.5")
+    folder = folder_of(model, tmp_path, shards=1)
+    (file,) = folder.glob("*.safetensors")
+    values = {name.replace("model.", "model.language_model.", 1): value for name, value in load_file(file).items()}
+    extra = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    save_file({**values, **extra}, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    text = published(model.config)
+    (folder / "config.json").write_text(json.dumps(
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": False}
+    ))  # fmt: skip
+    loaded = load_qwen(folder, on_cpu())
+    assert torch.equal(loaded.lm_head.weight.bfloat16(), model.lm_head.weight.bfloat16())
+    printed = capsys.readouterr().out
+    assert "the vision tower (1 tensors) skipped" in printed and "the multi-token heads (1 tensors) skipped" in printed
+
+
+def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None:
+    folder = folder_of(tiny_qwen("qwen3"), tmp_path)
+    assert load_qwen(folder, on_cpu(), sequence_len=64).config.sequence_len == 64
+    with pytest.raises(UserError, match=r"300 tokens was asked for.*at most 256"):
+        load_qwen(folder, on_cpu(), sequence_len=300)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": None}, "architecture None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings of type 'yarn'"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {}}, "quantised"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        ({"hidden_size": "big"}, "n_embd is 'big'"),
+        ({"num_attention_heads": 3}, "n_head must be a multiple of n_kv_head"),
+        ({"rms_norm_eps": None}, "is damaged"),
+        ({"vocab_size": 999}, r"model.embed_tokens.weight is \[320, 48\] in the files and \[999, 48\]"),
+        ({"num_hidden_layers": 1}, "in the files and nowhere in the model"),
+        ({"num_hidden_layers": 3}, "is missing in the files"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_is_refused_in_one_line(
+    extra: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tiny_qwen("qwen3"), tmp_path, **extra)
+    with pytest.raises(UserError, match=words) as caught:
+        load_qwen(folder, on_cpu())
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = folder_of(tiny_qwen("qwen3"), tmp_path)
+    second = folder / "model-00002-of-00002.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:100])
+    with pytest.raises(UserError, match=r"00002-of-00002\.safetensors is not a whole safetensors file"):
+        load_qwen(folder, on_cpu())
+    second.unlink()
+    with pytest.raises(UserError, match="lacks 1 of 2 weight files: model-00002"):
+        load_qwen(folder, on_cpu())
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere"}}')
+    with pytest.raises(UserError, match=r"'\.\./elsewhere'"):
+        load_qwen(folder, on_cpu())
+    with pytest.raises(UserError, match=r"it has no config\.json"):
+        load_qwen(tmp_path / "nowhere", on_cpu())
+
+
+def test_a_checkpoint_of_our_own_names_the_family(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3.5")
+    meta = {"family": family_of(model.config), "model": json.loads(json.dumps(asdict(model.config)))}
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    built = build(meta, values, on_cpu(), "meta.json")
+    assert isinstance(built, Qwen) and built.config == model.config
+    with pytest.raises(UserError, match="rope_theta is inf"):
+        build({**meta, "model": {**meta["model"], "rope_theta": float("inf")}}, values, on_cpu(), "meta.json")
+
+
+def test_nothing_imports_transformers() -> None:
+    modules = "nanochat.checkpoint_manager.huggingface.adapter, nanochat.checkpoint_manager.huggingface.tokenizer"
+    code = f"import sys, {modules}; sys.exit(not {{'transformers', 'peft', 'jinja2'}}.isdisjoint(sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,133 @@
+"""The planner's command: flags on standard output, reasons on standard error, tables that the documents repeat."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.planner import __main__ as command
+from nanochat.planner import calibration, tables
+from nanochat.planner.cards import LAUNCH_SECONDS, RATINGS, rates_of
+from nanochat.planner.plan import plan_of
+from nanochat.planner.programs import CHUNKED, FUSED, PLAIN
+from nanochat.planner.work import size_of
+from nanochat.platforms import ascend_chips
+from tests.planner.support import BENCH, Kind
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CHIPS = {chip.name: chip for chip in ascend_chips.CHIPS}
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], **flags: object) -> tuple[str, str]:
+    command.main(command.Config(**flags))  # type: ignore[arg-type]
+    told = capsys.readouterr()
+    return told.out, told.err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chip", "rows"), [(8, "910B3", 16), (1, "910B3", 64), (1, "910B4", 16), (8, "910A", 16)]
+)
+def test_the_flags_fit_the_memory_and_divide_the_step(
+    ranks: int, chip: str, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = said(capsys, chip=chip, ranks=ranks)
+    assert out == f"--depth=12 --total_batch_size=262144 --device_batch_size={rows}\n"
+    assert f"{chip} x {ranks}: " in err and "predicted, ± 25 %: " in err and " hours for 1.3 billion tokens" in err
+
+
+def test_the_command_prints_flags_alone_on_standard_output() -> None:
+    words = [sys.executable, "-m", "nanochat.planner", "--chip=910B3", "--ranks=4", "--depth=4"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "--depth=4 --total_batch_size=262144 --device_batch_size=32\n"
+    assert "910B3 x 4: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"chip": "910", "ranks": 1}, r"--chip must be one of 910A, 310P, .*got '910'"),
+        ({"chip": "910B3", "ranks": 3}, r"must be a multiple of 6,144 \(3 card\(s\) x 2048 tokens\), got 262,144"),
+        ({"chip": "910B3", "ranks": 256}, r"must be a multiple of 524,288 .*got 262,144"),
+        ({"chip": "910B3", "ranks": -1}, "--ranks must be at least 1, got -1"),
+        ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 32768"),
+        ({"chip": "310P", "ranks": 1}, "310P cards are for inference only"),
+        ({}, "this host has no card of a known kind; name a kind with --chip"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        command.main(command.Config(**flags))  # type: ignore[arg-type]
+
+
+def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
+    chip = Kind("SoC 999", 0, 64)
+    rates, source = command.rates_for(chip, None)
+    plan = plan_of(size_of(12, 32768), chip, 8, 262144, rates)
+    assert (plan.rows, plan.step, plan.hours, plan.mfu) == (16, None, None, None)
+    words = command.told(plan, chip, rates, source)
+    assert "SoC 999 x 8: 64 rows fit 64 GiB; planned by memory alone, because no peak of this chip is known" in words
+    assert tables.cells(plan, chip)[1:4] == ["-", "-", "-"]
+
+
+def test_measured_cards_are_planned_by_what_was_measured(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = said(capsys, chip="910B3", ranks=8)[1]
+    calibration.save(BENCH, base / calibration.NAME)
+    after = said(capsys, chip="910B3", ranks=8)[1]
+    assert "data sheet" in before and "measured on your cards, card_bench.json" in after and "± 15 %" in after
+    assert said(capsys, chip="910B2", ranks=8)[1].count("data sheet") == 1
+    assert "± 15 %" in said(capsys, chip="910B3", ranks=8, table=True)[0]
+
+
+def test_a_measured_chip_without_a_known_peak_has_a_speed_but_no_mfu() -> None:
+    chip = Kind("SoC 999", 0, 64)
+    rates, source = command.rates_for(chip, calibration.Bench(**{**vars(BENCH), "chip": "SoC 999"}))
+    plan = plan_of(size_of(12, 32768), chip, 8, 262144, rates, measured=True)
+    assert plan.step is not None and plan.mfu is None
+    assert "tokens/s, unknown peak, " in command.told(plan, chip, rates, source)
+
+
+def test_the_table_has_every_chip_that_trains_and_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.strip("| ").split(" | ") for line in said(capsys, table=True)[0].splitlines()[2:]]
+    trains = [chip.name for chip in device.planned() if chip.trains]
+    assert list(dict.fromkeys(row[0] for row in rows)) == trains
+    assert len(rows) == len(trains) * len(tables.CARDS) * len(tables.DEPTHS)
+    for row in rows:
+        assert row[3] == "does not fit" or row[4].endswith(
+            "± 25 %" if int(row[1]) <= RATINGS[row[0]].server else "± 40 %"
+        ), row
+    narrow = said(capsys, table=True, chip="910B3", ranks=8)[0].splitlines()[2:]
+    assert narrow == ["| " + " | ".join(row) + " |" for row in rows if row[:2] == ["910B3", "8"]]
+
+
+def test_a_model_that_one_card_cannot_hold_is_said_not_to_fit() -> None:
+    chip = CHIPS["910A"]
+    one = plan_of(size_of(32, 32768), chip, 1, 2**21, rates_of(chip))
+    assert tables.cells(one, chip)[0] == "does not fit"
+    assert one.memory > 32 * 2**30 > plan_of(size_of(32, 32768), chip, 8, 2**21, rates_of(chip)).memory
+
+
+@pytest.mark.parametrize("name", ["npu-speed.md", "zh/npu-speed.md"])
+def test_the_documents_show_the_tables_as_they_are(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    chips = [chip for chip in CHIPS.values() if chip.trains and chip.tflops]
+    every = tables.of_plans([CHIPS["910B3"]], (1, 8, 128), tables.DEPTHS, 32768, {}).splitlines()
+    traffic = FUSED.traffic
+    bytes_moved = (traffic.stream, traffic.logits, traffic.matrix, traffic.table, CHUNKED.traffic.stream)
+    launched = (FUSED.layer_operators, FUSED.pass_operators, 1e6 * LAUNCH_SECONDS)
+    for number in (*bytes_moved, PLAIN.traffic.stream, *launched):
+        assert re.search(rf"(?<![\d,.]){number:,g}(?![\d,.]\d)", text), number
+    for line in [*every, *tables.of_rows(chips, (4, 8, *tables.DEPTHS), tables.VOCABULARIES).splitlines(),
+                 *tables.of_published().splitlines()]:  # fmt: skip
+        if line.startswith("|") and line.split("|")[1].strip() not in ("chip", "who"):
+            assert line in text, line

@@ -1,0 +1,146 @@
+"""Captured graphs on the emulated NPU: training with them is training without, and what a graph may not hold."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.runtime import graphs
+from nanochat.runtime.graphs import GraphedModel
+from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
+from tests.emulated_npu.worker import on_npu
+from tests.platforms.test_ascend_training import CPU, VOCAB, Batch, tokens, train
+from tests.support.tiny_model import tiny_gpt
+
+
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_training_with_graphs_is_training_without() -> None:
+    """Several passes a step, whose gradients add up outside the graph's memory."""
+    from tests.emulated_npu import log
+
+    compute = device.compute_init("npu")
+    eager, expected = train(compute, 5)
+    model = tiny_gpt(VOCAB, dtype=compute.dtype, operations=compute.operations).train().to(compute.device)
+    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, compute.dtype)
+    graphed = GraphedModel(model, (2, 140), compute)
+    optimizers.capture(compute.platform)
+    scale, outcomes = LossScale.start(compute, {}), []
+    for step in range(5):
+        optimizers.schedule(1.0, 0.95, 1.0)
+        batch = Batch(compute, 7)
+        device.synchronize(compute)
+        with log.record() as seen:
+            outcomes.append(update(graphed, optimizers, batch, scale, compute))
+        assert bool(seen.captured) == (step == 1)  # Muon's step is captured after the first has warmed up
+    assert seen.operators["graph_replay"] == 2 * 2 + 1
+    assert dict(seen.synchronisations) == {"copy to host": 1}
+    for ours, theirs in zip(outcomes, expected, strict=True):  # rates are fp32 in a graph
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-4)
+    for ours, theirs in zip(graphed.parameters(), eager.parameters(), strict=True):
+        assert float((ours - theirs).norm()) < 1e-3 * float(theirs.norm())
+
+
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_rates_change_between_replays() -> None:
+    compute = device.compute_init("npu")
+
+    def trained(capture: bool) -> list[Tensor]:
+        model = tiny_gpt(VOCAB, dtype=compute.dtype, operations=compute.operations).train().to(compute.device)
+        optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, compute.dtype)
+        if capture:
+            optimizers.capture(compute.platform)
+        for step in range(4):
+            optimizers.schedule(1.0 - step / 4, 0.85 + step / 40, 1.0 - step / 8)
+            update(model, optimizers, Batch(compute, 7), LossScale.start(compute, {}), compute)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        assert float((ours - theirs).norm()) < 1e-3 * float(theirs.norm())
+
+
+@on_npu(TASK_QUEUE_ENABLE="1")
+def test_a_pass_of_another_shape_or_with_weights_is_refused() -> None:
+    compute = device.compute_init("npu")
+    model = tiny_gpt(VOCAB, dtype=compute.dtype, operations=compute.operations).train().to(compute.device)
+    graphed = GraphedModel(model, (2, 140), compute)
+    rows = tokens(3, 140).npu()
+    with pytest.raises(
+        UserError, match=r"one shape and without weights: \(2, 140\) was captured, and a pass of \(3, 140\)"
+    ):
+        graphed(rows, rows, "sum")
+    with pytest.raises(UserError, match="with weights came"):
+        graphed(rows[:2], rows[:2], "sum", torch.ones(2, 140).npu())
+
+
+@on_npu(TASK_QUEUE_ENABLE="1")
+def test_decoding_replays_as_one_launch() -> None:
+    """What the engine would do: the token goes in by a copy, the state advances inside the graph."""
+    from tests.emulated_npu import log
+
+    compute = device.compute_init("npu")
+    x, state = torch.zeros(4).npu(), torch.zeros(4).npu()
+    out = torch.zeros(4).npu()
+
+    def step() -> None:
+        state.add_(x)
+        out.copy_(state * 2)
+
+    step()
+    replay = compute.platform.captured(step)
+    assert not state.any()
+    for number in (1.0, 2.0):
+        x.fill_(number)
+        with log.record() as seen:
+            replay()
+        assert dict(seen.operators) == {"graph_replay": 1}
+    assert state.tolist() == [3.0] * 4 and out.tolist() == [6.0] * 4
+
+
+def test_a_cpu_captures_no_graphs() -> None:
+    with pytest.raises(
+        UserError, match="--graphs was asked for, but cannot be used: the device is a CPU, which launches"
+    ):
+        graphs.check(CPU)
+
+
+@on_npu()
+def test_graphs_are_refused_where_the_task_queue_or_the_chip_forbids_them() -> None:
+    compute = device.compute_init("npu")
+    with pytest.raises(UserError, match="TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export"):
+        graphs.check(compute)
+    with pytest.raises(UserError, match="with 2 ranks, but collectives cannot be captured yet"):
+        os.environ["TASK_QUEUE_ENABLE"] = "1"
+        try:
+            graphs.check(replace(compute, world_size=2))
+        finally:
+            os.environ["TASK_QUEUE_ENABLE"] = "2"
+
+
+@on_npu(TASK_QUEUE_ENABLE="1")
+def test_a_graph_may_not_wait_allocate_elsewhere_or_read_pageable_memory() -> None:
+    x, pinned = torch.arange(4.0).npu(), torch.ones(4).pin_memory()
+    forbidden = {
+        "item": lambda: x.sum().item(),
+        "copy to host": lambda: x.cpu(),
+        "synchronize": lambda: torch.npu.synchronize(),
+        "nonzero": lambda: x.nonzero(),
+        "copy of pageable memory": lambda: x.copy_(torch.ones(4), non_blocking=True),
+        "allocation outside the pool": lambda: torch.zeros(3, device="npu:1"),
+    }
+    for what, work in forbidden.items():
+        graph = torch.npu.NPUGraph()
+        refusal = f"not permitted while a stream is capturing a graph: {what}"
+        with pytest.raises(RuntimeError, match=refusal), torch.npu.graph(graph):
+            work()
+    assert not torch.npu.is_current_stream_capturing()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x.copy_(pinned, non_blocking=True) * 2
+    assert x.tolist() == [0, 1, 2, 3] and y.isnan().all()  # a capture computes nothing
+    graph.replay()
+    assert x.tolist() == [1.0] * 4 and y.tolist() == [2.0] * 4

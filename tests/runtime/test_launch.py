@@ -1,0 +1,127 @@
+"""After a failed launch the last line says which rank failed and why, and one host listens on 127.0.0.1 only."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from nanochat.runtime.launch import reason
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TORCHRUN = ("torch.distributed.run", "--standalone")
+OURS = ("nanochat.runtime.launch",)
+REFUSED = "error: depth must be a multiple of 3, got 4; write --depth=3"
+
+pytestmark = pytest.mark.ranks
+
+
+def start(launcher: tuple[str, ...], *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, "--nproc_per_node=2", *words]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+
+
+def fail(launcher: tuple[str, ...], fault: str, *flags: str, **environment: str) -> tuple[int, list[str]]:
+    done = start(launcher, "-m", "tests.support.failing", "--", *flags, FAULT=fault, **environment)
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "last"),
+    [
+        ("refuse all", 1, f"{REFUSED} (rank 0)"),
+        ("refuse 1", 1, f"{REFUSED} (rank 1)"),
+        ("bug 1", 1, "error: ZeroDivisionError: one too many (rank 1)"),
+        ("kill 1", 137, "error: rank 1 was killed (SIGKILL). If nobody killed it, the host ran out of memory, as "),
+    ],
+)
+def test_the_last_line_names_the_rank_and_its_reason(fault: str, code: int, last: str, tmp_path: Path) -> None:
+    note = tmp_path / "reason"
+    returned, lines = fail(OURS, fault, NANOCHAT_REASON_FILE=str(note))
+    assert returned == code and lines[-1].startswith(last), "\n".join(lines)
+    assert not [line for line in lines if "ChildFailedError" in line], "no traceback of the launcher"
+    assert note.read_text() == f"{lines[-1]}\n", "for the script that started the launcher"
+
+
+def test_a_wrong_flag_is_shown_once_and_its_code_is_returned() -> None:
+    code, lines = fail(OURS, "refuse all", "--dept=3")
+    assert code == 2 and lines[-1] == "error: the command line was refused; the lines above say why (rank 0)"
+    assert sum("--dept=3" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("refuse all", 0), ("bug 1", 1)])
+def test_under_torchrun_the_root_cause_is_the_reason(fault: str, rank: int) -> None:
+    _, lines = fail(TORCHRUN, fault)
+    assert set(lines[-1]) == {"="}
+    reason = REFUSED if fault == "refuse all" else "error: ZeroDivisionError: one too many"
+    assert lines[-2] == f"  traceback : {reason} (rank {rank})", "\n".join(lines)
+
+
+def failure(rank: int, code: int, folder: Path, note: str = "") -> ProcessFailure:
+    """How torchrun describes the end of a rank."""
+    path = folder / f"{rank}.json"
+    path.unlink(missing_ok=True)
+    if note:
+        about = {"py_callstack": note, "timestamp": "5"}
+        path.write_text(json.dumps({"message": {"message": note, "extraInfo": about}}))
+    return ProcessFailure(rank, 4711, code, str(path))
+
+
+def test_the_rank_to_blame_is_not_one_that_the_launcher_ended(tmp_path: Path) -> None:
+    ended = failure(0, -15, tmp_path)
+    assert reason({0: ended, 1: failure(1, -9, tmp_path)}).startswith("error: rank 1 was killed (SIGKILL). If nobody")
+    assert reason({0: ended, 1: failure(1, -11, tmp_path)}).startswith("error: rank 1 was ended by SIGSEGV; the lines ")
+    assert reason({0: ended, 1: failure(1, 3, tmp_path)}) == "error: rank 1 ended with code 3; the lines above say why"
+    late = failure(0, -9, tmp_path)  # it did not stop within 30 seconds of the launcher's SIGTERM
+    assert reason({0: late, 1: failure(1, 1, tmp_path, "error: no data (rank 1)")}) == "error: no data (rank 1)"
+    named = failure(0, 1, tmp_path, "error: rank 1 is gone in step 7. (rank 0)")
+    said = reason({0: named, 1: failure(1, -9, tmp_path)})
+    assert said.startswith("error: rank 1 is gone in step 7. (rank 0) Rank 1 was killed (SIGKILL). If nobody killed")
+
+
+LISTENING = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    folders = [f"/proc/{pid}/fd" for pid in (os.getpid(), os.getppid())]
+    paths = [f"{folder}/{name}" for folder in folders for name in os.listdir(folder)]
+    mine = {os.readlink(path) for path in paths if os.path.islink(path)}
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                print("listens on", fields[1].split(":")[0])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_on_one_host_nothing_listens_outside_the_host(tmp_path: Path) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(LISTENING)
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    command = [sys.executable, "-m", *OURS, "--nproc_per_node=2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"listens on (\w+)", done.stdout)) == {"0100007F"}, done.stdout
+
+
+def test_a_port_in_use_is_named_with_a_free_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        hosts = ["--nnodes=2", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        done = start(OURS, *hosts, "-m", "tests.support.failing", FAULT="refuse all")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(f"error: MASTER_PORT={port} is taken by another process on this host; start again with a ")
+    assert last.endswith("(launcher of host 0)")

@@ -1,0 +1,60 @@
+"""Before a run: all that any stage needs is checked, and everything missing is named at once."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import UserError
+from scripts import preflight
+from scripts.preflight import Config
+from tests.support.tiny_model import on_cpu
+
+Usage = namedtuple("Usage", "total used free")
+DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
+SMALL = {"depth": 2, "model_dim": 64, "head_dim": 32, "max_seq_len": 128, "vocab_size": 512, "tokens": 1e6}
+
+
+def test_tinyworld_needs_nothing_from_outside(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preflight.check(Config(**SMALL), on_cpu())
+    said = capsys.readouterr().out
+    assert "data  " not in said and f"in {base_folder}" in said
+    assert "memory  at least" in said and "to train on 1,000,000 tokens" in said
+
+
+def test_everything_that_is_missing_is_named_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(url: str) -> bool:
+        raise OSError(f"no network to {url}")
+
+    monkeypatch.setattr(preflight, "answers", refuse)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e12, 0, 1e9))
+    with pytest.raises(UserError) as refused:
+        preflight.check(Config(**{**SMALL, "data": "fineweb", "shards": 40}), on_cpu())
+    said = str(refused.value)
+    assert refused.value.exit_code == 2
+    for part in ("FineWeb-Edu, 41 shards", "HuggingFaceTB/smol-smoltalk", "has 1.0 GB free", "writes up to 8.0 GB",
+                 "hf download cais/mmlu --repo-type dataset --local-dir mmlu", "--data tinyworld"):  # fmt: skip
+        assert part in said
+    assert "openai/gsm8k: not here" in capsys.readouterr().out
+
+
+def test_what_was_carried_in_is_enough(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(DATA))
+    shards = base_folder / "base_data" / "fineweb"
+    shards.mkdir(parents=True)
+    for number in (0, 1822):
+        (shards / f"shard_{number:05d}.parquet").touch()
+    preflight.check(Config(**{**SMALL, "data": "fineweb", "shards": 1}), on_cpu())
+    said = capsys.readouterr().out
+    assert "openai/gsm8k: here, in NANOCHAT_TASK_DIR" in said and "FineWeb-Edu," not in said
+
+
+def test_a_model_beyond_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanochat.device.memory_total", lambda compute: 1e6)
+    with pytest.raises(UserError, match="more memory than there is: take a smaller --depth"):
+        preflight.check(Config(**SMALL), on_cpu())

@@ -1,0 +1,55 @@
+"""What counts as one address, and how often a warning is written. tests/faults/test_server.py tests the bounds."""
+
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from nanochat.data.conversation import Part
+from nanochat.serve import connections
+from nanochat.serve.connections import Caps, Seldom, neighbour
+from tests.support.fake_engine import SETTINGS, FakeEngine, ask, eventually, running
+from tests.support.raw_client import connect, is_reset, post
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_customer_counts_as_one_address(host: str, address: str) -> None:
+    assert neighbour(host) == address
+
+
+def test_a_warning_is_repeated_only_after_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now)
+    seldom = Seldom()
+    for second in range(121):
+        now = 1000.0 + second
+        seldom.warn("full")
+        seldom.warn("also full")
+    lines = capsys.readouterr().err.splitlines()
+    assert [lines.count("warning: full"), lines.count("warning: also full")] == [3, 3]
+
+
+def test_of_too_many_unread_answers_the_oldest_close() -> None:
+    engine = FakeEngine({"long": [Part("python", "1"), Part("python_output", "1")] * 1500}, slots=4, length=10_000)
+    question = post(ask("long", stream=True, max_tokens=9990, stream_options={"continuous_usage_stats": True}))
+    with running(engine, settings=replace(SETTINGS, caps=Caps(read=600, unread=1))) as url:
+        clients = [connect(url, receive_bytes=16384) for _ in range(3)]
+        for number, client in enumerate(clients, start=1):
+            client.sendall(question)
+            eventually(lambda number=number: len(engine.seen) == number)
+        eventually(lambda: sum(map(is_reset, clients)) == 2)
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
+        for client in clients:
+            client.close()

@@ -1,0 +1,144 @@
+"""Taking requests in: bodies, turns by size, and prompts that fit the context."""
+
+import asyncio
+import random
+
+import pytest
+from fastapi import Request
+
+from nanochat.data.conversation import Conversation, Message, assistant, system, user
+from nanochat.serve.chat_api import ApiError, ChatRequest
+from nanochat.serve.intake import BODY_BYTES, Turns, decode_json, make_prompt, read_body
+from tests.support.fake_engine import ByteTokenizer
+from tests.support.tiny_model import tiny_tokenizer
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+def body_of(pieces: list[bytes], **headers: str) -> bytes:
+    """What read_body makes of a body that comes in pieces."""
+    left = list(pieces)
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    given = {"content-type": "application/json", **headers}
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in given.items()]}
+    return asyncio.run(read_body(Request(scope, receive)))
+
+
+def test_body_of_the_largest_size_is_read_in_any_pieces() -> None:
+    assert body_of([b"x" * (BODY_BYTES - 1), b"y"]) == b"x" * (BODY_BYTES - 1) + b"y"
+
+
+@pytest.mark.parametrize("pieces", [[b"x" * (BODY_BYTES + 1)], [b"x" * BODY_BYTES, b"y"]])
+def test_larger_body_is_refused(pieces: list[bytes]) -> None:
+    with pytest.raises(ApiError, match="262,144 bytes") as caught:
+        body_of(pieces)
+    assert caught.value.status == 413
+
+
+def test_body_that_is_announced_too_large_is_not_read_at_all() -> None:
+    with pytest.raises(ApiError, match="262,144 bytes"):
+        body_of([], **{"content-length": str(BODY_BYTES + 1)})  # with nothing to receive, reading would fail
+
+
+def test_json_that_is_none_is_refused() -> None:
+    assert decode_json(b'{"a": [1]}') == {"a": [1]}
+    for body in (b"", b"[" * 100_000, b"\xff", b"1" * 5000):
+        with pytest.raises(ApiError, match="not valid JSON"):
+            decode_json(body)
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def order(sizes: list[int], waiting: int, leaving: tuple[int, ...] = ()) -> tuple[list[int], list[int]]:
+    """The sizes that get their turn, in order, and those that are refused; the ones at `leaving` leave the queue."""
+
+    async def main() -> tuple[list[int], list[int]]:
+        turns, done, refused = Turns(waiting), [], []
+
+        async def one(size: int) -> None:
+            try:
+                async with turns.turn(size):
+                    await asyncio.sleep(0)
+                    done.append(size)
+            except asyncio.QueueFull:
+                refused.append(size)
+
+        tasks = [asyncio.create_task(one(size)) for size in sizes]
+        await asyncio.sleep(0)
+        for number in leaving:
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done, refused
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_the_smallest_goes_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    assert order([5, 9, 3, 7, 1], waiting=10) == ([5, 1, 3, 7, 9], [])
+
+
+def test_the_largest_is_refused_when_too_many_wait() -> None:
+    done, refused = order([5, 9, 3, 7, 1], waiting=2)
+    assert (done, sorted(refused)) == ([5, 1, 3], [7, 9])
+
+
+def test_one_that_leaves_does_not_stop_the_others() -> None:
+    assert order([5, 9, 3, 7, 1], waiting=10, leaving=(0,)) == ([1, 3, 7, 9], [])
+    assert order([5, 9, 3, 7, 1], waiting=10, leaving=(1, 2, 4)) == ([5, 7], [])
+    assert order([5, 9, 3], waiting=10, leaving=(0, 1, 2)) == ([], [])
+
+
+def test_random_arrivals_refusals_and_leavers_never_lock_up() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        sizes = [draw.randrange(10) for _ in range(draw.randrange(1, 12))]
+        leaving = tuple(draw.sample(range(len(sizes)), draw.randrange(len(sizes))))
+        done, refused = order(sizes, draw.randrange(1, 5), leaving)
+        assert len(done) + len(refused) >= len(sizes) - len(leaving)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def asked(messages: tuple[Message, ...], max_tokens: int | None = None, truncate: bool = True) -> ChatRequest:
+    return ChatRequest(Conversation(messages), None, None, max_tokens, None, truncate, False, False, False)
+
+
+def chat(exchanges: int, *before: Message) -> tuple[Message, ...]:
+    turns = [message for i in range(exchanges) for message in (user(f"the cat {i}"), assistant(f"sat {i} on the mat"))]
+    return (*before, *turns, user("on what?"))
+
+
+@pytest.mark.parametrize("before", [(), (system("be brief"),)], ids=["", "with instructions"])
+@pytest.mark.parametrize("context", [60, 61, 62, 100, 1000, 5000])
+def test_truncation_drops_as_few_exchanges_as_it_can(before: tuple[Message, ...], context: int) -> None:
+    """Compared with trying every number of exchanges."""
+    tokenizer, messages = tiny_tokenizer(), chat(40, *before)
+    prompt, dropped = make_prompt(asked(messages, 10), tokenizer, context)
+    rest = messages[len(before) :]
+    fits = [
+        count
+        for count in range(0, len(rest), 2)
+        if len(tokenizer.render_prompt(Conversation((*before, *rest[count:])))) + 10 <= context
+    ]
+    assert dropped == fits[0]
+    assert prompt == tokenizer.render_prompt(Conversation((*before, *rest[dropped:])))
+
+
+def test_truncation_encodes_no_more_than_the_context_reaches() -> None:
+    tokenizer = ByteTokenizer()
+    encoded: list[str] = []
+    plain = tokenizer.encode
+    tokenizer.encode = lambda text: encoded.append(text) or plain(text)  # type: ignore[method-assign]
+    make_prompt(asked(chat(400)), tokenizer, 100)  # type: ignore[arg-type]
+    assert len(encoded) < 30
+
+
+def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
+    for truncate in (True, False):
+        with pytest.raises(ApiError, match="holds 50 tokens; the messages have 104"):
+            make_prompt(asked((user("x" * 100),), truncate=truncate), ByteTokenizer(), 50)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""Accepting connections when the process may open no more files, and how many connections it can afford."""
+
+import asyncio
+import errno
+import resource
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from nanochat.serve.connections import Caps
+from nanochat.serve.listening import OWN_FILES, affordable, raise_open_files
+from tests.support.fake_engine import FakeEngine, running
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Lets this process open only 900 files unless it raises the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
+    yield 900
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_connections_leave_files_for_the_rest_of_the_process(few_files: int) -> None:
+    assert affordable(Caps()).connections == few_files - OWN_FILES
+    assert affordable(Caps(connections=10)).connections == 10
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(few_files: int) -> None:
+    raise_open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard != few_files
+
+
+def failing_accepts(monkeypatch: pytest.MonkeyPatch, failure: OSError) -> list[OSError]:
+    """Let accepting a connection fail five times; returns the failures that are still to come."""
+    accept, failures = asyncio.SelectorEventLoop.sock_accept, [failure] * 5
+
+    async def failing(loop: asyncio.SelectorEventLoop, listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return await accept(loop, listener)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", failing)
+    return failures
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS])
+def test_accepting_pauses_when_there_are_no_more_files_and_one_line_says_so(
+    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failures = failing_accepts(monkeypatch, OSError(number, "no more"))
+    with running(FakeEngine()) as url:
+        assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ok"
+    assert not failures
+    assert capfd.readouterr().err == "warning: a connection was not accepted (no more): trying again\n"
+
+
+def test_a_client_that_leaves_before_it_is_accepted_is_nothing_to_report(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failures = failing_accepts(monkeypatch, ConnectionAbortedError(errno.ECONNABORTED, "gone"))
+    with running(FakeEngine()) as url:
+        assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ok"
+    assert not failures and capfd.readouterr().err == ""

@@ -1,0 +1,266 @@
+"""The page in a real browser: the chat survives a reload, questions are answered again, the model is described."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from nanochat.data.conversation import Part
+from nanochat.data.traits import TINYWORLD
+from tests.support.browsing import REPLIES, answers, chromium, finished, say_hello, send, visit
+from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
+
+pytestmark = pytest.mark.browser
+
+KNOWN = replace(SETTINGS, about=ABOUT)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+def heard(engine: FakeEngine) -> str:
+    """The text of the last prompt."""
+    return bytes(token for token in engine.seen[-1].prompt if token < 256).decode()
+
+
+# --- a reload ------------------------------------------------------------------------------------
+
+
+def test_a_reload_keeps_the_chat_and_new_chat_deletes_it(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        for question in ("hello", "sum"):
+            send(page, question)
+            finished(page)
+        page.fill("#prompt", "not sent yet")
+        page.reload()
+        expect(page.locator(".turn.user")).to_have_text(["You saidhello", "You saidsum"])
+        expect(answers(page).first).to_have_text("你好，世界！🌍")
+        expect(page.locator(".tool summary")).to_have_text("37*48 = 1776")
+        expect(page.locator("#welcome")).to_be_hidden()
+        expect(page.locator("#prompt")).to_have_value("not sent yet")
+        send(page, "next")
+        finished(page)
+        assert heard(engine).startswith("hello你好，世界！🌍sum37 * 48 = ") and heard(engine).endswith("next")
+        page.get_by_role("button", name="New chat").click()
+        assert page.evaluate("() => sessionStorage.getItem('nanochat.chat')").count("hello") == 0
+        page.reload()
+        expect(page.locator("#welcome")).to_be_visible()
+        expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_a_reload_keeps_what_the_model_no_longer_sees_and_the_line_that_says_so(browser):
+    engine = FakeEngine(REPLIES, length=120)
+    with running(engine) as url, visit(browser, url) as page:
+        say_hello(page, 4)
+        before = page.locator("#log").inner_text()
+        page.reload()
+        expect(page.locator(".forgotten")).to_contain_text("120 tokens")
+        assert page.locator("#log").inner_text() == before
+        seen = heard(engine)
+        send(page, "hello")
+        finished(page)
+        assert len(heard(engine)) <= len(seen) + 20
+
+
+def test_an_answer_that_a_reload_cut_short_is_marked_and_a_question_without_one_is_not_lost(browser):
+    engine = FakeEngine(REPLIES, gated=True)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "hello")
+        engine.allow(6)
+        expect(answers(page)).to_have_text("你好")
+        page.reload()
+        expect(answers(page)).to_have_text("你好")
+        expect(page.locator(".meta")).to_contain_text("stopped")
+        send(page, "sum")
+        expect(page.locator(".turn.user")).to_have_count(2)
+        page.reload()
+        expect(page.locator(".turn.user")).to_have_count(1)
+        expect(page.locator("#prompt")).to_have_value("sum")
+
+
+@pytest.mark.parametrize("kept", ["nonsense", "[]", '{"exchanges": [{"question": 7}], "seen": 0}', '{"seen": 0}'])
+def test_what_is_kept_and_is_no_chat_is_ignored(browser, kept):
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
+        page.evaluate("kept => { window.onpagehide = () => sessionStorage.setItem('nanochat.chat', kept) }", kept)
+        page.reload()
+        send(page, "hello")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+
+
+# --- again ---------------------------------------------------------------------------------------
+
+
+def test_the_last_answer_can_be_given_again_and_draws_its_words(browser):
+    engine = FakeEngine(REPLIES)
+    settings = replace(SETTINGS, temperature=0.0)
+    with running(engine, settings=settings) as url, visit(browser, url) as page:
+        for question in ("sum", "hello"):
+            send(page, question)
+            finished(page)
+        expect(page.get_by_role("button", name="Answer again")).to_have_count(1)
+        assert engine.seen[-1].sampling.temperature == 0
+        asked = heard(engine)
+        page.get_by_role("button", name="Answer again").click()
+        finished(page)
+        expect(page.locator(".turn.user")).to_have_count(2)
+        expect(page.locator(".turn.model")).to_have_count(2)
+        assert heard(engine) == asked and len(engine.seen) == 3
+        assert engine.seen[-1].sampling.temperature == 0.6
+
+
+def test_an_answer_stays_if_another_one_fails(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "hello")
+        finished(page)
+        engine.fail = True
+        page.get_by_role("button", name="Answer again").click()
+        expect(page.get_by_role("alert")).to_contain_text("The model failed")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        page.get_by_role("button", name="Try again").click()
+        finished(page)
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        assert heard(engine) == "hello"
+
+
+def test_the_buttons_work_with_the_keyboard_and_leave_the_focus_in_the_input_box(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        engine.fail = True
+        send(page, "hello")
+        page.get_by_role("button", name="Try again").press("Enter")
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        expect(page.locator("#prompt")).to_be_focused()
+        page.get_by_role("button", name="Answer again").press(" ")
+        finished(page)
+        expect(page.locator("#prompt")).to_be_focused()
+        assert len(engine.seen) == 3
+
+
+# --- what is said of the model and its answers ---------------------------------------------------
+
+
+def test_the_panel_describes_the_model_and_the_others_and_closes_like_a_menu(browser):
+    with running(FakeEngine(), settings=KNOWN) as url, visit(browser, url) as page:
+        panel, name = page.locator("#model-about"), page.locator("#model summary")
+        expect(page.locator("#knows")).to_contain_text("simple facts: capitals and sums. It knows nothing else.")
+        expect(panel).to_be_hidden()
+        name.press("Enter")
+        expect(panel).to_contain_text("4.9 million parameters")
+        expect(panel).to_contain_text("fine-tuned on good answers")
+        expect(panel).to_contain_text("Stage sft, tag d4, step 300")
+        expect(panel.locator("li")).to_have_text(["-i rl -g old", "-i base -g d4"])
+        page.locator("#language").click()
+        expect(panel).to_be_hidden()
+        name.click()
+        expect(panel).to_contain_text("490万个参数")
+        name.press("Escape")
+        expect(panel).to_be_hidden()
+        expect(name).to_be_focused()
+
+
+def test_of_an_unknown_corpus_nothing_is_promised(browser):
+    about = {**ABOUT, "corpus": "mytexts", "knows": None, "others": []}
+    with running(FakeEngine(), settings=replace(SETTINGS, about=about)) as url, visit(browser, url) as page:
+        expect(page.locator("#knows")).to_contain_text("trained from scratch on mytexts")
+        expect(page.locator("#examples button")).to_have_count(3)
+
+
+def test_the_model_of_the_smoke_preset_promises_nothing(browser):
+    settings = replace(KNOWN, tag="smoke")
+    with running(FakeEngine(), settings=settings) as url, visit(browser, url, locale="zh-CN") as page:
+        expect(page.locator("#knows")).to_contain_text("什么也答不出来")
+        expect(page.locator("#knows")).not_to_contain_text("首都")
+
+
+def test_length_and_speed_are_shown_on_demand(browser):
+    with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:
+        send(page, "hello")
+        finished(page)
+        numbers = page.locator(".numbers > span")
+        expect(numbers).to_be_hidden()
+        page.get_by_label("Length and speed of this answer").click()
+        expect(numbers).to_be_visible()
+        expect(numbers).to_have_text(re.compile(r"^23 tokens · [\d,.]+ tokens/s$"))
+
+
+@pytest.mark.parametrize("code", ["constructor", "toString", "__proto__"])
+def test_an_error_code_that_is_a_name_of_javascript_is_told_in_words(browser, code):
+    def refuse(route: Any) -> None:
+        route.fulfill(status=418, json={"error": {"code": code, "message": "no coffee"}})
+
+    with running(FakeEngine()) as url, visit(browser, url, problems=["418"]) as page:
+        page.route("**/v1/chat/**", refuse)
+        send(page, "hello")
+        expect(page.get_by_role("alert")).to_have_text("The server refused this request (418): no coffee")
+
+
+# --- lines of Chinese ----------------------------------------------------------------------------
+
+SENTENCES = (
+    "企鹅不会飞，但是很会游泳。它们生活在寒冷的南极，靠捕鱼为生，走起路来摇摇摆摆。"
+    "程序运行在这台机器上，所以不需要网络。"
+)
+# The words that stand on two lines, each with the text around it.
+BROKEN = """(words) => {
+    const broken = [];
+    for (const element of document.querySelectorAll("[data-i18n], .bubble, .body, .examples button")) {
+        if (!element.checkVisibility()) continue;
+        const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+        const letters = [];
+        for (let node; (node = walker.nextNode()); ) {
+            for (let at = 0; at < node.data.length; at++) letters.push([node, at]);
+        }
+        const text = letters.map(([node, at]) => node.data[at]).join("");
+        for (const word of words) {
+            for (let at = text.indexOf(word); at >= 0; at = text.indexOf(word, at + 1)) {
+                const range = document.createRange();
+                range.setStart(...letters[at]);
+                const [last, place] = letters[at + word.length - 1];
+                range.setEnd(last, place + 1);
+                const tops = [...range.getClientRects()].map((box) => Math.round(box.top));
+                if (new Set(tops).size > 1) broken.push([word, text]);
+            }
+        }
+    }
+    return broken;
+}"""
+WORDS = (
+    "企鹅 但是 游泳 它们 生活 寒冷 南极 程序 运行 机器 所以 需要 网络 训练 常识 首都 名胜 动物 植物 颜色 形状 "
+    "日期 节日 行星 职业 日常 用品 单词 等于 多少 哪里 模型 语言 参数 对话 词元 服务器 浏览器 微调 强化 学习 刷新 标签"
+).split()
+
+
+def test_lines_of_chinese_break_between_words_only(browser):
+    """The last assertion shows that the browser by itself breaks inside words."""
+    replies = {"企鹅": [SENTENCES, Part("python", "1+1"), Part("python_output", "2"), SENTENCES]}
+    settings = replace(SETTINGS, about={**ABOUT, "knows": TINYWORLD.knows})
+    with running(FakeEngine(replies), settings=settings) as url, visit(browser, url, locale="zh-CN") as page:
+        broken, loose = [], []
+        for width in range(320, 420, 10):
+            page.set_viewport_size({"width": width, "height": 700})
+            page.locator("#model summary").click()
+            broken += page.evaluate(BROKEN, WORDS)
+            page.locator("#model summary").click()
+        send(page, SENTENCES)
+        finished(page)
+        send(page, "企鹅")
+        finished(page)
+        expect(answers(page).last).to_contain_text(SENTENCES)
+        for width in range(320, 420, 10):
+            page.set_viewport_size({"width": width, "height": 700})
+            broken += page.evaluate(BROKEN, WORDS)
+        page.evaluate("() => document.documentElement.classList.remove('phrases')")
+        for width in range(320, 420, 10):
+            page.set_viewport_size({"width": width, "height": 700})
+            loose += page.evaluate(BROKEN, WORDS)
+        assert broken == []
+        assert loose != []

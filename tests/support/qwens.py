@@ -1,0 +1,84 @@
+"""Small random Qwen models of each family, ours and Hugging Face transformers', with the same weights."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.model import Qwen
+
+VOCABULARY, CONTEXT = 320, 256
+SHAPE = {"vocab_size": VOCABULARY, "sequence_len": CONTEXT, "n_embd": 48, "n_head": 4, "n_kv_head": 2, "n_hidden": 80}
+CONFIGS = {
+    "qwen2": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=0, rope_theta=10_000.0),
+    "qwen2.5-tied": QwenConfig(**SHAPE, n_layer=2, head_dim=12, qkv_bias=1, qk_norm=0, tied=1),
+    "qwen3": QwenConfig(**SHAPE, n_layer=2, head_dim=16, tied=1),
+    "qwen3.5": QwenConfig(
+        **SHAPE, n_layer=4, head_dim=32, rotary_dim=8, layers="DDDA", zero_centred=1, output_gate=1, tied=0,
+        delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
+
+
+def published(config: QwenConfig) -> dict[str, Any]:
+    """The config.json of a model, as its publisher would write it."""
+    name = "qwen3_5_text" if config.output_gate else "qwen3" if config.qk_norm else "qwen2"
+    content: dict[str, Any] = {
+        "model_type": name, "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "hidden_act": "silu",
+        "architectures": [ARCHITECTURES[name]],
+        "intermediate_size": config.n_hidden, "num_hidden_layers": config.n_layer, "rms_norm_eps": config.norm_eps,
+        "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim,
+        "max_position_embeddings": config.sequence_len, "tie_word_embeddings": bool(config.tied),
+        "rope_theta": config.rope_theta,
+    }  # fmt: skip
+    if name == "qwen2":
+        del content["head_dim"]
+    if name == "qwen3_5_text":
+        del content["rope_theta"]
+        content |= {
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, "mrope_section": [2, 1, 1],
+                                "partial_rotary_factor": config.rotary_dim / config.head_dim},
+            "linear_num_key_heads": config.delta_key_heads, "linear_num_value_heads": config.delta_value_heads,
+            "linear_key_head_dim": config.delta_key_dim, "linear_value_head_dim": config.delta_value_dim,
+            "linear_conv_kernel_dim": config.delta_width, "full_attention_interval": 4,
+        }  # fmt: skip
+    return content
+
+
+def tiny_qwen(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **given: Any) -> Qwen:
+    """A model whose weights are large enough that every part of it matters, with norms and biases that are not
+    trivial."""
+    model = Qwen(CONFIGS[family], dtype, **given)
+    generator = torch.Generator().manual_seed(seed)
+    model.init_weights(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3.0 if "D" in model.config.layers else 6.0)  # a DeltaNet magnifies rounding otherwise
+            elif name.endswith("A_log"):  # most heads remember for long, so that what they read is not all rounding
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 4 - 4)
+            elif not name.endswith("conv1d.weight"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+@cache
+def _transformers() -> Any:
+    import transformers  # takes seconds
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def oracle(model: Qwen) -> Any:
+    """The same model in transformers, in fp32, computed by its plain torch code."""
+    library, content = _transformers(), published(model.config)
+    config = library.AutoConfig.for_model(**content)
+    made = library.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    result = made.load_state_dict(model.state_dict(), strict=False)
+    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}, result
+    made.tie_weights()
+    return made

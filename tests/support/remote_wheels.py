@@ -1,0 +1,134 @@
+"""The torch_npu wheels of the package index, of which only the text is read: a few ranges of each file over HTTP.
+
+A wheel is 40 MB and more, nearly all of it compiled. Its Python files, operator lists and metadata are kept as a small
+zip in the user's cache folder.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from html import unescape
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import urljoin
+
+from tools_npu.versions import order
+
+GAP = 256 << 10  # bytes between two wanted members that are cheaper to read than another request
+SECONDS = 60.0
+TAIL = 1 << 20  # the end of a wheel, where its table of contents is
+# The wheel for one platform serves all machines, because only its text is read.
+PLATFORM = re.compile(r"torch_npu-([^-]+)-cp311-cp311-manylinux\w+_x86_64[\w.]*\.whl")
+WANTED = re.compile(r".*(\.py|\.yaml|/METADATA)")
+
+
+class NoNetwork(Exception):
+    """Raised with the reason if the index or a wheel cannot be read."""
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanochat-tests" / "wheels"
+
+
+def index() -> str:
+    """The address of the package index that pip uses."""
+    if given := os.environ.get("PIP_INDEX_URL"):
+        return given
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    given = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return given or str(importlib.import_module("pip._internal.models.index").PyPI.simple_url)
+
+
+@cache
+def releases() -> dict[str, str]:
+    """Version -> address of every wheel on the index, the oldest first, release candidates left out."""
+    page = index().rstrip("/") + "/torch-npu/"
+    text = _get(page).decode("utf-8", "replace")
+    found: dict[str, str] = {}
+    for address, name in re.findall(r'<a [^>]*href="([^"]+)"[^>]*>([^<]+)</a>', text):
+        named = PLATFORM.fullmatch(name.strip())
+        if named and re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", named[1]):
+            found[named[1]] = urljoin(page, unescape(address).split("#")[0])
+    return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+
+def text_of(version: str) -> Path:
+    """A zip of the text of a version's wheel, from the cache or from the index; NoNetwork if that fails."""
+    kept = cache_folder() / f"torch_npu-{version}-text.zip"
+    if not kept.exists():
+        if version not in releases():
+            raise NoNetwork(f"the index has no torch_npu {version} for Python 3.11 on x86_64")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}.part")
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as out:
+            for name, content in _members(releases()[version]):
+                out.writestr(name, content)
+        os.replace(draft, kept)
+    return kept
+
+
+def _get(address: str, start: int | None = None, end: int | None = None) -> bytes:
+    """A whole page; or the bytes from `start` up to `end`, or the last -start bytes."""
+    headers = {"Accept": "text/html"}
+    if start is not None:
+        headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}" if start >= 0 else f"bytes={start}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=SECONDS) as answer:
+            content: bytes = answer.read()
+            whole = start is not None and answer.status != 206
+    except (urllib.error.URLError, OSError) as failure:
+        raise NoNetwork(f"{address}: {failure}") from failure
+    return content[start:end] if whole else content  # a server that knows no ranges sends everything
+
+
+class _Sparse(BytesIO):
+    """A file of which only some spans are there; zipfile reads no others."""
+
+    def __init__(self, size: int, spans: list[tuple[int, bytes]]):
+        super().__init__()
+        self.size, self.spans, self.place = size, spans, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.place = offset + (0, self.place, self.size)[whence]
+        return self.place
+
+    def tell(self) -> int:
+        return self.place
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self.size if size is None or size < 0 else min(self.place + size, self.size)
+        for start, content in self.spans:
+            if start <= self.place and end <= start + len(content):
+                found = content[self.place - start : end - start]
+                self.place = end
+                return found
+        raise OSError(f"bytes {self.place} to {end} were not fetched")
+
+
+def _members(address: str) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of the wanted members of a wheel."""
+    with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=SECONDS) as answer:
+        size = int(answer.headers["Content-Length"])
+    spans = [(max(size - TAIL, 0), _get(address, -min(TAIL, size)))]
+    table = zipfile.ZipFile(_Sparse(size, spans))
+    wanted = sorted(
+        (one for one in table.infolist() if WANTED.fullmatch(one.filename)), key=lambda one: one.header_offset
+    )
+    ends = [
+        (one.header_offset, one.header_offset + one.compress_size + 30 + 2 * len(one.filename) + 256) for one in wanted
+    ]
+    start, end = ends[0]
+    for first, last in [*ends[1:], (size + GAP + 1, 0)]:
+        if first > end + GAP:
+            spans.append((start, _get(address, start, min(end, size))))
+            start, end = first, last
+        end = max(end, last)
+    whole = zipfile.ZipFile(_Sparse(size, spans))
+    yield from ((one.filename, whole.read(one)) for one in wanted)

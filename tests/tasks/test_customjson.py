@@ -1,0 +1,113 @@
+"""Your own conversations: every known layout is read, and a mistake is named with its place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Conversation, assistant, chat, system, user
+from tasks.common import read_messages
+from tasks.customjson import CustomJSON, read_record
+
+GOOD = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
+
+
+def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps(GOOD, ensure_ascii=False), "", json.dumps({"messages": GOOD, "id": 7}), "  "]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    task = CustomJSON(path)
+    assert (len(task), task.name) == (2, "mine")
+    assert task[0] == task[1] == read_messages(GOOD)
+    assert task[0].messages[1].text == "你好！"
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (b"{", "line 2: Expecting property name"),
+        (b"\xff\xfe", "line 2: 'utf-8' codec can't decode"),
+        (b"5", "a list of messages or an object, got int"),
+        (b"{}", "it has the keys none"),
+        (b'{"text": "a", "id": 3}', "it has the keys text, id"),
+        (b'{"messages": null}', "a list of messages, got NoneType"),
+        (b'{"conversations": 5}', "a list of messages, got int"),
+        (b'{"conversations": [{"from": "tool", "value": "a"}]}', "message 1 is \"from\" 'tool'; known are human"),
+        (b'{"conversations": [{"from": "gpt", "value": "a"}]}', "message 1 must have role 'user'"),
+        (b'{"instruction": "a", "output": ""}', "content of message 2"),
+        (b'{"instruction": ["a"], "output": "b"}', '"instruction" and "input" must be texts'),
+        (b'{"instruction": "a", "output": "b", "history": ["x"]}', '"history" must be a list of [question, answer]'),
+        (b"[]", "must end with a message of role 'assistant'"),
+        (b'[{"role": "user", "content": "a"}]', "must end with a message of role 'assistant'"),
+        (b'[{"role": "user"}]', 'message 1 must be an object with "role" and "content"'),
+        (b'["a"]', "message 1 must be an object"),
+        (b'[{"role": "assistant", "content": "a"}]', "message 1 must have role 'user'"),
+        (
+            b'[{"role": "user", "content": "a"}, {"role": "user", "content": "a"}]',
+            "message 2 must have role 'assistant'",
+        ),
+        (b'[{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]', "message 2 must have"),
+        (b'[{"role": "user", "content": 5}, {"role": "assistant", "content": "a"}]', "content of message 1"),
+        (b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]', "content of message 2"),
+    ],
+)
+def test_own_conversations_are_refused_with_file_line_and_rule(tmp_path: Path, line: bytes, rule: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line + b"\n")
+    with pytest.raises(UserError) as refused:
+        CustomJSON(path)
+    assert str(path) in str(refused.value)
+    assert "line 2" in str(refused.value)
+    assert rule in str(refused.value)
+    assert 'should look like {"messages": [{"role": "user", ' in str(refused.value)  # the form that docs/data.md shows
+
+
+ASKED = [("user", "1+1?"), ("assistant", "2")]
+LAYOUTS = {
+    "messages": {"messages": [{"role": role, "content": text} for role, text in ASKED]},
+    "roles under another key": {"conversations": [{"role": role, "content": text} for role, text in ASKED]},
+    "ShareGPT": {"id": "x", "conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]},
+    "Alpaca": {"instruction": "1+1?", "input": "", "output": "2"},
+    "swift": {"query": "1+1?", "response": "2", "history": None},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_conversations_in_known_layouts_are_the_same(layout: str, tmp_path: Path) -> None:
+    record, path = LAYOUTS[layout], tmp_path / "mine.json"
+    for text in (
+        json.dumps(record),
+        json.dumps([record]),
+        json.dumps([record], indent=2),
+        "\ufeff" + json.dumps([record] * 2, indent=1),
+    ):
+        path.write_text(text, encoding="utf-8")
+        assert CustomJSON(path)[0] == chat("1+1?", "2")
+
+
+def test_system_words_history_and_input_are_turns() -> None:
+    alpaca = {"instruction": "Add.", "input": "3 and 4", "output": "7", "system": "Be brief.", "history": [["a", "b"]]}
+    assert read_record(alpaca) == Conversation(
+        (system("Be brief."), user("a"), assistant("b"), user("Add.\n3 and 4"), assistant("7"))
+    )
+    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert read_record({"conversations": turns}) == Conversation((system("Be brief."), user("a"), assistant("b")))
+
+
+def test_a_mistake_in_a_list_over_several_lines_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('[\n {"instruction": "a", "output": "b"}\n {"instruction": "a"}\n]')
+    with pytest.raises(UserError, match=r"mine.json, Expecting ',' delimiter: line 3"):
+        CustomJSON(path)
+    path.write_text('[\n {"instruction": "a", "output": "b"},\n {"instruction": "a"}\n]')
+    with pytest.raises(UserError, match=r"mine.json, item 2: .* it has the keys instruction"):
+        CustomJSON(path)
+
+
+def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file"):
+        CustomJSON(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="holds no conversation"):
+        CustomJSON(tmp_path / "empty.jsonl")

@@ -1,0 +1,106 @@
+"""What stages and evaluations read is known before a run, and where this machine gets it."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import datasets
+import pytest
+
+from tasks import arc, gsm8k, mmlu
+from tasks.common import Published
+from tasks.mixtures import CURRICULA
+from tasks.needs import repos, warn_of_missing, whereabouts
+
+DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
+
+
+@pytest.mark.parametrize("name", CURRICULA)
+def test_a_curriculum_names_exactly_what_it_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(DATA))
+    read: set[Published] = set()
+    real = Published.files
+    monkeypatch.setattr(Published, "files", lambda self, folder: read.add(self) or real(self, folder))
+    curriculum = CURRICULA[name]
+    for make in curriculum.conversations.values():
+        make(42)
+    curriculum.rl()
+    for make in curriculum.measures(True).values():
+        make()
+    assert read == set(curriculum.needs())
+
+
+class Hub(BaseHTTPRequestHandler):
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(200 if "gsm8k" in self.path else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    yield Hub.asked
+    server.shutdown()
+
+
+def test_a_data_set_is_found_in_the_task_folder_then_in_the_cache_then_on_the_hub(
+    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mmlu" / "all").mkdir(parents=True)
+    (tmp_path / "mmlu" / "all" / "test-00000-of-00001.parquet").touch()
+    cached = tmp_path / "cache" / "allenai___ai2_arc" / "ARC-Easy" / "0.0.0" / "1234"
+    cached.mkdir(parents=True)
+    (cached / "ai2_arc-test.arrow").touch()
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    found = whereabouts(
+        [
+            mmlu.source("all", "test"),
+            mmlu.source("auxiliary_train", "train"),  # a copy that lacks this split hides the hub's
+            arc.source("ARC-Easy", "test"),
+            arc.source("ARC-Easy", "train"),
+            gsm8k.source("train"),
+            gsm8k.source("test"),
+        ]
+    )
+    assert list(found.values()) == ["NANOCHAT_TASK_DIR", "", "cache", "", "hub", "hub"]
+    assert hub == ["/api/datasets/allenai/ai2_arc", "/api/datasets/openai/gsm8k"]  # each once
+
+
+def test_an_unreachable_hub_is_asked_once_and_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: ClassVar[list[str]] = []
+
+    def refuse(url: str) -> bool:
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setattr("tasks.needs.answers", refuse)
+    assert set(repos("fineweb").values()) == {""} and len(asked) == 1
+    warn_of_missing("fineweb")
+    said = capsys.readouterr().err
+    assert "HuggingFaceTB/smol-smoltalk" in said and "hf download openai/gsm8k " in said
+    assert "NANOCHAT_TASK_DIR" in said and "HF_ENDPOINT" in said
+    warn_of_missing("tinyworld")
+    assert not capsys.readouterr().err
+
+
+def test_with_every_data_set_carried_in_nothing_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", str(DATA))
+    warn_of_missing("fineweb")
+    assert not capsys.readouterr().err

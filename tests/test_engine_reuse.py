@@ -1,0 +1,209 @@
+"""Prompts that begin like others are not read again, and their replies are those of a cold engine."""
+
+import random
+
+import pytest
+import torch
+
+from nanochat.engine import Completion, Engine
+from nanochat.generate.rows import BORDER, LEAST, common_prefix
+from nanochat.generate.sampling import Sampling
+from nanochat.gpt import GPT
+from nanochat.nn.cache import Cache
+from tests.support.recurrent_model import Recurrent
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+LENGTH = 160
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return tiny_gpt(TOKENIZER.vocab_size, LENGTH)
+
+
+def words(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(TOKENIZER.vocab_size - 9) for _ in range(count)]
+
+
+def cold(model: GPT, prompt: list[int], sampling: Sampling = GREEDY) -> Completion:
+    return Engine(model, TOKENIZER, slots=1).generate([prompt], sampling)[0]
+
+
+def assert_same(got: Completion, expected: Completion) -> None:
+    assert got.tokens == expected.tokens and got.finish == expected.finish
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_a_second_turn_reads_only_its_new_tokens(model):
+    engine = Engine(model, TOKENIZER, slots=4)
+    first = words(40, 1)
+    (reply,) = engine.generate([first], GREEDY)
+    second = [*first, *reply.tokens, *words(9, 2)]
+    read = engine.prompt_tokens_read
+    (answer,) = engine.generate([second], GREEDY)
+    # All but the last token of a reply are in the cache, and the last token of a prompt is left to decoding.
+    assert engine.prompt_tokens_read - read == 1 + 9 - 1
+    assert answer.reused == engine.prompt_tokens_reused == 40 + len(reply.tokens) - 1
+    assert_same(answer, cold(model, second))
+
+
+@pytest.mark.parametrize("shared", [LEAST, 33, 59])
+def test_a_cut_at_any_token_gives_the_replies_of_a_cold_engine(model, shared):
+    engine = Engine(model, TOKENIZER, slots=3)
+    first = words(60, 3)
+    engine.generate([first], GREEDY)
+    other = [*first[:shared], *words(70 - shared, 4)]
+    (reply,) = engine.generate([other], GREEDY)
+    assert reply.reused == shared
+    assert_same(reply, cold(model, other))
+    (again,) = engine.generate([first], GREEDY)  # what the other one copied from is whole
+    assert again.reused == 59
+    assert_same(again, cold(model, first))
+
+
+def test_a_short_common_beginning_is_read_again(model):
+    engine = Engine(model, TOKENIZER, slots=2)
+    first = words(30, 5)
+    engine.generate([first], GREEDY)
+    (reply,) = engine.generate([[*first[: LEAST - 1], *words(20, 6)]], GREEDY)
+    assert reply.reused == 0
+
+
+def test_a_prompt_is_copied_from_a_request_that_still_runs(model):
+    engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=32)
+    shared = words(64, 7)
+    asked = [[*shared, *words(count, 8 + count)] for count in (5, 9, 21)]
+    for prompt, reply in zip(asked, engine.generate(asked, GREEDY), strict=True):
+        assert_same(reply, cold(model, prompt))
+    assert engine.prompt_tokens_read == 64 + 4 + 8 + 20
+
+
+def test_the_slot_that_was_not_used_for_the_longest_time_is_given_away(model):
+    engine = Engine(model, TOKENIZER, slots=1, kept=2)
+    one, two, three, four = (words(30, seed) for seed in range(20, 24))
+    for prompt in (one, two, three):
+        engine.generate([prompt], GREEDY)
+    assert engine.generate([one], GREEDY)[0].reused == 29  # now two is the oldest
+    engine.generate([four], GREEDY)
+    assert engine.generate([three], GREEDY)[0].reused == 29
+    assert engine.generate([two], GREEDY)[0].reused == 0
+
+
+def test_nothing_is_reused_after_the_weights_have_changed(model):
+    engine = Engine(model, TOKENIZER, slots=2)
+    prompt = words(30, 30)
+    engine.generate([prompt], GREEDY)
+    engine.forget()
+    assert engine.generate([prompt], GREEDY)[0].reused == 0
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_chats_that_come_and_go_in_any_order_equal_cold_ones(model, pad):
+    """Turns of eight chats with a common beginning, more than the slots, with cancels in between."""
+    rng = random.Random(40)
+    engine = Engine(model, TOKENIZER, slots=3, prefill_tokens=24, pad=pad, kept=2)
+    system = words(20, 41)
+    chats = [[*system, *words(3 + 5 * i, 50 + i)] for i in range(8)]
+    expected: dict[tuple[int, ...], Completion] = {}
+    running: dict[int, tuple[int, list[int], Completion]] = {}
+    finished = 0
+    for _ in range(150):
+        idle = [i for i in range(8) if all(i != chat for chat, _, _ in running.values())]
+        if idle and rng.random() < 0.4:
+            chat = rng.choice(idle)
+            if len(chats[chat]) > LENGTH - 20:
+                chats[chat] = chats[chat][:30]
+            running[engine.submit(chats[chat], GREEDY)] = chat, list(chats[chat]), Completion()
+        elif running and rng.random() < 0.05:
+            number = rng.choice(list(running))
+            assert engine.cancel(number)
+            del running[number]
+        for event in engine.step():
+            chat, prompt, reply = running[event.request]
+            reply.add(event)
+            if event.finish:
+                key = tuple(prompt)
+                expected[key] = expected[key] if key in expected else cold(model, prompt)
+                assert_same(reply, expected[key])
+                chats[chat] = [*prompt, *reply.tokens, *words(4, finished)]
+                del running[event.request]
+                finished += 1
+        assert engine.slots - engine.free_slots + engine.waiting == len(running)
+    assert finished > 15 and engine.prompt_tokens_reused > engine.prompt_tokens_read / 4
+
+
+def test_seeded_replies_do_not_depend_on_what_was_reused(model):
+    sampling = Sampling(1.0, 20, max_tokens=15, seed=3, prompt_logprobs=None)
+    engine = Engine(model, TOKENIZER, slots=4)
+    prompt = words(50, 60)
+    engine.generate([[*prompt[:30], *words(10, 61)]], GREEDY)
+    number = engine.submit(prompt, sampling)
+    warm = Completion()
+    while engine.busy:
+        for event in engine.step():
+            assert event.request == number
+            warm.add(event)
+    fresh, cold_reply = Engine(model, TOKENIZER, slots=1), Completion()
+    fresh.submit(prompt, sampling)
+    while fresh.busy:
+        for event in fresh.step():
+            cold_reply.add(event)
+    assert warm.reused == 30
+    assert_same(warm, cold_reply)
+
+
+# --- states that cannot be cut -------------------------------------------------------------------
+
+
+def test_a_recurrent_state_is_reused_at_borders_and_ends_only():
+    model = Recurrent(TOKENIZER, 4 * BORDER)
+    engine = Engine(model, TOKENIZER, slots=3)  # type: ignore[arg-type]
+    first = words(2 * BORDER + 90, 70)
+    (reply,) = engine.generate([first], GREEDY)
+    cases = {  # a prompt -> how much of it is reused
+        (*first, *reply.tokens, 5, 6): len(first) + len(reply.tokens) - 1,  # the whole slot
+        tuple(first): len(first) - 1,  # the end of the prompt
+        (*first[: 2 * BORDER + 20], *words(9, 71)): 2 * BORDER,
+        (*first[: BORDER + 1], *words(9, 72)): BORDER,
+        (*first[: BORDER - 1], *words(9, 73)): 0,
+    }
+    for prompt, reused in cases.items():
+        (again,) = engine.generate([list(prompt)], GREEDY)
+        fresh = Engine(Recurrent(TOKENIZER, 4 * BORDER), TOKENIZER, slots=1)  # type: ignore[arg-type]
+        assert again.reused == reused
+        assert again.tokens == fresh.generate([list(prompt)], GREEDY)[0].tokens
+        engine = Engine(model, TOKENIZER, slots=3)  # type: ignore[arg-type]
+        engine.generate([first], GREEDY)
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def test_common_prefixes_equal_a_count_token_by_token():
+    rng = random.Random(80)
+    for _ in range(300):
+        a = [rng.randrange(2) if rng.random() < 0.02 else 0 for _ in range(rng.randrange(60))]
+        b = [rng.randrange(2) if rng.random() < 0.02 else 0 for _ in range(rng.randrange(60))]
+        expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        assert common_prefix(a, b) == expected
+
+
+def test_a_slot_that_was_cut_continues_as_if_nothing_had_followed(model):
+    ids = torch.tensor([words(20, 90)])
+
+    def after(cache: Cache) -> torch.Tensor:
+        return model.hidden(torch.tensor([[7, 8, 9]]), cache, slice(0, 1))
+
+    with torch.inference_mode():
+        whole, short = model.new_cache(1, 40), model.new_cache(1, 40)
+        model.hidden(ids, whole, slice(0, 1))
+        whole.cut(0, 12, int(ids[0, 11]))
+        model.hidden(ids[:, :12], short, slice(0, 1))
+        assert torch.allclose(after(whole), after(short), atol=1e-5)
+        taken = short.take(0, 15)
+        short.clear(slice(0, 1))
+        short.put(0, taken)
+        assert short.positions.tolist() == [15]

@@ -1,0 +1,201 @@
+"""Measures how fast the cards of this host are, for the planner: check_npu.py --bench.
+
+python -m tools_npu.bench          print the measurements as Markdown, to post in an issue: check_npu.py --share
+
+Every figure is the average of work that is queued without a pause for seconds, because a single operation that is
+waited for measures its launch and a cool card. The file is card_bench.json in the base folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tools_npu.lines import PASS, Line
+
+if TYPE_CHECKING:
+    from nanochat.planner.calibration import Bench
+
+SECONDS = 3.0  # of each measurement
+SLOW_SECONDS = 0.2  # on a card where a small matmul takes longer than SLOW, which is an emulated card
+SLOW = 5e-3
+SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))  # of matmuls: rows, inner, columns
+SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
+
+
+def average(work: Callable[[], Any], seconds: float, wait: Callable[[], None]) -> float:
+    """Seconds of one call of `work`, averaged over calls that are queued without a pause for at least `seconds`."""
+    work()  # the first call compiles or loads the operator
+    wait()
+    count = 1
+    while True:
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        wait()
+        took = time.perf_counter() - start
+        if took >= seconds:
+            return took / count
+        count = max(2 * count, min(int(1.1 * count * seconds / max(took, 1e-6)), 100 * count))
+
+
+class Card:
+    """The card that is measured."""
+
+    def __init__(self, dtype: Any, seconds: float | None = None):
+        import torch
+
+        self.torch, self.dtype, self.wait = torch, dtype, torch.npu.synchronize
+        self.slow = average(self._multiply(512, 512, 512, dtype), 0.0, self.wait) > SLOW
+        self.seconds = seconds or (SLOW_SECONDS if self.slow else SECONDS)
+
+    def _random(self, *shape: int, dtype: Any) -> Any:
+        return self.torch.randn(shape, device="npu:0").to(dtype)
+
+    def _multiply(self, rows: int, inner: int, columns: int, dtype: Any) -> Callable[[], Any]:
+        a, b = self._random(rows, inner, dtype=dtype), self._random(inner, columns, dtype=dtype)
+        return lambda: self.torch.mm(a, b)
+
+    def matmul(self, dtype: Any) -> float:
+        """TFLOP/s of the best of several shapes."""
+        best = 0.0
+        for rows, inner, columns in SLOW_SHAPES if self.slow else SHAPES:
+            took = average(self._multiply(rows, inner, columns, dtype), self.seconds, self.wait)
+            best = max(best, 2 * rows * inner * columns / took / 1e12)
+        return best
+
+    def attention(self) -> float:
+        """TFLOP/s of causal attention, forward and backward, with the operators that training uses."""
+        from tools_npu import numerics
+
+        operations = numerics.operations()
+        shape = (1, 256, 2, 64) if self.slow else (8, 2048, 8, 128)  # (B, T, H, D)
+        q, k, v = (self._random(*shape, dtype=self.dtype).requires_grad_() for _ in range(3))
+
+        def both() -> None:
+            operations.attend(q, k, v, shape[1]).sum().backward()
+
+        flops = 14 * shape[0] * shape[1] ** 2 / 2 * shape[2] * shape[3]
+        return flops / average(both, self.seconds, self.wait) / 1e12
+
+    def vector(self) -> float:
+        """GB/s that an element-wise operator reads and writes."""
+        a = self._random((1 << 20) if self.slow else (128 << 20), dtype=self.dtype)
+        b = self.torch.empty_like(a)
+        took = average(lambda: self.torch.mul(a, 1.5, out=b), self.seconds, self.wait)
+        return 2 * a.numel() * a.element_size() / took / 1e9
+
+    def launch(self) -> float:
+        """Microseconds of the host for one small operator."""
+        x = self._random(64, dtype=self.torch.float32)
+
+        def many() -> None:
+            y = x
+            for _ in range(100):
+                y = y + 1
+
+        return 1e6 * average(many, self.seconds, self.wait) / 100
+
+    def copies(self) -> tuple[float, float]:
+        """GB/s from pinned memory of the host to the card, and back."""
+        host = self.torch.ones((1 << 18) if self.slow else (64 << 20)).pin_memory()
+        card = host.to("npu:0")
+        size = host.numel() * 4 / 1e9
+        up = average(lambda: card.copy_(host, non_blocking=True), self.seconds, self.wait)
+        return size / up, size / average(lambda: host.copy_(card, non_blocking=True), self.seconds, self.wait)
+
+
+def measure(begin: Callable[[str], None], line: Callable[[Line], None], dtype: Any) -> dict[str, float]:
+    """Measure the first card, and report each figure as a line."""
+    import torch
+
+    card = Card(dtype)
+    short = str(dtype).removeprefix("torch.")
+    begin("launch")
+    launch = card.launch()
+    line(Line("launch", PASS, f"{launch:.1f} us per operator", f"下发一个算子 {launch:.1f} 微秒", data={"us": launch}))
+    begin("copies")
+    up, down = card.copies()
+    vector = card.vector()
+    line(Line("copies", PASS, f"{up:.1f} GB/s to the card, {down:.1f} GB/s back, {vector:.0f} GB/s on the card",
+              f"主机到卡 {up:.1f} GB/s，卡到主机 {down:.1f} GB/s，卡内 {vector:.0f} GB/s",
+              data={"up_gb_per_s": up, "down_gb_per_s": down, "memory_gb_per_s": vector}))  # fmt: skip
+    begin("attention speed")
+    attention = card.attention()
+    line(Line("attention speed", PASS, f"{attention:.3g} TFLOP/s, causal, forward and backward",
+              f"{attention:.3g} TFLOP/s，因果，前向加反向", data={"tflops": attention}))  # fmt: skip
+    begin("long matmul speed")
+    matmul, full = card.matmul(dtype), card.matmul(torch.float32)
+    line(Line("long matmul speed", PASS, f"{matmul:.3g} TFLOP/s in {short}, {full:.3g} in float32",
+              f"{short} {matmul:.3g} TFLOP/s，float32 {full:.3g} TFLOP/s",
+              data={"tflops": matmul, "full_tflops": full}))  # fmt: skip
+    return {"launch_us": launch, "vector_gb_per_s": vector, "attention_tflops": attention, "matmul_tflops": matmul,
+            "full_tflops": full, "seconds": card.seconds}  # fmt: skip
+
+
+def save(figures: dict[str, float], link: float | None, cards: int, chip: str, dtype: Any, toolkit: str) -> Line:
+    """Write the file that the planner reads; returns the line about it."""
+    import torch
+    import torch_npu
+
+    from nanochat.planner import calibration
+
+    bench = calibration.Bench(
+        chip=chip, cards=cards, number_format=str(dtype).removeprefix("torch."), link_gb_per_s=link,
+        torch=torch.__version__, driver_package=str(torch_npu.__version__), toolkit=toolkit or "unknown", **figures,
+    )  # fmt: skip
+    calibration.save(bench, calibration.path_of())
+    name = calibration.NAME
+    english = f"{name} in the base folder; nanochat.planner uses it. To share it: python check_npu.py --share"
+    chinese = f"已写入基础目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
+    return Line("bench file", PASS, english, chinese)
+
+
+def shared(bench: Bench) -> str:
+    """The measurements and what the planner makes of them as Markdown, without names of hosts, users or folders."""
+    from nanochat import device
+    from nanochat.planner import calibration, tables
+
+    link = "one card" if bench.link_gb_per_s is None else f"{bench.link_gb_per_s:.1f} GB/s"
+    rows = [
+        (f"matmul in {bench.number_format}, best shape", f"{bench.matmul_tflops:.1f} TFLOP/s"),
+        ("matmul in float32, best shape", f"{bench.full_tflops:.1f} TFLOP/s"),
+        ("attention, causal, forward and backward", f"{bench.attention_tflops:.1f} TFLOP/s"),
+        ("element-wise operators", f"{bench.vector_gb_per_s:.0f} GB/s"),
+        ("launch of an operator", f"{bench.launch_us:.1f} us"),
+        ("all_reduce, a card", link),
+    ]
+    text = [
+        f"### {bench.cards} x {bench.chip}",
+        f"torch {bench.torch}, torch_npu {bench.driver_package}, CANN {bench.toolkit}; every figure over at least "
+        f"{bench.seconds:g} s",
+        tables.markdown(("measured", bench.chip), rows),
+    ]
+    if chip := next((chip for chip in device.planned() if chip.name == bench.chip and chip.trains), None):
+        measured = {chip.name: calibration.rates_from(bench)}
+        text.append(tables.of_plans([chip], [bench.cards], (12, 20, 24), 32_768, measured))
+        text.append("Please add what base_train printed: depth, cards, tok/sec and mfu.")
+    return "\n\n".join(text)
+
+
+def main() -> int:
+    """Print the measurements of this host; returns 1 if there are none."""
+    from nanochat.common import UserError
+    from nanochat.planner import calibration
+
+    try:
+        bench = calibration.read(calibration.path_of())
+    except UserError as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        return 1
+    if bench is None:
+        print("error: nothing has been measured on this host yet; run python check_npu.py --bench", file=sys.stderr)
+        return 1
+    print(shared(bench))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
