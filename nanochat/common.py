@@ -381,8 +381,8 @@ def free_flags(config: type[Any]) -> frozenset[str]:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """A configuration as a plain dict, as checkpoints and reports keep it."""
-    return dataclasses.asdict(config)
+    """A configuration as a plain dict, as checkpoints and reports keep it: lists for tuples, text for paths."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 if __name__ == "__main__":  # for shell scripts, which must mean the same folder

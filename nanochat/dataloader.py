@@ -18,7 +18,7 @@ from nanochat.data.mixing import Data
 from nanochat.device import Compute
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
-from nanochat.prepare.plan import Plan, plan
+from nanochat.prepare.plan import Plan, TooLong, plan
 from nanochat.prepare.token_files import TokenSet
 from nanochat.tokenizer import Tokenizer
 
@@ -69,6 +69,8 @@ class Rows:
     Number n is row n % count of epoch n // count, in the order of that epoch; without a seed, in the plan's order.
     """
 
+    extras: tuple[str, ...] = ()  # what a batch holds after inputs and targets
+
     def __init__(self, token_set: TokenSet, plan: Plan, bos: int, seed: int | None, masked: bool):
         """With `masked`, only the tokens that the mask marks are targets; else every token and begin mark after the
         first one is a target."""
@@ -96,11 +98,11 @@ class Rows:
 
     def row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets) of one row, int64 (T,) each."""
-        inputs, targets = self.batch(self.plan_rows(number, 1))
+        inputs, targets, *_ = self.batch(self.plan_rows(number, 1))
         return inputs[0], targets[0]
 
-    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets) of the given rows of the plan, int64 (B, T) each."""
+    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """(inputs, targets) and the extras of the given rows of the plan, int64 (B, T) each."""
         size = self.row_tokens
         cells = np.full((len(plan_rows), size), self._bos, np.int64)
         targets = np.full((len(plan_rows), size - 1), IGNORED, np.int64)
@@ -129,6 +131,32 @@ class Rows:
             targets[: at - 1] = cells[1:at]
 
 
+class PackedRows(Rows):
+    """Rows of conversations without begin marks, as published models know them: a conversation's own first token takes
+    the place of the mark. A batch also says to which conversation of its row each token belongs."""
+
+    extras = ("documents",)
+
+    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """(inputs, targets, documents) of the given rows of the plan, int64 (B, T) each. The padding at the end of a
+        row is a document of its own."""
+        inputs, targets = super().batch(plan_rows)
+        documents = torch.zeros_like(inputs)
+        first, lengths = self._first, self._plan.packing.lengths
+        for b, row in enumerate(plan_rows.tolist()):
+            ends = np.cumsum(lengths[int(first[row]) : int(first[row + 1])].astype(np.int64) + 1)
+            documents[b] = torch.from_numpy(np.searchsorted(ends, np.arange(documents.size(1)), side="right"))
+        return inputs, targets, documents
+
+    def _fill(self, row: int, cells: np.ndarray, targets: np.ndarray) -> None:
+        super()._fill(row, cells, targets)
+        segments, packing = slice(int(self._first[row]), int(self._first[row + 1])), self._plan.packing
+        at, tokens = 0, self._set.parts[0].tokens
+        for start, length in zip(packing.starts[segments].tolist(), packing.lengths[segments].tolist(), strict=True):
+            cells[at] = tokens[start - 1]
+            at += length + 1
+
+
 class MixedRows:
     """Several sets of rows as one endless sequence: of every sum(shares) rows, shares[k] come from set k.
 
@@ -143,7 +171,7 @@ class MixedRows:
         assert len(sources) == len(shares) and min(shares) > 0, "a share for each set"
         assert len({source.row_tokens for source in sources}) == 1, "rows of one length are mixed"
         self.sources, self.shares = tuple(sources), tuple(shares)
-        self.row_tokens = sources[0].row_tokens
+        self.row_tokens, self.extras = sources[0].row_tokens, sources[0].extras
         self.size = sum(source.size for source in sources)
         self._offsets = np.cumsum([0, *(source.size for source in sources)]).tolist()
         self.count = self._first_epoch() if count is None else count
@@ -182,15 +210,16 @@ class MixedRows:
         begin, end = self.seen(first), self.seen(first + count)
         return sum(s.targets_in(a, b - a) for s, a, b in zip(self.sources, begin, end, strict=True))
 
-    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Like Rows.batch."""
-        inputs = torch.empty(len(plan_rows), self.row_tokens - 1, dtype=torch.int64)
-        targets = torch.empty_like(inputs)
+        shape = (len(plan_rows), self.row_tokens - 1)
+        tensors = tuple(torch.empty(shape, dtype=torch.int64) for _ in range(2 + len(self.extras)))
         for source, offset in zip(self.sources, self._offsets, strict=False):
             which = (plan_rows >= offset) & (plan_rows < offset + source.size)
             chosen = torch.from_numpy(which)
-            inputs[chosen], targets[chosen] = source.batch(plan_rows[which] - offset)
-        return inputs, targets
+            for whole, part in zip(tensors, source.batch(plan_rows[which] - offset), strict=True):
+                whole[chosen] = part
+        return tensors
 
 
 Source = Rows | MixedRows
@@ -222,7 +251,8 @@ class Step:
 
     first_row: int
     num_targets: int  # over all ranks and micro-batches; the sum of losses is divided by this number
-    micro_batches: list[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets), int64 (b, T) each
+    micro_batches: list[tuple[torch.Tensor, ...]]  # (inputs, targets) and the extras, int64 (b, T) each
+    extras: tuple[str, ...] = ()  # see update.MicroBatches
 
 
 def steps(rows: Source, first_row: int, rows_per_step: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:
@@ -252,9 +282,12 @@ def make_step(rows: Source, first_row: int, rows_per_step: int, device_batch_siz
     own = all_rows[numbers % compute.world_size == compute.rank]
     micro_batches = []
     for i in range(0, len(own), device_batch_size):
-        inputs, targets = rows.batch(own[i : i + device_batch_size])
-        micro_batches.append((device.pin(inputs, compute), device.pin(targets, compute)))
-    return Step(first_row, rows.targets_in(first_row, rows_per_step), micro_batches)
+        micro_batches.append(_pinned(rows.batch(own[i : i + device_batch_size]), compute))
+    return Step(first_row, rows.targets_in(first_row, rows_per_step), micro_batches, rows.extras)
+
+
+def _pinned(tensors: Iterable[torch.Tensor], compute: Compute) -> tuple[torch.Tensor, ...]:
+    return tuple(device.pin(tensor, compute) for tensor in tensors)
 
 
 def split_rows(data: Data, tokenizer: Tokenizer, split: Split, length: int, seed: int = SAMPLE_SEED) -> Source:
@@ -279,15 +312,18 @@ def conversation_rows(
     length: int,
     seed: int | None,
     masked: bool,
+    too_long: TooLong | None = None,
 ) -> Rows:
-    """Rows of `length` tokens made of whole conversations; Rows describes `seed` and `masked`.
+    """Rows of `length` tokens made of whole conversations; Rows describes `seed` and `masked`. With `too_long`, which
+    plan() describes, they are PackedRows.
 
     The tokens are kept in `chat_data/<name>`. `key` names the content: `conversations` is called only if there are no
     tokens with this key.
     """
     folder = base_dir() / "chat_data" / name
     token_set = prepare_conversations(folder, _Lazy(conversations), tokenizer, key)
-    return Rows(token_set, plan(token_set, length + 1, cut=False), tokenizer.bos, seed, masked)
+    kind = PackedRows if too_long else Rows
+    return kind(token_set, plan(token_set, length + 1, False, too_long), tokenizer.bos, seed, masked)
 
 
 class ConversationSplits(Protocol):
@@ -302,12 +338,14 @@ class ConversationSplits(Protocol):
 
 
 def chat_rows(
-    stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, length: int, seed: int, masked: bool
-) -> tuple[Rows, Rows]:
+    stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, length: int, seed: int, masked: bool,
+    too_long: TooLong | None = None,
+) -> tuple[Rows, Rows]:  # fmt: skip
     """The rows of a stage's conversations to train on and to validate on; see conversation_rows()."""
     parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))
     train, val = (
-        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked) for name, part in parts
+        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked, too_long)
+        for name, part in parts
     )
     return train, val
 
@@ -333,7 +371,6 @@ def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute
     for first in range(0, wanted, size):
         step = make_step(rows, first, min(size, wanted - first), device_batch_size, compute)
         if not step.micro_batches:
-            inputs, targets = rows.batch(rows.plan_rows(first, 1))
-            nothing = torch.full_like(targets, IGNORED)
-            step.micro_batches.append((device.pin(inputs, compute), device.pin(nothing, compute)))
+            inputs, targets, *more = rows.batch(rows.plan_rows(first, 1))
+            step.micro_batches.append(_pinned((inputs, torch.full_like(targets, IGNORED), *more), compute))
         yield step

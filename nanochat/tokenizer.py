@@ -78,6 +78,8 @@ class Tokenizer:
         self._ids = {role: len(ranks) + i for i, role in enumerate(self._spellings)}
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
+        self.marks_begin = True  # every text and conversation begins with bos
+        self.border: int | None = self._ids["user_start"]  # where a conversation may be cut
         self.hash = _digest(self._content())
         self._encoder = bpe.encoder(ranks, regex)
         self._bytes = dict(enumerate(ranks))

@@ -28,7 +28,7 @@ SAMPLES = 6  # replies of each task to keep for the report
 class Config:
     """Evaluate a chat model: what share of the problems of each task it solves."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
+    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
     """Tasks to evaluate, with | between their names. Default: the tasks that suit the corpus of the model."""

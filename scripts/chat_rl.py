@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanochat.checkpoint_manager.load import held_in
+from nanochat.checkpoint_manager.families import held_in
 from nanochat.common import log
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute

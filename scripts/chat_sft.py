@@ -7,47 +7,37 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.common import log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.train import sizes
-from nanochat.train.flags import Auto, ChatFlags, Free
+from nanochat.train.flags import ChatFlags, ExampleFlags, Free
 from nanochat.train.stage import Stage, launch
 from tasks.mixtures import mix
 
 
 @dataclass(frozen=True)
-class Config(ChatFlags):
+class Config(ExampleFlags, ChatFlags):
     """Flags of fine-tuning."""
 
     source: Free[Literal["mid", "base"]] = "mid"
     """stage whose model to start from"""
     source_step: Free[int | None] = None
     """step of that stage's checkpoint; default: the newest"""
-    target_examples_per_step: int = 32
-    """rows per step over all devices; a row holds several whole conversations"""
-    device_batch_size: Free[int | Auto] = 4
-    """rows per pass on one device, at most; auto: as many as its memory holds.
-    Lower it when memory runs out: what is learned stays the same"""
     init_lr_frac: float = 0.02
     """factor on all learning rates, which then fall linearly to 0"""
-    eval_every: Free[int] = 100
-    """steps between validations; 0: never validate"""
 
 
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
     stage = Stage.after(cfg.source, cfg.source_step, "sft", cfg, compute)
-    sizes.check_for_ranks("target_examples_per_step", cfg.target_examples_per_step, compute)
     model, tokenizer = stage.load_parent()
     T, parameters = model.config.sequence_len, model.parameter_counts()["total"]
-    tokens = cfg.target_examples_per_step * T
-    batch = sizes.batch(tokens, cfg.device_batch_size, model.config, parameters, None, stage.corpus, compute)
+    batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, model.config, parameters,
+                                stage.corpus, compute)  # fmt: skip
 
     mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
     answers, val_answers = chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
-    steps = cfg.steps(answers.count, batch.rows_per_step)
-    log(f"mixture: {mixture.name}, {answers.count:,} rows of {T} tokens; {steps:,} steps")
+    steps = stage.steps_over(answers, batch.rows_per_step, mixture.name)
 
     stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):

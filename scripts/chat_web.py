@@ -30,7 +30,7 @@ from nanochat.serve.terminal import harmless
 class Config:
     """Chat with a trained model in the browser."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl"] | None, arg(aliases=["-i"])] = None
+    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
     """Stage of the model. Default: the stage of the model that was trained last."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
     """Tag of the model, such as d20. Default: the tag of the model that was trained last."""

@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
-from nanochat.common import log
 from nanochat.data.mixing import resolve_data
 from nanochat.data.traits import traits
 from nanochat.dataloader import blend, chat_rows, split_rows
@@ -49,9 +48,8 @@ def train(cfg: Config, compute: Compute) -> None:
     every = traits(corpus).documents_every if cfg.documents_every == "auto" else cfg.documents_every
     if every:
         rows = blend(rows, split_rows(resolve_data(corpus), tokenizer, "train", length, cfg.seed), every)
-    steps = cfg.steps(rows.count, batch.rows_per_step)
-    log(f"mixture: {mixture.name}{f' and one row in {every} of {corpus}' if every else ''}, "
-        f"{rows.count:,} rows of {length} tokens; {steps:,} steps")  # fmt: skip
+    beside = f" and one row in {every} of {corpus}" if every else ""
+    steps = stage.steps_over(rows, batch.rows_per_step, f"{mixture.name}{beside}")
 
     per_step = batch.tokens_per_step
     warn_of_missing(corpus)

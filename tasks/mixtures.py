@@ -1,8 +1,9 @@
 """What each stage after pretraining learns from: TinyWorld's own conversations, or the published mixtures."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -43,6 +44,7 @@ Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
 HELD_OUT = 50  # one conversation in 50 is for validation
+MOST_TIMES = 1000  # that the conversations of a file may be repeated
 
 
 class Conversations(Protocol):
@@ -115,6 +117,39 @@ def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: 
         return Mix(title, key, lambda: make(seed))
     yours = CustomJSON(added)
     return Mix(f"{title} and {added}", f"{key} + {_content(added)}", lambda: WithYours(make(seed), yours, seed))
+
+
+def own_conversations(files: Sequence[str]) -> Mix:
+    """The conversations of your own files, one file after the other.
+
+    FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the file that cannot be
+    read, the line and the rule.
+    """
+    parts = [_with_weight(file) for file in files]
+    tasks = [CustomJSON(path) for path, _ in parts]
+    chosen = [(task, int(i / weight)) for task, (_, weight) in zip(tasks, parts, strict=True)
+              for i in range(max(int(len(task) * weight), 1))]  # fmt: skip
+    if len(chosen) < 2:
+        raise UserError(
+            f"{files[0]} must hold at least 2 conversations, since one is for validation, got {len(chosen)}; add more"
+        )
+    key = " + ".join(f"{weight:g} {_content(path)}" for path, weight in parts)
+    name = ", ".join(Path(path).name for path, _ in parts)
+    return Mix(name, sha256(key.encode()).hexdigest(), lambda: [task[i % len(task)] for task, i in chosen])
+
+
+def _with_weight(file: str) -> tuple[str, float]:
+    """A path and its weight. UserError if the weight is not above 0."""
+    path, colon, weight = file.rpartition(":")
+    if not colon or Path(file).expanduser().exists():
+        return file, 1.0
+    try:
+        value = float(weight)
+    except ValueError:
+        return file, 1.0  # a name with a colon, which CustomJSON will say is missing
+    if not 0 < value <= MOST_TIMES:
+        raise UserError(f"{file}: the weight of a file must be above 0 and at most {MOST_TIMES}, got {weight}", 2)
+    return path, value
 
 
 def _content(file: str) -> str:

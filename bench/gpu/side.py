@@ -33,6 +33,7 @@ class Work:
 
     num_targets: int
     micro_batches: Sequence[tuple[Tensor, ...]]
+    extras: tuple[str, ...] = ()
 
 
 def ours(task: dict[str, Any]) -> Side:

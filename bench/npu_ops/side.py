@@ -24,6 +24,8 @@ from nanochat.train.update import LossScale, update
 class Batch:
     """One row of random tokens in pinned memory, like the loader's."""
 
+    extras: tuple[str, ...] = ()
+
     def __init__(self, shape: GPTConfig, compute: device.Compute, seed: int):
         generator = torch.Generator().manual_seed(seed)
         row = torch.randint(0, shape.vocab_size, (1, shape.sequence_len + 1), generator=generator)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
@@ -84,3 +85,10 @@ def build(meta: Mapping[str, Any], values: dict[str, Tensor], compute: Compute, 
     with torch.device("meta"):
         parallel.check_shapes(family.model(shape), values)
     return family.model(shape, dtype=compute.dtype, operations=compute.operations)
+
+
+def held_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)

@@ -18,7 +18,7 @@ FORMAT = 1
 # What meta.json must hold, and what of a resumed run's state and program it may hold, with the types.
 NEEDED = {"step": int, "steps": int, "stage": str, "tokenizer_hash": str, "files": dict, "model": dict, "config": dict,
           "state": dict}  # fmt: skip
-OPTIONAL = {"family": str, "made_with": dict}
+OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
 HASHERS = 4  # threads that verify files: Python releases its lock while hashing

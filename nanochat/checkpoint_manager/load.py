@@ -2,18 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn as nn
 
-from nanochat.checkpoint_manager.families import build
+from nanochat.checkpoint_manager.families import build, held_in
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.checkpoint_manager.tensors import read_tensors
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, read_json, warn
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.nn.lora import LoraConfig, add_adapters
+from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 
@@ -30,6 +33,28 @@ def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int |
             warn(f"{step_dir(folder, step)} is damaged: {problem}; falling back to the step before it")
     found = parallel.agree(found, compute)
     return None if found < 0 else found
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a folder: our own, or that of a published model whose embedding has `vocab_size` rows."""
+    path = folder / "tokenizer.json"
+    if path.is_file() and "added_tokens" in read_json(path):
+        return cast(Tokenizer, FolderTokenizer(folder, vocab_size))  # it has the members that a model's user needs
+    return Tokenizer.load(folder)
+
+
+def _over_base(meta: dict[str, Any], where: Path, compute: Compute) -> Qwen:
+    """The published model that an adapter was trained on, with an adapter that has no values yet. UserError if that
+    model is gone or is not the one it was."""
+    base = Path(meta["base"]["folder"])
+    if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
+        raise UserError(
+            f"{where} is an adapter of the model in {base}, which is {'another one now' if base.is_dir() else 'gone'}. "
+            "Put that model back, or train the adapter again with `python -m scripts.finetune`"
+        )
+    model = load_qwen(base, compute)
+    add_adapters(model, LoraConfig(**{**meta["lora"], "targets": tuple(meta["lora"]["targets"])}))
+    return model
 
 
 @dataclass(frozen=True)
@@ -74,8 +99,12 @@ def load_model(
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
     values = read_tensors(where / "model.safetensors")
-    model = build(meta, values, compute, str(where / "meta.json"))
-    tokenizer = Tokenizer.load(where)
+    model: Any  # of any family
+    if "base" in meta:
+        model = _over_base(meta, where, compute)
+    else:
+        model = build(meta, values, compute, str(where / "meta.json"))
+    tokenizer = load_tokenizer(where, model.config.vocab_size)
     if tokenizer.vocab_size != model.config.vocab_size or tokenizer.hash != meta["tokenizer_hash"]:
         raise UserError(
             f"the tokenizer in {where} has {tokenizer.vocab_size:,} tokens and hash {tokenizer.hash[:8]}, but the "
@@ -86,10 +115,3 @@ def load_model(
     del values
     held_in(model, dtype or compute.dtype)
     return Loaded(model.to(compute.device).eval(), tokenizer, meta, name, folder.name, step)
-
-
-def held_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data = parameter.data.to(dtype)

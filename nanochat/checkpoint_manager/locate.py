@@ -11,8 +11,9 @@ from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps
 from nanochat.common import UserError, base_dir
 
-STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
-MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
+MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl",
+           "tune": "scripts.finetune"}  # fmt: skip
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
@@ -22,7 +23,7 @@ def checkpoint_dir(stage: str, tag: str) -> Path:
 
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
     """(stage, folder) in order of preference: later stages first, then newer checkpoints."""
-    for name in ("rl", "sft", "mid", "base") if stage is None else (stage,):
+    for name in ("rl", "sft", "mid", "base", "tune") if stage is None else (stage,):
         parent = base_dir() / f"{STAGES[name]}_checkpoints"
         folders = [parent / tag] if tag else sorted(parent.glob("*"), key=_age)
         yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
@@ -34,7 +35,7 @@ def _age(folder: Path) -> float:
 
 
 def find(stage: str | None, tag: str | None) -> tuple[str, Path]:
-    """The stage and folder to use; without a stage the latest of rl > sft > mid > base, without a tag the newest."""
+    """The stage and folder to use: by default the latest of rl, sft, mid, base and tune, and the newest tag."""
     if stage is not None and stage not in STAGES:
         raise UserError(f"the stage must be one of {', '.join(STAGES)}, got {stage!r}", exit_code=2)
     for name, folder in _candidates(stage, tag):

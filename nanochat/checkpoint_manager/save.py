@@ -139,7 +139,7 @@ def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, di
         compute.pulse.beat()
         if compute.main and failure is None:
             try:
-                file = file or TensorFile(path, shapes_of(model.named_parameters()))
+                file = file or TensorFile(path, shapes_of(parallel.trained(model)))
                 file.add(key, rows)
             except OSError as refused:  # the other ranks must still gather
                 failure = refused

@@ -19,10 +19,14 @@ from nanochat.tokenizer import Tokenizer
 
 
 class Batches(Protocol):
-    """A step of the data loader: (inputs, targets) pairs of shape (B, T) on the host; a target of -1 is ignored."""
+    """A step of the data loader: inputs and targets of shape (B, T) on the host, and what `extras` names besides; a
+    target of -1 is ignored."""
 
     @property
-    def micro_batches(self) -> Iterable[tuple[Tensor, Tensor]]: ...
+    def micro_batches(self) -> Iterable[tuple[Tensor, ...]]: ...
+
+    @property
+    def extras(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ def evaluate_loss(
     tokens = size = 0
     for step in steps:
         signals.check(compute)
-        for inputs, targets in step.micro_batches:
+        for inputs, targets, *more in step.micro_batches:
             of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
             text = torch.where(of_target > 0, targets, -1)  # the loss of a target of -1 is 0 nats
-            losses = model(to_device(inputs, compute), to_device(text, compute), reduction="none")
+            extras = {name: to_device(value, compute) for name, value in zip(step.extras, more, strict=True)}
+            losses = model(to_device(inputs, compute), to_device(text, compute), reduction="none", **extras)
             row_nats.append(losses.float().sum(dim=1))
             tokens += int((of_target > 0).sum())
             size += int(of_target.sum())

@@ -98,15 +98,24 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             matrix.adapt(config)
 
 
+def first_values(model: nn.Module, seed: int = 42) -> dict[str, Tensor]:
+    """The whole first values of every adapter, by the names of its parameters: A is uniform in +-1/sqrt(inputs) as in
+    peft, B is zero, so that training starts from the model itself. The values are the same on every device."""
+    generator, values = torch.Generator().manual_seed(seed), {}
+    for name, matrix, first, second in adapted(model):
+        drawn = torch.empty(first.weight.shape).uniform_(-1, 1, generator=generator)
+        values[f"{name}.lora_A.weight"] = drawn * matrix.in_features**-0.5
+        values[f"{name}.lora_B.weight"] = torch.zeros(second.weight.shape)
+    return values
+
+
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 42) -> None:
-    """Give every adapter its first values: A is uniform in +-1/sqrt(inputs) as in peft, B is zero, so that training
-    starts from the model itself. The values are the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    for _, matrix, first, second in adapted(model):
-        drawn = torch.empty(first.weight.shape).uniform_(-1, 1, generator=generator) * matrix.in_features**-0.5
-        first.weight.copy_(drawn)
-        second.weight.zero_()
+    """Fill every adapter of an unsharded model with its first values."""
+    values = first_values(model, seed)
+    for name, _, first, second in adapted(model):
+        first.weight.copy_(values[f"{name}.lora_A.weight"])
+        second.weight.copy_(values[f"{name}.lora_B.weight"])
 
 
 @torch.no_grad()

@@ -51,21 +51,21 @@ def prepare_conversations(
 
 def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, about: dict[str, Any]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    token_bytes = tokenizer.token_bytes()
+    token_bytes, dropped = tokenizer.token_bytes(), int(tokenizer.marks_begin)
     conversations = iter(conversations)
     with (
         token_writer(folder, "conversations", dtype_for(tokenizer.vocab_size), masked=True) as writer,
         Progress(f"tokenise {folder.name}", None, "conversations") as progress,
     ):
         while some := list(itertools.islice(conversations, 1_000)):
-            # Drop the begin mark, since the loader puts one before every piece.
+            # A begin mark is dropped, since the loader puts one before every piece.
             rendered = [tokenizer.render(conversation) for conversation in some]
-            lengths = np.array([len(r.ids) - 1 for r in rendered], np.int64)
-            tokens = joined([r.ids[1:] for r in rendered], writer.dtype)
-            writer.add(tokens, lengths, token_bytes, joined([r.mask[1:] for r in rendered], "uint8"))
+            lengths = np.array([len(r.ids) - dropped for r in rendered], np.int64)
+            tokens = joined([r.ids[dropped:] for r in rendered], writer.dtype)
+            writer.add(tokens, lengths, token_bytes, joined([r.mask[dropped:] for r in rendered], "uint8"))
             progress.advance(len(some))
         part = writer.finish({})
     if not part["documents"]:
         raise UserError(f"there are no conversations to tokenise for {folder}; check the data of this stage")
-    border = tokenizer.special("user_start")
-    write_json(folder / META, {**about, "dtype": dtype_for(tokenizer.vocab_size), "border": border, "parts": [part]})
+    dtype, border = dtype_for(tokenizer.vocab_size), tokenizer.border
+    write_json(folder / META, {**about, "dtype": dtype, "border": border, "parts": [part]})

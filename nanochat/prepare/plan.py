@@ -4,12 +4,15 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from nanochat.common import UserError, fsync_path, log, sha256_of, warn, write_json
 from nanochat.prepare.packing import Packing, count_marked, cut_at, pack
 from nanochat.prepare.token_files import FIX, FORMAT, META, TokenSet, damage, damaged, locked, read_meta
+
+TooLong = Literal["cut", "drop"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Plan:
     used: np.ndarray  # (rows,) int32: cells of each row that are not padding
     trained: np.ndarray  # (rows,) int32: tokens of each row with mask 1; without a mask, all tokens but begin marks
     key: str
-    cut_conversations: int
+    cut_conversations: int  # those that were longer than a row
     dropped_tokens: int
 
     @property
@@ -30,27 +33,29 @@ class Plan:
         return len(self.used)
 
 
-def plan(token_set: TokenSet, row_tokens: int, cut: bool) -> Plan:
+def plan(token_set: TokenSet, row_tokens: int, cut: bool, too_long: TooLong | None = None) -> Plan:
     """The rows of a token set, made once and kept beside it; safe to call from every rank at once.
 
     Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each conversation stays
     whole; one that is longer than a row is cut before a user turn, and a single exchange that is longer than a row
-    loses its end.
+    loses its end. `too_long` is for conversations without begin marks, whose own first token takes the place of the
+    mark: one that is longer than a row is cut to its beginning, or dropped. UserError if nothing is left.
     """
-    folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}"
+    folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}{f'-{too_long}' if too_long else ''}"
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
     made = _load_plan(folder, key, row_tokens)
     if made is None:
         with locked(token_set.folder / f".{folder.name}.lock"):
             made = _load_plan(folder, key, row_tokens)
             if made is None:
-                _make_plan(token_set, folder, row_tokens, cut, key)
+                _make_plan(token_set, folder, row_tokens, cut, too_long, key)
                 made = _load_plan(folder, key, row_tokens)
     assert made is not None
     if made.cut_conversations:
         log(
             f"{made.cut_conversations:,} of {token_set.documents:,} conversations were longer than a row of "
-            f"{row_tokens - 1:,} tokens and were cut; {made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
+            f"{row_tokens - 1:,} tokens and were {'dropped' if too_long == 'drop' else 'cut'}; "
+            f"{made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
             "left out"
         )
     return made
@@ -75,17 +80,22 @@ def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
         return None
 
 
-def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, key: str) -> None:
+def _make_plan(
+    token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, too_long: TooLong | None, key: str
+) -> None:
     lengths = token_set.lengths()
     starts = np.cumsum(lengths) - lengths
     cut_conversations = dropped = 0
     if not cut:
-        starts, lengths, cut_conversations = _cut_conversations(token_set, starts, lengths, row_tokens - 1)
+        room = row_tokens if too_long else row_tokens - 1
+        starts, lengths, cut_conversations = _cut_conversations(token_set, starts, lengths, room, too_long)
         dropped = token_set.tokens - int(lengths.sum())
+        if too_long:
+            starts, lengths = starts[lengths > 1] + 1, lengths[lengths > 1] - 1
     if not len(starts):
         raise UserError(
-            f"{token_set.folder} holds nothing that fits into rows of {row_tokens - 1} tokens; use longer rows or more "
-            "data"
+            f"{token_set.folder} holds nothing to train on that fits into rows of {row_tokens - 1} tokens; use longer "
+            "rows or more data"
         )
     packing = pack(starts, lengths, row_tokens, cut)
     mask = token_set.parts[0].mask
@@ -117,11 +127,11 @@ def _make_plan(token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, ke
 
 
 def _cut_conversations(
-    token_set: TokenSet, starts: np.ndarray, lengths: np.ndarray, room: int
+    token_set: TokenSet, starts: np.ndarray, lengths: np.ndarray, room: int, too_long: TooLong | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """The starts and lengths of pieces of at most `room` tokens, in order, and how many conversations were cut. Pieces
     without a trained token are dropped."""
-    part = token_set.parts[0]
+    part, border = token_set.parts[0], token_set.meta.get("border")
     out_starts, out_lengths, cut = [], [], 0
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if length <= room:
@@ -129,7 +139,9 @@ def _cut_conversations(
             out_lengths.append(length)
             continue
         cut += 1
-        borders = np.flatnonzero(part.tokens[start : start + length] == token_set.meta["border"]).tolist()
+        if too_long == "drop":
+            continue
+        borders = [0] if too_long else np.flatnonzero(part.tokens[start : start + length] == border).tolist()
         for first, size in cut_at(borders, length, room):
             if part.mask is None or part.mask[start + first : start + first + size].any():
                 out_starts.append(start + first)

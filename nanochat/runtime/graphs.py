@@ -54,12 +54,12 @@ class GraphedModel(nn.Module):
         model.zero_grad()
         log(f"graphs: a pass of {shape[0]} x {shape[1]} tokens was captured, forward and backward")
 
-    def forward(self, inputs: Tensor, targets: Tensor, reduction: str, *weights: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, reduction: str, **extras: Tensor) -> Tensor:
         """The sum of losses, (), as model(inputs, targets, "sum") gives it."""
-        if reduction != "sum" or weights or tuple(inputs.shape) != self.shape:
+        if reduction != "sum" or extras or tuple(inputs.shape) != self.shape:
             raise UserError(
-                f"--graphs needs passes of one shape and without weights: {self.shape} was captured, and a pass of "
-                f"{tuple(inputs.shape)}{' with weights' if weights else ''} came. Leave --graphs out."
+                f"--graphs needs passes of one shape, without {' or '.join(extras) or 'weights'}: {self.shape} was "
+                f"captured, and a pass of {tuple(inputs.shape)} came. Leave --graphs out."
             )
         self._keep_gradients()
         return self._replay(inputs, targets)

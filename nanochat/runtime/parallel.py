@@ -89,7 +89,8 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     gathered once a step and gradients reduced once a step. "full" frees gathered parameters after every use and reduces
     gradients in every pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules whose parameters
     are gathered and reduced together, from model.shard_groups(). Parameters stay fp32 masters: they are gathered in the
-    compute dtype, and gradients are reduced in fp32 while the backward pass is still running.
+    compute dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen parameters, such
+    as those below adapters, stay whole on every rank unless the mode is "full".
     """
     if compute.world_size == 1:
         return
@@ -106,8 +107,9 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     compute.platform.prepare_sharding()
+    frozen = set() if mode == "full" else {p for p in model.parameters() if not p.requires_grad}
     for module in [*groups, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full")
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full", ignored_params=frozen)
     setattr(model, _EVERY_PASS, mode == "full")
 
 
@@ -156,6 +158,11 @@ def agree(value: int, compute: Compute) -> int:
     return int(tensor.item())
 
 
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The name of every parameter that is not frozen, and the parameter: what a checkpoint keeps."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The name and the whole value of every parameter, gathered one at a time; every rank must iterate to the end."""
     _reshard(model)
@@ -165,12 +172,12 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name of every parameter and the rows of one rank, rank after rank, until the parameter is complete.
+    """The name of every trained parameter and the rows of one rank, rank after rank, until the parameter is complete.
 
     Every rank must iterate to the end. A rank holds at most one rank's rows of one parameter at a time.
     """
     _reshard(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         here, place = local(parameter.detach()), place_of(parameter)
         if place.shards == 1:
             yield name, here
@@ -185,18 +192,18 @@ def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copy whole tensors into a model, sharded or not. UserError if names or shapes differ."""
+    """Copy whole tensors into a model's trained parameters, sharded or not. UserError if names or shapes differ."""
     _reshard(model)
     check_shapes(model, values)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         here = local(parameter)
         first = place_of(parameter).first_row(parameter.shape[0])
         here.copy_(values[name][first : first + here.shape[0]])
 
 
 def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """UserError if the tensors and the model's parameters differ in names or whole shapes."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """UserError if the tensors and the model's trained parameters differ in names or whole shapes."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [f"{name}: {given.get(name, 'missing')} given, {shapes.get(name, 'none')} in the model"
              for name in sorted({*shapes, *given}) if shapes.get(name) != given.get(name)]  # fmt: skip

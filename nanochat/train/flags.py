@@ -19,19 +19,13 @@ FEW_STEPS = 20  # a stage with fewer gets a warning
 
 
 @dataclass(frozen=True)
-class StageFlags(Rates):
-    """Flags of every training script."""
+class RunFlags:
+    """Flags of every training script: how it runs."""
 
     run: Free[str] = "dummy"
     """name of the wandb run that gets the figures too; dummy: no wandb"""
     device_type: Free[str] = ""
     """device to train on: npu, cuda or cpu; empty: the first of these that works"""
-    data: Free[str | None] = None
-    """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
-    default: the only corpus there is, or the parent's"""
-    model_tag: Free[str | None] = None
-    """name of the model, and of its folder of checkpoints; default: d and the depth for base, such as d4.
-    Later stages train the model of this name; default: the newest"""
     save_every: Free[int] = 0
     """steps between checkpoints; 0: save by time and at the end only"""
     save_seconds: Free[float] = 60.0
@@ -65,6 +59,18 @@ class StageFlags(Rates):
 
 
 @dataclass(frozen=True)
+class StageFlags(RunFlags, Rates):
+    """Flags of every script that trains a stage of our own models."""
+
+    data: Free[str | None] = None
+    """corpus by name, the folder it was imported from, or a mixture such as web:0.7,books:0.3.
+    default: the only corpus there is, or the parent's"""
+    model_tag: Free[str | None] = None
+    """name of the model, and of its folder of checkpoints; default: d and the depth for base, such as d4.
+    Later stages train the model of this name; default: the newest"""
+
+
+@dataclass(frozen=True)
 class BatchFlags:
     """How the scripts that train on rows of tokens split a step."""
 
@@ -78,22 +84,13 @@ class BatchFlags:
 
 
 @dataclass(frozen=True)
-class EpochFlags(StageFlags):
-    """Flags of the stages after pretraining, which start from the model of an earlier stage."""
+class Epochs:
+    """How long a stage trains on data that it has in full."""
 
     num_epochs: float = 1.0
     """passes over the training data"""
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
-    weight_decay: float = 0.0
-    """decay of the matrices inside layers"""
-    out_tag: Free[str | None] = None
-    """name under which this stage saves its checkpoints. default: the model's own name.
-    With --conversations or --mix the name of that file is added, such as d4-mychats"""
-
-    def saved_as(self, tag: str) -> str:
-        """The tag of this stage's own checkpoints, where `tag` is the parent's."""
-        return self.out_tag or tag
 
     def steps(self, items: int, items_per_step: int) -> int:
         """The number of steps that the flags ask for; a warning if the data makes only a few."""
@@ -107,6 +104,34 @@ class EpochFlags(StageFlags):
                 f"Give --num_epochs={epochs}, or fewer rows per step"
             )
         return steps
+
+
+@dataclass(frozen=True)
+class ExampleFlags:
+    """How the scripts that train on answers split a step."""
+
+    target_examples_per_step: int = 32
+    """rows per step over all devices; a row holds several whole conversations"""
+    device_batch_size: Free[int | Auto] = 4
+    """rows per pass on one device, at most; auto: as many as its memory holds.
+    Lower it when memory runs out: what is learned stays the same"""
+    eval_every: Free[int] = 100
+    """steps between validations; 0: never validate"""
+
+
+@dataclass(frozen=True)
+class EpochFlags(Epochs, StageFlags):
+    """Flags of the stages after pretraining, which start from the model of an earlier stage."""
+
+    weight_decay: float = 0.0
+    """decay of the matrices inside layers"""
+    out_tag: Free[str | None] = None
+    """name under which this stage saves its checkpoints. default: the model's own name.
+    With --conversations or --mix the name of that file is added, such as d4-mychats"""
+
+    def saved_as(self, tag: str) -> str:
+        """The tag of this stage's own checkpoints, where `tag` is the parent's."""
+        return self.out_tag or tag
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanochat.device import local
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
-from nanochat.runtime.parallel import place_of
+from nanochat.runtime.parallel import place_of, trained
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
@@ -50,43 +50,75 @@ class Rates:
         """Rates for a later stage; the common factor on all rates is schedule.rate_scale."""
         return replace(self, scalar_lr=self.scalar_lr * schedule.scalar_scale(tokens_per_step))
 
+    def by_role(self, model_dim: int, table_momentum: float) -> dict[str, "AdamWSettings"]:
+        """What AdamW takes for the parameters of every role; `table_momentum` is the first beta of tables and head."""
+        width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
+        settings = {
+            "head": AdamWSettings(self.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
+            "embedding": AdamWSettings(self.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
+            "value_embedding": AdamWSettings(0.5 * self.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
+            # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
+            # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
+            "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
+            "x0": AdamWSettings(self.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
+            # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise the backout runs
+            # away to 1, where the middle of the network cancels its end (dev/LOG.md).
+            "smear": AdamWSettings(0.4 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
+        }
+        if self.matrix_optimizer == "adamw":
+            matrix_lr = ADAMW_SHARE * self.matrix_lr * width
+            settings["matrix"] = AdamWSettings(matrix_lr, (0.8, 0.95), self.weight_decay, 1e-8)
+        return settings
+
 
 ADAMW_SHARE = 0.1  # of matrix_lr, for AdamW on matrices of 768 channels; dev/LOG.md says how it was fitted
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """What AdamW takes for the parameters of a role."""
+
+    lr: float
+    betas: tuple[float, float]
+    decay: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class OneRate:
+    """AdamW with one learning rate for all parameters, as published models are fine-tuned."""
+
+    learning_rate: float
+    weight_decay: float = 0.0  # of matrices and adapters
+    matrix_optimizer: Literal["muon", "adamw"] = "adamw"
+    matrix_lr = 0.0  # of Muon, which has no parameters here
+
+    def by_role(self, model_dim: int, table_momentum: float) -> dict[str, AdamWSettings]:
+        """What AdamW takes for the parameters of every role."""
+        plain = AdamWSettings(self.learning_rate, (0.9, 0.95), 0.0, 1e-8)
+        decayed = replace(plain, decay=self.weight_decay)
+        return {"matrix": decayed, "adapter": decayed, "embedding": plain, "head": plain, "scalar": plain}
 
 
 class Optimizers:
     """AdamW and Muon side by side, stepped and scheduled together."""
 
     def __init__(
-        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates, scale: float,
+        self, model: nn.Module, roles: Mapping[str, str], model_dim: int, rates: Rates | OneRate, scale: float,
         dtype: torch.dtype, table_momentum: float = 0.8,
     ):  # fmt: skip
-        """`roles` come from model.parameter_roles(). `scale` multiplies every learning rate (schedule.rate_scale), Muon
-        may multiply in `dtype`, and `table_momentum` is the first beta of embeddings and head (see schedule)."""
-        width = (model_dim / 768) ** -0.5  # tables and head were tuned at 768 channels
-        settings: dict[str, tuple[float, tuple[float, float], float, float]] = {  # role -> lr, betas, decay, eps
-            "head": (rates.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
-            "embedding": (rates.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
-            "value_embedding": (0.5 * rates.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
-            # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
-            # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
-            "resid": (0.01 * rates.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
-            "x0": (rates.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
-            # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise the backout runs
-            # away to 1, where the middle of the network cancels its end (dev/LOG.md).
-            "smear": (0.4 * rates.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
-        }
-        if rates.matrix_optimizer == "adamw":
-            settings["matrix"] = (ADAMW_SHARE * rates.matrix_lr * width, (0.8, 0.95), rates.weight_decay, 1e-8)
+        """`roles` come from model.parameter_roles(); frozen parameters are left out. `scale` multiplies every learning
+        rate (schedule.rate_scale), Muon may multiply in `dtype`, and `table_momentum` is the first beta of embeddings
+        and head (see schedule)."""
         named: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained(model):
             named.setdefault(roles[name], []).append((name, parameter))
         groups = []
-        for role, (lr, betas, decay, eps) in settings.items():
+        for role, has in rates.by_role(model_dim, table_momentum).items():
             if role in named:
-                lr = lr * scale
-                shared = {"role": role, "lr": lr, "base_lr": lr, "betas": betas, "weight_decay": decay, "eps": eps}
-                groups.append({"params": [parameter for _, parameter in named[role]], **shared})
+                lr = has.lr * scale
+                shared = {"role": role, "lr": lr, "base_lr": lr, "betas": has.betas, "weight_decay": has.decay}
+                groups.append({"params": [parameter for _, parameter in named[role]], **shared, "eps": has.eps})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
         self.adamw = torch.optim.AdamW(groups, fused=True)
         self.muon = None
@@ -101,7 +133,7 @@ class Optimizers:
         """Set for this step the factor on learning rates, Muon's momentum, and the factor on the matrices' decay."""
         for group in self.adamw.param_groups:
             group["lr"] = group["base_lr"] * lr
-            if group["role"] == "matrix":
+            if group["role"] in ("matrix", "adapter"):
                 group["weight_decay"] = self.base_decay * decay
         if self.muon is None:
             return

@@ -42,6 +42,7 @@ class Rollouts:
     entropy: float  # mean of -log p of the chosen tokens: an estimate of the policy's entropy in nats
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
+    extras: tuple[str, ...] = ("weights",)  # see update.MicroBatches
 
     def __str__(self) -> str:
         return (

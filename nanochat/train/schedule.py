@@ -111,6 +111,14 @@ def trapezoid(step: int, steps: int, warmup: int, warmdown_ratio: float, final: 
     return final + (1 - final) * left / down
 
 
+def cosine(step: int, steps: int, warmup_ratio: float) -> float:
+    """The factor on the learning rates at `step`: rising in a line over a share of the run, then half a cosine to 0."""
+    warmup = warmup_ratio * steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+
+
 def momentum(step: int, steps: int, warmdown_ratio: float) -> float:
     """Muon's momentum: rises from 0.85 to 0.97 over 400 steps (or a quarter of a short run), falls to 0.90 in warmdown.
 

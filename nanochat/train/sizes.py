@@ -10,6 +10,7 @@ from nanochat.common import UserError, log, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
+from nanochat.nn.model import ModelConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import schedule
@@ -129,7 +130,7 @@ class Batch:
 
 
 def batch(
-    total_batch_size: int | Auto, device_batch_size: int | Auto, shape: GPTConfig, parameters: int,
+    total_batch_size: int | Auto, device_batch_size: int | Auto, shape: ModelConfig, parameters: int,
     tokens: float | None, corpus: str, compute: Compute, asked_passes: int | None = None,
 ) -> Batch:  # fmt: skip
     """How a step is split: its tokens, and the rows of a pass.
@@ -167,6 +168,14 @@ def batch(
     return Batch(total, total // shape.sequence_len, per_pass, passes, probe)
 
 
+def example_batch(
+    examples: int, device_batch_size: int | Auto, shape: ModelConfig, parameters: int, corpus: str, compute: Compute
+) -> Batch:
+    """How a step of `examples` rows is split. UserError if ranks cannot share the rows equally."""
+    check_for_ranks("target_examples_per_step", examples, compute)
+    return batch(examples * shape.sequence_len, device_batch_size, shape, parameters, None, corpus, compute)
+
+
 def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str) -> str:
     """Why a step cannot have the given number of passes, and a flag that would agree with it."""
     agrees = ""
@@ -181,7 +190,7 @@ def _other_passes(asked: int, total: int, per_pass: int, unit: int, product: str
     )
 
 
-def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[int, str]:
+def _device_rows(shape: ModelConfig, parameters: int, compute: Compute) -> tuple[int, str]:
     """How many rows of a pass fit: on a CPU into its caches, elsewhere into memory beside 16 bytes a parameter."""
     if suits := compute.platform.pass_tokens:
         return max(suits // shape.sequence_len, 1), f"{suits:,} tokens a pass suit {compute.platform.context[1]}"
@@ -189,7 +198,7 @@ def _device_rows(shape: GPTConfig, parameters: int, compute: Compute) -> tuple[i
     return rows_that_fit(memory, shape, parameters), f"{memory / 2**30:.0f} GiB of memory"
 
 
-def memory_of(rows: int, shape: GPTConfig, parameters: int, shards: int = 1) -> float:
+def memory_of(rows: int, shape: ModelConfig, parameters: int, shards: int = 1) -> float:
     """Bytes on one device for a pass of `rows` rows: activations, and for each parameter its state.
 
     The state is an fp32 master, a gradient and two moments. With several shards each holds its share of master and
@@ -199,7 +208,7 @@ def memory_of(rows: int, shape: GPTConfig, parameters: int, shards: int = 1) -> 
     return state * parameters + ACTIVATION_BYTES * shape.n_layer * shape.n_embd * shape.sequence_len * rows
 
 
-def rows_that_fit(memory: float, shape: GPTConfig, parameters: int) -> int:
+def rows_that_fit(memory: float, shape: ModelConfig, parameters: int) -> int:
     """Rows of a pass, a power of two, that `memory` bytes hold beside masters, gradients and optimizer state."""
     state = memory_of(0, shape, parameters)
     fit = max(int((0.8 * memory - state) // (memory_of(1, shape, parameters) - state)), 1)

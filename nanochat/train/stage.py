@@ -34,9 +34,9 @@ from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import probe, sizes
 from nanochat.train.compile import Ahead, compiled, is_compiled
-from nanochat.train.flags import EpochFlags, StageFlags
+from nanochat.train.flags import EpochFlags, Epochs, RunFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
-from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.optim import OneRate, Optimizers, Rates
 from nanochat.train.sizes import Batch
 from nanochat.train.update import LossScale, MicroBatches, Outcome, Spikes, update
 
@@ -63,7 +63,7 @@ class AlreadyDone(Exception):
 class Stage:
     """A stage's folder, settings, model, optimizers and figures. Every rank makes one and calls the same methods."""
 
-    def __init__(self, name: str, flags: StageFlags, compute: Compute, tag: str, **facts: str):
+    def __init__(self, name: str, flags: RunFlags, compute: Compute, tag: str, **facts: str):
         """`facts` (corpus, parent, tokenizer) join the flags as the settings that a resumed run must share.
 
         AlreadyDone if an earlier run finished the stage. UserError if the device cannot train, if the ranks were not
@@ -77,6 +77,7 @@ class Stage:
         self.parent: Parent | None = None
         self.step = self.total = 0  # updates done, and of the whole run
         self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
+        self.about: dict[str, Any] = {}  # what the meta.json of a checkpoint says besides; the script may add to it
         self._cut = False  # a signal cut a measurement short
         fingerprint.check_start(self.settings.values, compute)
         if finished(self.folder, self.settings, compute, has_training_section(name, tag), flags.resume):
@@ -106,12 +107,20 @@ class Stage:
 
     # --- getting ready ---------------------------------------------------------------------------
 
+    def steps_over(self, rows: Source, rows_per_step: int, name: str) -> int:
+        """How many steps the flags ask for on these rows, which are called `name`; logs it."""
+        steps = cast(Epochs, self.flags).steps(rows.count, rows_per_step)
+        log(f"data: {name}, {rows.count:,} rows of {rows.row_tokens - 1} tokens; {steps:,} steps")
+        return steps
+
     def set_up(
-        self, model: Model, tokenizer: Tokenizer, rates: Rates, scale: float, table_momentum: float = 0.8
-    ) -> None:
+        self, model: Model, tokenizer: Tokenizer, rates: Rates | OneRate, scale: float, table_momentum: float = 0.8,
+        fill: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Shard the model over the ranks as --shard says, and make its optimizers.
 
-        `scale` multiplies every learning rate. train_rows() must follow, or resume() and begin().
+        `scale` multiplies every learning rate. A model that was built on meta gets its parameters from `fill`, after it
+        was sharded, so that no rank holds more than its share. train_rows() must follow, or resume() and begin().
         """
         self.model, self.tokenizer = model, tokenizer
         self._module = self._fast = cast(nn.Module, model)  # update() runs the latter, which train_rows() compiles
@@ -119,8 +128,11 @@ class Stage:
         shape = model.config
         log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
             f"{self.counts['total']:,} parameters, {self.flops:,} FLOPs a token")  # fmt: skip
-        sizes.check_disk(self.folder, self.counts["total"], self.flags.keep)
+        kept = sum(parameter.numel() for _, parameter in parallel.trained(self._module))
+        sizes.check_disk(self.folder, kept, self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
+        if fill is not None:
+            fill()
         self.optimizers = Optimizers(self._module, model.parameter_roles(), model.config.n_embd, rates, scale,
                                      self.compute.dtype, table_momentum)  # fmt: skip
 
@@ -277,7 +289,7 @@ class Stage:
             "data": self.work.key,
             "compiled": is_compiled(self._fast, self.model.compile_groups()),
         }
-        meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state)
+        meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state) | self.about
         return save_checkpoint(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta,
                                self.compute, self.flags.keep)  # fmt: skip
 

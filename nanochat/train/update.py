@@ -13,7 +13,7 @@ from torch import Tensor
 from nanochat import device
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.runtime.parallel import place_of
+from nanochat.runtime.parallel import place_of, trained
 from nanochat.train import memory
 from nanochat.train.optim import Optimizers
 
@@ -30,6 +30,11 @@ class MicroBatches(Protocol):
 
     @property
     def micro_batches(self) -> Sequence[tuple[Tensor, ...]]: ...
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What a micro-batch holds after inputs and targets, as the model's forward names it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,9 @@ def _update(
     loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
         mark("forward")
-        inputs, targets, *weights = (device.to_device(tensor, compute) for tensor in batch)
+        inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
-        loss = model(inputs, targets, "sum", *weights)
+        loss = model(inputs, targets, "sum", **dict(zip(step.extras, more, strict=True)))
         mark("backward")
         (loss * factor).backward()
         loss_sum += loss.detach()
@@ -146,7 +151,7 @@ def _update(
     norm_square, loss_total, overflows = parallel.total(
         [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
     )
-    norm_square /= place_of(next(model.parameters())).replicas  # replicas hold the same gradients
+    norm_square /= place_of(next(trained(model))[1]).replicas  # replicas hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
     mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows

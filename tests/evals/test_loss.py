@@ -23,6 +23,7 @@ class Batch:
     """A step of the data loader."""
 
     micro_batches: list[tuple[Tensor, Tensor]]
+    extras: tuple[str, ...] = ()
 
 
 def batch_of(texts: list[str], length: int = 24) -> tuple[Tensor, Tensor]:

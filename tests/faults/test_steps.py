@@ -1,5 +1,6 @@
 """Faults T13 to T16: steps that are not finite or not like the others, on one rank of two."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def never_again(compute: Compute, after: int) -> dict[str, Any]:
         nonlocal count
         count += 1
         if count > after and compute.rank == 1:
-            step.micro_batches[:] = [(x, y, torch.full(x.shape, torch.nan)) for x, y in step.micro_batches]
+            spoilt = [(x, y, torch.full(x.shape, torch.nan)) for x, y in step.micro_batches]
+            step = replace(step, micro_batches=spoilt, extras=("weights",))
         return real(model, optimizers, step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:

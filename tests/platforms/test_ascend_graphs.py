@@ -70,7 +70,7 @@ def test_a_pass_of_another_shape_or_with_weights_is_refused() -> None:
     graphed = GraphedModel(model, (2, 140), compute)
     rows = tokens(3, 140).npu()
     with pytest.raises(
-        UserError, match=r"one shape and without weights: \(2, 140\) was captured, and a pass of \(3, 140\)"
+        UserError, match=r"one shape, without weights: \(2, 140\) was captured, and a pass of \(3, 140\)"
     ):
         graphed(rows, rows, "sum")
     with pytest.raises(UserError, match="with weights came"):

@@ -31,6 +31,8 @@ def tokens(B: int, T: int, seed: int = 5) -> Tensor:
 class Batch:
     """Two passes of two rows each."""
 
+    extras: tuple[str, ...] = ()
+
     def __init__(self, compute: Compute, seed: int):
         rows = tokens(4, 141, seed)
         self.num_targets = 4 * 140

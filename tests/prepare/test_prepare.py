@@ -272,7 +272,7 @@ def test_long_conversations_are_cut_before_user_turns_counted_and_said(tmp_path,
 
 def test_nothing_to_train_in_rows_that_short_is_refused(tmp_path):
     tokens = prepare_conversations(tmp_path / "t", [chat("q" * 50, "a")], TOKENIZER, "k")
-    with pytest.raises(UserError, match="nothing that fits into rows of 4 tokens"):
+    with pytest.raises(UserError, match="nothing to train on that fits into rows of 4 tokens"):
         plan(tokens, 5, cut=False)
 
 

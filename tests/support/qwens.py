@@ -1,12 +1,18 @@
 """Small random Qwen models of each family, ours and Hugging Face transformers', with the same weights."""
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from nanochat.data import bpe
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.model import Qwen
+from nanochat.tokenizer import PATTERNS
+from tests.support.tiny_model import TEXT
 
 VOCABULARY, CONTEXT = 320, 256
 SHAPE = {"vocab_size": VOCABULARY, "sequence_len": CONTEXT, "n_embd": 48, "n_head": 4, "n_kv_head": 2, "n_hidden": 80}
@@ -82,3 +88,25 @@ def oracle(model: Qwen) -> Any:
     assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}, result
     made.tie_weights()
     return made
+
+
+def write_folder(folder: Path, family: str, seed: int = 1) -> Path:
+    """A published model with random weights: config, weights in two files, and a vocabulary with Qwen's marks."""
+    model = tiny_qwen(family, seed)
+    names = list(model.state_dict())
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        tensors = {name: model.state_dict()[name].contiguous() for name in part}
+        save_file(tensors, folder / f"model-{number:05d}-of-00002.safetensors", metadata={"format": "pt"})
+    places = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(names)}
+    ranks = bpe.train([TEXT] * 4, 300, PATTERNS["nanochat"])
+    marks = {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}
+    contents: dict[str, Any] = {
+        "config.json": published(model.config),
+        "model.safetensors.index.json": {"weight_map": places},
+        "tokenizer.json": json.loads(bpe.huggingface_json(ranks, PATTERNS["nanochat"], marks)),
+        "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+        "generation_config.json": {"eos_token_id": [302, 300]},
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder

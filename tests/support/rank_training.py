@@ -23,6 +23,7 @@ class Batches:
 
     num_targets: int
     micro_batches: list[tuple[Tensor, ...]]
+    extras: tuple[str, ...] = ("weights",)
 
 
 def make(compute: Compute, mode: Sharding = "grad", rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008

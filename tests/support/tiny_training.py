@@ -26,6 +26,7 @@ class Batches:
     """This rank's share of a step of four rows."""
 
     num_targets = 4 * 16
+    extras: tuple[str, ...] = ()
 
     def __init__(self, step: int, compute: Compute):
         idx = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(step))

@@ -185,7 +185,7 @@ def test_the_gradient_does_not_depend_on_device_batch_size():
 
 
 def figures_of(rollouts: rollout.Rollouts) -> dict[str, float]:
-    return {name: value for name, value in vars(rollouts).items() if name != "micro_batches"}
+    return {name: value for name, value in vars(rollouts).items() if name not in ("micro_batches", "extras")}
 
 
 def on_a_rank(compute: Compute) -> tuple[float, dict[str, torch.Tensor], int, float, dict[str, float]]:

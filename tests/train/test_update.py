@@ -38,6 +38,7 @@ class Batches:
 
     num_targets: int
     micro_batches: list[tuple[Tensor, ...]]
+    extras: tuple[str, ...] = ()
 
 
 def gpt(dtype: torch.dtype = torch.float32, seed: int = 1) -> GPT:
@@ -66,7 +67,7 @@ def rows(seed: int = 0, count: int = 8) -> tuple[Tensor, Tensor, Tensor]:
 
 def split(columns: tuple[Tensor, ...], sizes: list[int]) -> Batches:
     parts = list(zip(*(column.split(sizes) for column in columns), strict=True))
-    return Batches(int((columns[1] >= 0).sum()), parts)
+    return Batches(int((columns[1] >= 0).sum()), parts, ("weights",) if len(columns) > 2 else ())
 
 
 class Recorder:

@@ -47,16 +47,22 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
-    """Write the adapters of a model, whole or not at all, so that peft loads the folder. One rank calls this; `base` is
-    the name or folder of the model that they belong to. UserError (code 2) if the folder exists."""
+def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path, write: bool = True) -> None:
+    """Write the adapters of a model, whole or not at all, so that peft loads the folder.
+
+    Every rank must call this, and the one with `write` writes; `base` is the name or folder of the model that the
+    adapters belong to. UserError (code 2) if the folder exists.
+    """
+    values, mark = adapter_tensors(model), base_digest(model)
+    if not write:
+        return
     with new_folder(folder) as temporary:
         write_json(temporary / SETTINGS, {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
             "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout,
             "target_modules": list(config.targets), "use_rslora": config.stabilised, **ABSENT,
         })  # fmt: skip
-        write_tensors(adapter_tensors(model), temporary / TENSORS, {"format": "pt", "base": base_digest(model)})
+        write_tensors(values, temporary / TENSORS, {"format": "pt", "base": mark})
 
 
 def read_settings(folder: Path) -> tuple[LoraConfig, str]:

@@ -1,18 +1,24 @@
 """The tokenizer.json of a published model, with its chat template, behind the members that our own tokenizer has."""
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
-from nanochat.common import UserError, read_json, sha256_of
+from nanochat.common import UserError, fsync_path, read_json, sha256_of
 from nanochat.data.bpe import letters_for_bytes
 from nanochat.data.conversation import Conversation
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
+# What belongs to a published model beside its weights.
+BESIDE = (FILE_NAME, "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json",
+          "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")  # fmt: skip
 END_OF_TURN = "<|im_end|>"
 # Letters for private use, between which a rendered text shows where a special token was spelled out by a user, and
 # where the words of the assistant begin and end. Texts that hold these letters themselves are spelled out too.
@@ -25,6 +31,9 @@ class FolderTokenizer:
     `vocab_size` is the number of rows of the model's embedding, which is usually larger than the vocabulary. `bos`
     begins a text: the publisher's own mark, or, as Qwen has none, the mark that ends a document. `stops` end a reply.
     """
+
+    marks_begin = False  # a conversation begins with its template's first token
+    border: int | None = None  # a conversation that is too long is cut to its beginning
 
     def __init__(self, folder: Path, vocab_size: int):
         """UserError if tokenizer.json is missing, damaged, of an unknown kind, or larger than the embedding."""
@@ -60,6 +69,14 @@ class FolderTokenizer:
         self.bos = next(number for number in begins if number is not None)
 
     # --- files -----------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> Path:
+        """Copy the publisher's files, with the configuration of the model, into a folder; returns the vocabulary's."""
+        for name in BESIDE:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, folder / name)
+                fsync_path(folder / name)
+        return folder / FILE_NAME
 
     def _read(self, name: str) -> Mapping[str, Any]:
         path = self._folder / name
@@ -121,6 +138,11 @@ class FolderTokenizer:
         for text, number in self._tokenizer.get_vocab().items():
             found[number] = text.encode() if text in self._added else bytes(byte_of[letter] for letter in text)
         return found
+
+    def token_bytes(self) -> np.ndarray:
+        """The length of every token in bytes, int32 (V,); 0 for special tokens, which stand for no text."""
+        added = set(self._added.values())
+        return np.array([0 if i in added else len(self._bytes[i]) for i in range(self.vocab_size)], np.int32)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes of tokens; a special token gives its spelling. KeyError for a number outside the embedding."""

@@ -1,6 +1,7 @@
 """Loads the safetensors of a published model, parameter by parameter, straight to where each is needed."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanochat.checkpoint_manager.families import held_in
 from nanochat.checkpoint_manager.huggingface.config import read_config
-from nanochat.checkpoint_manager.load import held_in
 from nanochat.common import UserError, log, read_json
 from nanochat.device import Compute, local
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 
+MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_mark() reads
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 COPY = "Copy the model again from its source"
@@ -36,6 +38,20 @@ def _files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}. {COPY}")
     return [folder / name for name in names]
+
+
+def folder_mark(folder: Path) -> str:
+    """A mark of a published model, which tells another model from it in a moment: a SHA-256 over the names and sizes of
+    its weight files, and over the first and last megabyte of each."""
+    digest = hashlib.sha256()
+    for path in _files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(MARKED))
+            file.seek(max(size - MARKED, 0))
+            digest.update(file.read(MARKED))
+    return digest.hexdigest()[:16]
 
 
 class Weights:

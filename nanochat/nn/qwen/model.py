@@ -5,6 +5,7 @@ from typing import Literal, cast
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.lora import Linear
@@ -39,6 +40,7 @@ class Qwen(nn.Module):
         self.model = Trunk(config, operations)
         if not config.tied:
             self.lm_head = Vocabulary(config, operations)
+        self.checkpoints = False  # whether training keeps only the inputs of layers, and computes each layer again
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -125,7 +127,10 @@ class Qwen(nn.Module):
         else:
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         for block in self.blocks:
-            x = block(x, cos, sin, packed, call)
+            if self.checkpoints and torch.is_grad_enabled():
+                x = cast(Tensor, checkpoint(block, x, cos, sin, packed, None, use_reentrant=False))
+            else:
+                x = block(x, cos, sin, packed, call)
         if call is not None:
             call.finish()
         return self.model.norm(x)

@@ -1,0 +1,244 @@
+"""Fine-tuning published models: adapters and every parameter, on one rank and two, stopped and resumed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.common import UserError
+from nanochat.data.conversation import Conversation, assistant, chat, user
+from nanochat.dataloader import chat_rows
+from nanochat.device import Compute
+from nanochat.engine import Engine
+from nanochat.generate.sampling import Sampling
+from nanochat.runtime.tracking import read_metrics
+from scripts import finetune
+from tasks.mixtures import own_conversations
+from tests.support.qwens import VOCABULARY, write_folder
+from tests.support.rank_pool import Pool
+from tests.support.tiny_model import on_cpu
+
+WORDS = ("the", "cat", "sat", "on", "mat", "12", "34", "猫", "坐", "垫子")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Published models of two families, and a file of conversations."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("qwen3", "qwen3.5"):
+        (folder / family).mkdir()
+        write_folder(folder / family, family)
+    with open(folder / "chats.jsonl", "w", encoding="utf-8") as lines:
+        for i in range(120):
+            words = [WORDS[(i * k) % len(WORDS)] for k in range(1, 3 + i % 9)]
+            messages = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
+            print(json.dumps({"messages": messages}, ensure_ascii=False), file=lines)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config:
+    flags = {"max_length": 48, "target_examples_per_step": 4, "num_iterations": 4, "learning_rate": 3e-3,
+             "compile": False, "out_tag": "made", "device_batch_size": 2, "model": models / family,
+             "data": (str(models / "chats.jsonl"),)}  # fmt: skip
+    return finetune.Config(**{**flags, **given})
+
+
+def losses() -> list[float]:
+    return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made"))]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_an_adapter_learns_and_leaves_the_base_alone(models: Path, family: str) -> None:
+    finetune.train(config(models, family, num_iterations=12, learning_rate=1e-2), on_cpu())
+    found = losses()
+    assert found[-1] < found[0] - 0.1
+    loaded = load_model("tune", "made", None, on_cpu())
+    published = load_qwen(models / family, on_cpu())
+    tuned, adapters = dict(loaded.model.named_parameters()), 0
+    for name, value in published.named_parameters():
+        assert torch.equal(tuned.pop(name), value)
+    assert tuned and all(".lora_" in name for name in tuned)
+    with torch.no_grad():
+        adapters = sum(float(value.abs().sum()) for name, value in tuned.items() if "lora_B" in name)
+    assert adapters > 0
+    load_adapter(published, checkpoint_dir("tune", "made") / "adapter_000012")  # the folder that peft reads
+    idx = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(published(idx), loaded.model(idx))
+
+
+def test_every_parameter_learns_and_the_checkpoint_is_a_published_folder(models: Path) -> None:
+    finetune.train(config(models, lora_rank=0, learning_rate=1e-3), on_cpu())
+    assert losses()[-1] < losses()[0] - 0.1
+    loaded = load_model("tune", "made", None, on_cpu())
+    again = load_qwen(checkpoint_dir("tune", "made") / "step_000004", on_cpu())
+    idx = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(again(idx), loaded.model(idx), rtol=0, atol=0)
+    assert loaded.model.config.sequence_len == 256  # the model's own context, not the rows that it was trained on
+
+
+def test_a_tuned_model_can_be_chatted_with(models: Path) -> None:
+    finetune.train(config(models), on_cpu())
+    loaded = load_model("tune", "made", None, on_cpu())
+    prompt = loaded.tokenizer.render_prompt(chat("the cat", "the"))
+    (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=4))
+    assert 1 <= len(reply.tokens) <= 4
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path, rank: int) -> None:
+    flags = {"lora_rank": rank, "lora_dropout": 0.1 if rank else 0.0, "checkpoint_activations": not rank}
+    finetune.train(config(models, **flags), on_cpu())
+    file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
+    straight = file.read_bytes()
+    shutil.rmtree(base)
+    finetune.train(config(models, **flags, stop_at=2), on_cpu())
+    torch.manual_seed(99)
+    finetune.train(config(models, **flags), on_cpu())
+    if not rank:  # dropout draws from a generator that does not resume
+        assert file.read_bytes() == straight
+
+
+def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
+    finetune.train(config(models, **flags), compute)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 4])
+def test_two_ranks_learn_what_one_learns_however_they_share(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, rank: int
+) -> None:
+    finetune.train(config(models, lora_rank=rank, compile=False), on_cpu())
+    alone = losses()
+    for mode in ("none", "grad", "full"):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
+        pool.run(2, a_run, models, {"lora_rank": rank, "shard": mode})
+        assert losses() == pytest.approx(alone, abs=1e-4), mode
+        assert (checkpoint_dir("tune", "made") / "adapter_000004").exists() == bool(rank)
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_packed_rows_give_the_gradient_of_conversations_one_by_one(models: Path, family: str) -> None:
+    model = load_qwen(models / family, on_cpu())
+    tokenizer: Any = FolderTokenizer(models / family, VOCABULARY)
+    mixture = own_conversations([str(models / "chats.jsonl")])
+    rows, _ = chat_rows("t", mixture, tokenizer, 100, 1, True, "cut")
+    inputs, targets, documents = rows.batch(rows.plan_rows(0, 3))
+    model(inputs, targets, "sum", documents=documents).backward()
+    packed = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    seen = 0
+    for row in range(3):
+        for number in documents[row].unique():
+            chosen = documents[row] == number
+            if (targets[row, chosen] >= 0).any():
+                seen += 1
+                model(inputs[row, chosen][None], targets[row, chosen][None], "sum").backward()
+    assert seen > 3  # rows hold several
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, packed[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_rows_hold_every_conversation_as_its_template_writes_it(models: Path) -> None:
+    tokenizer: Any = FolderTokenizer(models / "qwen3", VOCABULARY)
+    mixture = own_conversations([str(models / "chats.jsonl")])
+    rows, _ = chat_rows("t", mixture, tokenizer, 64, 1, True, "cut")
+    found = []
+    for number in range(rows.count):
+        inputs, targets, documents = (tensor[0] for tensor in rows.batch(rows.plan_rows(number, 1)))
+        for document in documents.unique():
+            chosen = documents == document
+            if (targets[chosen] >= 0).any():
+                last = targets[chosen][-1:] if targets[chosen][-1] >= 0 else inputs[:0]
+                found.append((inputs[chosen].tolist() + last.tolist(), int((targets[chosen] >= 0).sum())))
+    wanted = []
+    for conversation in mixture.train():
+        rendered = tokenizer.render(conversation)
+        wanted.append((rendered.ids, sum(rendered.mask)))
+    # A conversation at the end of a row may lack its last token, a line break that nobody is trained to write.
+    assert sorted((ids[:-1], count) for ids, count in wanted) == sorted(
+        (ids[: len(full[0]) - 1], count) for (ids, count), full in zip(sorted(found), sorted(wanted), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("too_long", "lengths"), [("cut", {24}), ("drop", set())])
+def test_a_conversation_longer_than_a_row_is_cut_or_dropped(
+    models: Path, tmp_path: Path, too_long: Any, lengths: set[int]
+) -> None:
+    long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the cat sat " * 20}]}
+    short = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in [short, long, *[short] * 3]))
+    tokenizer: Any = FolderTokenizer(models / "qwen3", VOCABULARY)
+    rows, _ = chat_rows("t", own_conversations([str(path)]), tokenizer, 24, None, True, too_long)
+    full = {int((rows.batch(rows.plan_rows(i, 1))[2] == 0).sum()) for i in range(rows.count)}
+    assert full & {24} == lengths
+
+
+def test_files_count_as_often_as_their_weights_say(models: Path, tmp_path: Path) -> None:
+    for name, count in (("a", 10), ("b", 6)):
+        lines = [json.dumps({"messages": [{"role": "user", "content": f"{name}{i}"},
+                                          {"role": "assistant", "content": "x"}]}) for i in range(count)]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    mixture = own_conversations([f"{tmp_path}/a.jsonl:0.5", f"{tmp_path}/b.jsonl:2"])
+    asked = [one.messages[0].text for one in [*mixture.val(), *mixture.train()]]
+    assert sorted(asked) == sorted([f"a{i}" for i in range(0, 10, 2)] + [f"b{i}" for i in range(6)] * 2)
+    assert mixture.key != own_conversations([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl:2"]).key
+    with pytest.raises(UserError, match="the weight of a file must be above 0"):
+        own_conversations([f"{tmp_path}/a.jsonl:0"])
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def refused(models: Path, **given: Any) -> str:
+    with pytest.raises(UserError) as failure:
+        finetune.train(config(models, **given), on_cpu())
+    assert not checkpoint_dir("tune", "made").exists()
+    return str(failure.value)
+
+
+def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp_path: Path) -> None:
+    assert "made for at most 256" in refused(models, max_length=1000)
+    assert "names no matrix of this model" in refused(models, lora_targets=("q_proj", "c_attn"))
+    assert "config.json" in refused(models, family="chats.jsonl")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"messages": []}\nno json\n')
+    assert "line 1" in refused(models, data=(str(broken),))
+    shutil.copytree(models / "qwen3", tmp_path / "partial")
+    (tmp_path / "partial" / "model-00002-of-00002.safetensors").unlink()
+    assert "lacks 1 of 2 weight files" in refused(models, model=tmp_path / "partial")
+
+
+def test_an_adapter_whose_base_is_gone_says_so(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "qwen3", tmp_path / "mine")
+    finetune.train(config(models, model=tmp_path / "mine", num_iterations=1), on_cpu())
+    shutil.rmtree(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"is an adapter of the model in .*mine, which is gone"):
+        load_model("tune", "made", None, on_cpu())
+    shutil.copytree(models / "qwen3.5", tmp_path / "mine")
+    with pytest.raises(UserError, match="which is another one now"):
+        load_model("tune", "made", None, on_cpu())
+
+
+def test_a_conversation_without_an_answer_is_nothing_to_train_on(models: Path, tmp_path: Path) -> None:
+    asked = Conversation((user("a"), assistant("b"), user("c")))
+    assert FolderTokenizer(models / "qwen3", VOCABULARY).render(asked).mask.count(1) > 0
