@@ -85,8 +85,7 @@ def load(out: Output, cann: str) -> str:
     fit = versions.cann_fits(version, cann)
     out.line(Line("torch_npu and CANN", fit.status, fit.english or f"torch_npu {version} fits CANN {cann}",
                   fit.chinese or f"torch_npu {version} 与 CANN {cann} 配套",
-                  ("bash setup_ascend.sh (it picks the torch_npu that fits)",
-                   "bash setup_ascend.sh（会自动选装配套的 torch_npu）")))  # fmt: skip
+                  versions.remedy(fit, cann)))  # fmt: skip
     return version if pair.status == PASS else ""
 
 

@@ -210,3 +210,16 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
                    f"配套表里没有 torch_npu {torch_npu}；它需要 CANN {row.cann} 或更高，当前是 {cann}")  # fmt: skip
     return Fit("WARN", f"torch_npu {torch_npu} was built for CANN {row.cann}, but CANN {cann} is installed",
                f"torch_npu {torch_npu} 是为 CANN {row.cann} 构建的，当前装的是 {cann}")  # fmt: skip
+
+
+def remedy(fit: Fit, cann: str) -> tuple[str, str]:
+    """What to do about a torch_npu that may not work with a CANN, in English and Chinese.
+
+    Set-up keeps a torch_npu that loads and is not known to be wrong, so for a WARN it needs the version to install.
+    """
+    picked = resolve(cann).torch_npu
+    if fit.status == "WARN" and picked:
+        return (f"nothing if the lines below pass; else bash setup_ascend.sh --torch-npu {picked}",
+                f"如果下面各项都通过，不用处理；否则运行 bash setup_ascend.sh --torch-npu {picked}")  # fmt: skip
+    return ("bash setup_ascend.sh (it picks the torch_npu that fits)",
+            "bash setup_ascend.sh（会自动选装配套的 torch_npu）")  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError, base_dir, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl",
@@ -47,8 +47,10 @@ def _none(stage: str | None, tag: str | None) -> UserError:
     what = f"no checkpoint of stage {stage}" if stage else "no checkpoint of any stage"
     under = f" with tag {tag}" if tag else ""
     maker = MADE_BY[stage or "base"]
+    known = [f"{name} {visible(folder.name)}" for name, folder in _candidates(None, None)]
+    there = f", which holds {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else ""
     return UserError(
-        f"{what}{under} in {base_dir()}. Make one with `python -m {maker}`, or run the whole pipeline with "
+        f"{what}{under} in {base_dir()}{there}. Make one with `python -m {maker}`, or run the whole pipeline with "
         "`bash speedrun.sh`.",
         exit_code=2,
     )

@@ -89,6 +89,13 @@ def test_a_missing_stage_is_a_wrong_command_and_the_maker_is_named(stage: str, t
     assert refused.value.exit_code == 2
 
 
+def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tokenizer: Tokenizer) -> None:
+    put("mid", "speedrun-small", 1, tokenizer)
+    put("sft", "speedrun-small-persona", 1, tokenizer)
+    with pytest.raises(UserError, match=r"holds sft speedrun-small-persona, mid speedrun-small\. Make one with"):
+        load_model("sft", "speedrun-persona", None, CPU)
+
+
 def test_a_parent_is_the_finished_stage_before(tokenizer: Tokenizer) -> None:
     put("base", "d4", 50, tokenizer)
     with pytest.raises(

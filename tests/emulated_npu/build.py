@@ -1,5 +1,7 @@
 """Compiles the C++ device once for each version of its source, torch and Python, and keeps it outside the repository.
 
+Each file's object is kept as well, so that after an edit, or a mistake in it, only that file is compiled again.
+
 The compiler is called directly, because torch.utils.cpp_extension would need ninja, and nothing else here does.
 """
 
@@ -37,6 +39,11 @@ def library() -> Path:
     with open(folder / "lock", "w", encoding="utf-8") as lock:  # several test processes may compile at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
+            print(
+                "compiling the emulated NPU, once for each version of it: a few minutes ...",
+                file=sys.stderr,
+                flush=True,
+            )
             _compile(folder, made)
     return made
 
@@ -53,8 +60,9 @@ def _files() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _fingerprint() -> str:
-    content = b"".join(path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *_files()])
+def _fingerprint(sources: list[Path] | None = None) -> str:
+    """Names what some sources (default: all) are compiled to."""
+    content = b"".join(path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *(sources or _files())])
     words = " ".join([version("torch"), sys.version, _compiler(), *_flags()])
     return hashlib.sha256(content + words.encode()).hexdigest()[:16]
 
@@ -76,8 +84,12 @@ def _compile(folder: Path, made: Path) -> None:
             flags.append(f'-DPYBIND11_{name}="{value}"')
 
     def compile_one(source: Path) -> Path:
-        target = folder / f"{source.stem}.o"
-        _call([_compiler(), *flags, "-c", str(source), "-o", str(target)])
+        target = folder.parent / "objects" / f"{source.stem}-{_fingerprint([source])}.o"
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            unfinished = target.with_suffix(f".{os.getpid()}")
+            _call([_compiler(), *flags, "-c", str(source), "-o", str(unfinished)])
+            unfinished.rename(target)
         return target
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -87,8 +99,6 @@ def _compile(folder: Path, made: Path) -> None:
     unfinished = made.with_suffix(".unfinished")
     _call([_compiler(), "-shared", "-o", str(unfinished), *map(str, objects), *libraries])
     unfinished.rename(made)
-    for path in objects:
-        path.unlink()
 
 
 def _call(command: list[str]) -> None:

@@ -279,3 +279,34 @@ def test_rotary_mul_rotates_pairs_of_channels(mode: str) -> None:
                              ((x.to(NPU), r1[:, :4], r2[:, :4]), "broadcast")):  # fmt: skip
         with pytest.raises(RuntimeError, match=words):
             torch_npu.npu_rotary_mul(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_npu()
+def test_a_product_of_16_bit_matrices_is_rounded_once(dtype: torch.dtype) -> None:
+    a, b, c = (
+        tensor(2, 24, 96, dtype=dtype),
+        tensor(2, 96, 40, seed=1, dtype=dtype),
+        tensor(2, 24, 40, seed=2, dtype=dtype),
+    )
+    x, y, z = (t.to(NPU) for t in (a, b, c))
+    a, b, c = (t.double() for t in (a, b, c))
+    found = {
+        "mm": (x[0] @ y[0], a[0] @ b[0]),
+        "a transposed mm": (y[0].mT @ x[0].mT, b[0].mT @ a[0].mT),
+        "bmm": (x @ y, a @ b),
+        "addmm": (torch.addmm(z[0], x[0], y[0], beta=0.5, alpha=2), 0.5 * c[0] + 2 * (a[0] @ b[0])),
+        "addmm with a row": (torch.addmm(z[0, 0], x[0], y[0]), c[0, 0] + a[0] @ b[0]),
+        "mv": (x[0] @ y[0, :, 0], a[0] @ b[0, :, 0]),
+        "out": (torch.mm(x[0], y[0], out=torch.empty(24, 40, dtype=dtype, device=NPU)), a[0] @ b[0]),
+        "out that grows": (torch.bmm(x, y, out=torch.empty(0, dtype=dtype, device=NPU)), a @ b),
+        "in place": (z.clone().baddbmm_(x, y), c + a @ b),
+    }
+    for case, (got, exact) in found.items():
+        assert got.dtype == dtype and got.device == torch.device(NPU), case
+        # half a unit in the last place, and the error of the sum in fp32
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=2e-5, msg=case)
+    twice = z.clone()
+    assert twice.baddbmm_(x, y).data_ptr() == twice.data_ptr()
+    with pytest.raises(RuntimeError):
+        torch.mm(x[0], y[0].float())

@@ -190,6 +190,22 @@ def test_commands_are_understood(name: str) -> None:
         assert not found, "\n".join([name, *found])
 
 
+FEW = 50  # steps: a base_train of so few tries something out
+
+
+@pytest.mark.parametrize("name", [name for name in documents() if not name.startswith("dev/")])
+def test_a_trial_in_the_documents_cannot_meet_a_run_of_the_reader(name: str) -> None:
+    blocks = [text for language, text in read((ROOT / name).read_text(encoding="utf-8")).blocks if language in SHELL]
+    runs = [run for text in blocks for words in commands(text) if (run := launched(words))]
+    for module, arguments in runs:
+        few = re.search(r"--num_iterations[= ](\d+)", " ".join(arguments))
+        if module == "scripts.base_train" and few and int(few[1]) <= FEW:
+            # Under the tag of the depth, the settings differ from the reader's run, and the trial is refused.
+            assert {"--model_tag=test", "--resume=none"} <= set(arguments), (name, arguments)
+        # What `bash speedrun.sh` calls its model depends on the machine.
+        assert "speedrun-persona" not in arguments, (name, arguments)
+
+
 NAME = r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+"
 
 

@@ -62,6 +62,11 @@ def test_installed_versions_are_compared_with_the_table(torch_npu: str, cann: st
     assert versions.cann_fits(torch_npu, cann).status == status
 
 
+def test_the_remedy_changes_something_where_set_up_keeps_what_is_installed() -> None:
+    assert "--torch-npu 2.12.0" in versions.remedy(versions.cann_fits("2.13.0", "9.1.0"), "9.1.0")[0]  # a WARN
+    assert "--torch-npu" not in versions.remedy(versions.cann_fits("2.12.0", "8.3.RC1"), "8.3.RC1")[0]  # a FAIL
+
+
 def test_torch_and_torch_npu_of_different_releases_do_not_fit() -> None:
     assert versions.pair_fits("2.9.0+cpu", "2.9.0.post2").status == "PASS"
     assert versions.pair_fits("2.10.0", "2.9.0").status == "FAIL"

@@ -25,6 +25,7 @@ struct Operator {
   bool overwrites;      // does not read what it writes in place
   bool gathers;         // reads only some rows of its first tensor: as much as it gives
   bool scatters;        // in place, it changes only some rows of its first tensor: as many as it is given
+  bool multiplies;      // a product of matrices
   c10::SmallVector<int, 2> generators;  // arguments that are generators, even if they are None
 };
 
@@ -53,6 +54,7 @@ Operator describe(const c10::FunctionSchema& schema) {
   op.overwrites = kOverwriting.count(op.name) > 0;
   op.gathers = kGathering.count(op.name) > 0;
   op.scatters = kScattering.count(op.name) > 0;
+  op.multiplies = is_product(schema);
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); i++) {
     if (arguments[i].type()->str().rfind("Generator", 0) == 0) {
@@ -376,7 +378,11 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit
   {
     at::AutoDispatchBelowADInplaceOrView plain;
     Quiet inside;
-    handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    if (op.multiplies && multiplies_as_fp32(schema, *stack)) {
+      multiply_as_fp32(handle, stack);
+    } else {
+      handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
   }
   call.write_back();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {

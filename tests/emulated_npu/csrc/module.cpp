@@ -100,7 +100,7 @@ py::dict usage_as_dict(int device) {
 
 void configure(
     int devices, int64_t memory, bool deferred, bool fallback_is_error, bool saturates, bool grouped,
-    const std::string& chip,
+    const std::string& chip, const std::vector<py::object>& multiplied_as_fp32,
     const std::vector<py::object>& refused, const std::map<std::string, std::vector<py::object>>& refused_by,
     const std::unordered_set<std::string>& supported) {
   TORCH_CHECK(devices >= 0 && devices <= kMaxDevices, "0 to 8 devices can be emulated, got ", devices);
@@ -112,6 +112,7 @@ void configure(
   s.saturates = saturates;
   s.grouped = grouped;
   s.chip = chip;
+  s.multiplied_as_fp32 = bits(multiplied_as_fp32);
   s.refused = bits(refused);
   for (const auto& [name, dtypes] : refused_by) {
     s.refused_by[name] = bits(dtypes);

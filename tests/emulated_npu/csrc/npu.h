@@ -36,6 +36,7 @@ struct Settings {
   bool saturates = false;              // like the 910A: fp16 overflow gives the largest number, NaN gives 0
   bool grouped = true;                 // multi-tensor operators have kernels; otherwise one runs per tensor
   std::string chip = "Ascend910B3";
+  uint64_t multiplied_as_fp32 = 0;                      // dtypes that the host's processor has no matrix unit for
   uint64_t refused = 0;                                 // dtypes that kernels of this chip refuse
   std::unordered_map<std::string, uint64_t> refused_by; // base name -> dtypes refused instead
   std::unordered_set<std::string> supported;            // base names in the real package's lists; empty = all
@@ -110,6 +111,11 @@ std::string base_name(const std::string& schema_name);
 
 // Whether an operator's results share memory with its arguments.
 bool gives_views(const c10::FunctionSchema& schema);
+
+// Products of 16-bit matrices, which multiply.cpp computes in fp32 where the host is slow at them.
+bool is_product(const c10::FunctionSchema& schema);
+bool multiplies_as_fp32(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);  // by these arguments
+void multiply_as_fp32(const c10::OperatorHandle& op, torch::jit::Stack* stack);              // of CPU tensors
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 

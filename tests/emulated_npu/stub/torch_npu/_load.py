@@ -22,6 +22,7 @@ WIDE = [torch.float64, torch.complex64, torch.complex128, torch.complex32]
 # Every dtype can be moved, cleared and converted; only floating-point numbers can be multiplied as matrices.
 ANY_DTYPE = ["copy", "fill", "zero", "clone"]
 PRODUCTS = ["mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear"]
+MATRIX_UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
 
 
@@ -78,9 +79,18 @@ def device() -> Any:
         visible_devices(), int(chip["memory"]), bool(said["deferred"]),
         os.environ.get("TORCH_NPU_FALLBACK_CPU_DISABLE") == "1", chip["saturates"],
         chip["soc"] >= 220, chip["name"],  # the first generation has no multi-tensor kernels
-        refused, by_name, {word.removesuffix("_") for word in words},
+        slow_products(), refused, by_name, {word.removesuffix("_") for word in words},
     )  # fmt: skip
     return module
+
+
+def slow_products() -> list[torch.dtype]:
+    """The 16-bit dtypes that this host multiplies faster in fp32, because its processor has no matrix unit for them."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return []
+    return [dtype for dtype, units in MATRIX_UNITS.items() if not flags.intersection(units)]
 
 
 def version() -> str:
