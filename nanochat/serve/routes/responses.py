@@ -27,7 +27,8 @@ from nanochat.serve.routes.sampling import Defaults, Wanted, read_format, read_w
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = {
-    "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "text", "stream", "truncation",
+    "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "text", "stream",
+    "truncation",
 }  # fmt: skip
 # A response cannot go on from an earlier one, because nothing is stored: the client sends the whole chat.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
