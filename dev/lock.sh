@@ -25,14 +25,16 @@ if [ "${1:-}" != --upgrade ]; then
     # Keep the locked versions as long as they fit.
     sed '/--hash/d; s/ *\\$//' requirements.lock requirements-torch.lock requirements-npu.lock requirements-dev.lock | sort -u >"$all"
 fi
-compile pyproject.toml --group build --group torch --group npu --group dev --output-file "$all"
+# What lm_eval needs only for metrics, tables and backends that no test uses.
+printf '%s\n' evaluate more-itertools pytablewriter rouge-score scikit-learn sqlitedict word2number >"$scratch/unused"
+compile pyproject.toml --group build --group torch --group npu --group dev --excludes "$scratch/unused" --output-file "$all"
 echo torch >"$scratch/torch"
 with_hashes=(--generate-hashes --constraints "$all" --output-file)
 compile pyproject.toml --group build --excludes "$scratch/torch" "${with_hashes[@]}" requirements.lock
 compile --group torch "${with_hashes[@]}" requirements-torch.lock
 printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions >"$scratch/of_torch"
 compile "$scratch/of_torch" --group npu "${with_hashes[@]}" requirements-npu.lock
-compile --group dev --excludes "$scratch/torch" "${with_hashes[@]}" requirements-dev.lock
+compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${with_hashes[@]}" requirements-dev.lock
 
 { # releases later than the table too, because --torch-npu may name one
     python -c 'from tools_npu.versions import NEWEST, TABLE; print(*(row.torch_npu for row in (*TABLE, NEWEST)), sep="\n")'

@@ -128,6 +128,15 @@ class Engine:
         self._waiting.append(request)
         return request.number
 
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise the UserError that submit() would raise. Any thread may call this while another uses the engine.
+
+        What takes long, the automaton of a schema, is then ready for submit().
+        """
+        check(prompt, sampling, self.length, self.model.config.vocab_size)
+        if sampling.schema is not None:
+            self._schemas.grammar(sampling.schema)
+
     def submit_samples(self, prompt: Sequence[int], sampling: Sampling, samples: int) -> list[int]:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
 
@@ -137,7 +146,7 @@ class Engine:
         if not 1 <= samples <= MOST_SAMPLES:
             raise UserError(f"a prompt can have from 1 to {MOST_SAMPLES} replies, got {samples:,}: ask for fewer")
         first = self.submit(prompt, sampling)
-        return [first, *(self.submit(prompt, _sample(sampling, prompt, i)) for i in range(1, samples))]
+        return [first, *(self.submit(prompt, sample_settings(sampling, prompt, i)) for i in range(1, samples))]
 
     @torch.inference_mode()
     def cancel(self, request: int) -> bool:
@@ -183,7 +192,7 @@ class Engine:
         try:
             for i, prompt in enumerate(prompts):
                 for sample in range(samples):
-                    index[self.submit(prompt, _sample(sampling, prompt, sample))] = i * samples + sample
+                    index[self.submit(prompt, sample_settings(sampling, prompt, sample))] = i * samples + sample
             while self.busy:
                 for event in self.step():
                     completions[index[event.request]].add(event)
@@ -333,7 +342,7 @@ class Engine:
         return replace(event, finish=finish, matched=matched, parts=parts)
 
 
-def _sample(sampling: Sampling, prompt: Sequence[int], number: int) -> Sampling:
+def sample_settings(sampling: Sampling, prompt: Sequence[int], number: int) -> Sampling:
     """The settings of one sample of a prompt, with a seed that depends on nothing else."""
     mark = zlib.crc32(array("q", prompt).tobytes())
     return replace(sampling, seed=random.Random(f"{sampling.seed}/{number}/{mark}").getrandbits(63))

@@ -4,11 +4,10 @@ python -m scripts.chat_cli                            # the model that was train
 python -m scripts.chat_cli -i sft -g d20              # stage sft of the model with tag d20
 python -m scripts.chat_cli -p "What is 37 * 48?"      # one answer; standard output has nothing else
 echo "法国的首都是哪里？" | python -m scripts.chat_cli
+python -m scripts.chat_cli --url http://127.0.0.1:8000    # the model of an OpenAI-compatible server
 """
 
-import codecs
 import contextlib
-import io
 import os
 import sys
 import time
@@ -26,7 +25,8 @@ from nanochat.device import DTYPES, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_temperature
-from nanochat.serve.terminal import dim, harmless, history, keyboard, language, stoppable
+from nanochat.serve.remote import Remote
+from nanochat.serve.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
 from nanochat.serve.transcript import instructions, read_transcript, write_transcript
 
 
@@ -42,6 +42,11 @@ class Config:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
     """Answer this prompt and exit. Default: chat interactively, or answer the text that comes through a pipe."""
+    url: str = ""
+    """Chat with the server at this address, such as http://127.0.0.1:8000, instead of loading a model.
+    Any server that speaks OpenAI's format will do."""
+    api_key: str = ""
+    """Key for the server of --url. Default: the value of NANOCHAT_API_KEY."""
     system: str = ""
     """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
@@ -65,6 +70,7 @@ SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page
 TEXTS = {
     "en": {
         "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
+        "server": "model: {model}, at {url}",
         "latest": "this is the model that was trained last, at {saved}",
         "others": "other models, newest first: {flags}",
         "temperature": "temperature {value:g}: {reason}",
@@ -94,11 +100,13 @@ TEXTS = {
         "stopped": "stopped",
         "empty": "the model said nothing",
         "speed": "{tokens} tokens, {rate:.0f} tokens/s, context {used} of {context}",
+        "rate": "{tokens} tokens, {rate:.0f} tokens/s",
         "bye": "Ctrl-D or /quit ends the chat",
         "unkept": "what you type will not be there in the next chat: {path} cannot be written ({why})",
     },
     "zh": {
         "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
+        "server": "模型：{model}，服务器 {url}",
         "latest": "这是最近训练的模型（{saved}）",
         "others": "其他模型（从新到旧）：{flags}",
         "temperature": "温度 {value:g}：{reason}",
@@ -127,6 +135,7 @@ TEXTS = {
         "stopped": "已停止",
         "empty": "模型没有给出回答",
         "speed": "{tokens} 个词元，每秒 {rate:.0f} 个，上下文 {used}/{context}",
+        "rate": "{tokens} 个词元，每秒 {rate:.0f} 个",
         "bye": "按 Ctrl-D 或输入 /quit 退出",
         "unkept": "这次输入的内容不会留到下次：{path} 无法写入（{why}）",
     },
@@ -137,14 +146,16 @@ TEXTS = {
 class Chat:
     """A chat with a loaded model. Replies go to `out`, everything else to `notes`."""
 
-    loaded: Loaded
-    engine: Engine
+    loaded: Loaded | None  # this and the engine are None if a server answers
+    engine: Engine | None
     sampling: Sampling
     lang: str
     out: TextIO
     notes: TextIO
     messages: list[Message] = field(default_factory=list)  # whole exchanges, perhaps after a system message
     replies: int = 0
+    server: Remote | None = None
+    tempered: bool = True  # the temperature was asked for; else a server's own default holds
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,6 +211,8 @@ def reply(chat: Chat, question: str) -> bool:
 
     UserError if the question does not fit into the context; the chat then stays unchanged.
     """
+    if chat.server:
+        return reply_of_server(chat, chat.server, question)
     prompt = prompt_tokens(chat, question)
     request = chat.engine.submit(prompt, replace(chat.sampling, seed=chat.sampling.seed + chat.replies))
     stream, call = TextStream(chat.loaded.tokenizer), ""
@@ -226,6 +239,25 @@ def reply(chat: Chat, question: str) -> bool:
     used, context = len(prompt) + len(tokens), chat.engine.length
     chat.note("speed", tokens=len(tokens), rate=len(tokens) / max(seconds, 1e-6), used=used, context=context)
     return finish is not None
+
+
+def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
+    """What reply() does where a server answers."""
+    asked, parts, call, start = [*chat.messages, user(question)], [], "", time.monotonic()
+    temperature = chat.sampling.temperature if chat.tempered else None
+    settings = {**chat.settings, "temperature": temperature, "seed": chat.sampling.seed + chat.replies}
+    with stoppable() as stopped:
+        for part in server.reply(asked, settings, stopped):
+            parts.append(part)
+            call = show(part, chat, call)
+    print(file=chat.out, flush=True)
+    if parts:
+        chat.messages = [*asked, assistant(*parts)]
+        chat.replies += 1
+    if ended := {None: "stopped", "length": "length"}.get(server.finish, "" if parts else "empty"):
+        chat.note(ended)
+    chat.note("rate", tokens=server.tokens, rate=server.tokens / max(time.monotonic() - start, 1e-6))
+    return server.finish is not None
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -270,6 +302,7 @@ def set_number(chat: Chat, name: str, given: str) -> None:
     try:
         if name == "/temp" and given:
             changes["temperature"] = float(given)
+            chat.tempered = True
         elif name == "/topk" and given:
             changes["top_k"] = int(given) or None
         elif given:
@@ -313,9 +346,14 @@ def converse(chat: Chat) -> None:
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
     """Load the model, and print which one it is and how it samples."""
     given = 0.0 if cfg.temperature == "auto" else cfg.temperature
-    sampling = Sampling(
-        given, cfg.top_k or None, cfg.max_tokens, cfg.seed
-    )  # first, because it checks the flags before the model loads
+    sampling = Sampling(given, cfg.top_k or None, cfg.max_tokens, cfg.seed)  # checks the flags before the model loads
+    messages = [system(cfg.system)] if cfg.system.strip() else []
+    if cfg.url:
+        server = Remote(cfg.url, cfg.api_key or os.environ.get("NANOCHAT_API_KEY", ""))
+        asked = cfg.temperature != "auto"
+        chat = Chat(None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked)
+        chat.note("server", model=harmless(server.model), url=server.url)
+        return chat
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
         if cfg.dtype != "auto":
@@ -325,8 +363,7 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     engine = Engine(loaded.model, loaded.tokenizer, slots=1)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     sampling = replace(sampling, temperature=temperature.value)
-    chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes)
-    chat.messages = [system(cfg.system)] if cfg.system.strip() else []
+    chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)
     chat.note("model", stage=loaded.stage, tag=harmless(loaded.tag), step=loaded.step, context=engine.length)
     if not (cfg.source or cfg.model_tag or cfg.step):
         chat.note("latest", saved=chosen.saved)
@@ -342,11 +379,7 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
 
 def main(cfg: Config) -> None:
     """Chat, or answer one prompt from the command line or a pipe."""
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
-    if isinstance(sys.stdin, io.TextIOWrapper) and codecs.lookup(sys.stdin.encoding).name == "ascii":
-        sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
+    take_any_text()
     piped = cfg.prompt is None and not sys.stdin.isatty()
     prompt = sys.stdin.read() if piped else cfg.prompt
     if prompt is not None and not prompt.strip():

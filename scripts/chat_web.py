@@ -2,10 +2,12 @@
 
 python -m scripts.chat_web                      # the model that was trained last, at http://127.0.0.1:8000
 python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
-python -m scripts.chat_web --host 0.0.0.0       # other machines can use it too
+python -m scripts.chat_web --host 0.0.0.0 --api_key SECRET    # other machines can use it too, with this key
+python -m scripts.chat_web --headless           # the API without the page
 """
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ from nanochat.serve.connections import Caps
 from nanochat.serve.listening import serve
 from nanochat.serve.server import Settings, create_app
 from nanochat.serve.terminal import harmless
+
+KEY_VARIABLE = "NANOCHAT_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,14 @@ class Config:
     """Address to listen on. 127.0.0.1 serves only this machine; 0.0.0.0 lets other machines in."""
     port: Annotated[int, arg(aliases=["-p"])] = 8000
     """Port to listen on; 0 takes any free port."""
+    api_key: str = ""
+    """Key that clients must send, as Authorization: Bearer KEY. Default: the value of NANOCHAT_API_KEY.
+    Other users of this machine can see a flag, but not the variable. Without either, no key is needed."""
+    per_address: int = 0
+    """Requests that one address may have at the same time; more get status 429. 0 sets no such limit.
+    Addresses take turns in any case. Leave it at 0 behind a proxy, which is one address."""
+    headless: bool = False
+    """Serve the API without the web page."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names under which browsers reach this server, such as the name of a proxy in front of it."""
 
@@ -73,11 +85,19 @@ def check(cfg: Config) -> None:
         "max_tokens": (1, 10**6),
         "slots": (1, 1024),
         "port": (0, 65535),
+        "per_address": (0, 10**6),
     }
     for name, (low, high) in limits.items():
         value = getattr(cfg, name)
         if value != "auto" and not low <= value <= high:
             raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
+    if not all(" " < letter != "\x7f" for letter in key_of(cfg)):
+        raise UserError("the key of --api_key must have no spaces or control characters: choose another", exit_code=2)
+
+
+def key_of(cfg: Config) -> str:
+    """The key that clients must send; empty if they need none."""
+    return cfg.api_key or os.environ.get(KEY_VARIABLE, "")
 
 
 # --- the address ---------------------------------------------------------------------------------
@@ -164,6 +184,9 @@ def settings_of(cfg: Config, loaded: Loaded, temperature: float, others: list[st
         temperature=temperature,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
+        per_address=cfg.per_address,
+        api_key=key_of(cfg),
+        page=not cfg.headless,
         hosts=(cfg.host, socket.gethostname(), *cfg.allowed_hosts),
         caps=Caps(connections=max(Caps.connections, 4 * cfg.slots), per_address=max(Caps.per_address, 2 * cfg.slots)),
         about=about(loaded, others),
@@ -187,13 +210,16 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
     if others:
         log(f"其他模型 / other models, newest first: {harmless(' | '.join(others))}")
     log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
-    if not is_local(cfg.host):
+    if not is_local(cfg.host) and not key_of(cfg):
         warn(
-            f"--host {cfg.host} lets everyone who can reach this machine use the model, without a password, and all "
-            "messages travel unencrypted. To serve only this machine, leave --host out."
+            f"--host {cfg.host} lets everyone who can reach this machine use the model, without a key, and all "
+            "messages travel unencrypted. To ask for a key, set --api_key. To serve only this machine, leave --host out"
         )
     for address in addresses(listener, cfg.host):
-        log(f"在浏览器中打开 / open in a browser: {address}")
+        if cfg.headless:
+            log(f"API 地址 / the API is at: {address}/v1")
+        else:
+            log(f"在浏览器中打开 / open in a browser: {address}")
     log("按 Ctrl-C 停止 / Ctrl-C stops")
     serve(app, listener)
     log("已停止 / stopped")

@@ -24,6 +24,15 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._call = ""
 
+    @property
+    def kind(self) -> Kind:
+        """What the reply is in the middle of."""
+        return self._kind
+
+    def is_mark(self, token: int) -> bool:
+        """Whether a token is a mark, which stands for no text."""
+        return token in self._marks
+
     def push(self, token: int) -> list[Part]:
         """Add a token; return the parts that the token completes, often none."""
         if token in self._marks:

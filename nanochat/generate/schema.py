@@ -4,6 +4,7 @@ The automaton is llguidance's, which is imported when the first schema arrives.
 """
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanochat.common import UserError
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MOST_BYTES = 32_768  # of the text of a schema
+MOST_KNOWN = 64  # schemas whose automaton is kept: as many as requests with a schema may wait at the same time
 
 
 class Grammar:
@@ -37,21 +39,30 @@ class Grammar:
 
 
 class Schemas:
-    """Makes grammars for the vocabulary of one tokenizer. Making the first one reads the whole vocabulary."""
+    """Makes grammars for the vocabulary of one tokenizer. Making the first one reads the whole vocabulary.
+
+    Several threads may use it: a server checks schemas beside the thread that generates.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
         self._known: dict[str, Any] = {}  # schema -> its automaton before the first token; the latest few
+        self._lock = threading.Lock()  # of the automata that are known; making one does not hold it
 
     def grammar(self, schema: str) -> Grammar:
         """The automaton for a schema, as JSON text. UserError if the text is not a schema, or if no
         value can meet it."""
-        if schema not in self._known:
-            while len(self._known) >= 8:
+        with self._lock:
+            known = self._known.get(schema)
+            if known is not None:
+                return Grammar(known.deep_copy())
+        made = self._compiled(schema)
+        with self._lock:
+            while len(self._known) >= MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
-            self._known[schema] = self._compiled(schema)
-        return Grammar(self._known[schema].deep_copy())
+            self._known[schema] = made
+            return Grammar(made.deep_copy())
 
     def _compiled(self, schema: str) -> Any:
         if len(schema.encode(errors="replace")) > MOST_BYTES:

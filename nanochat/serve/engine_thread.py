@@ -6,9 +6,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanochat.common import UserError
+from nanochat.serve.line import Line
 
 
 class EngineEvent(Protocol):
@@ -36,6 +37,8 @@ class StepEngine(Protocol[E_co]):
     @property
     def free_slots(self) -> int: ...
 
+    def check(self, prompt: list[int], sampling: Any) -> None: ...
+
     def submit(self, prompt: list[int], sampling: Any) -> int: ...
 
     def step(self) -> Sequence[E_co]: ...
@@ -44,24 +47,40 @@ class StepEngine(Protocol[E_co]):
 
 
 class Ticket(Generic[E]):
-    """One request to the engine thread, and the queue in which the events of its reply come back."""
+    """What one client asked for: requests to the engine, and the queue in which the events of the replies come back."""
 
-    def __init__(self, prompt: list[int], sampling: Any):
-        self.prompt = prompt
-        self.sampling = sampling
-        self.request: int | None = None  # the engine's request number; only the engine thread uses it
-        self._news: asyncio.Queue[E | Exception] = asyncio.Queue()
+    def __init__(self, requests: Sequence[tuple[list[int], Any]], owner: str = ""):
+        """Each request is a prompt and its sampling settings. `owner` is the address of the client."""
+        self.requests = requests
+        self.owner = owner
+        self.submitted = 0  # how many of the requests the engine has had; only its thread changes this and the next
+        self.running: dict[int, int] = {}  # the engine's request number -> the place in `requests`
+        self.unfinished = len(requests)  # only the event loop uses this
+        self._news: asyncio.Queue[tuple[int, E] | Exception] = asyncio.Queue()
 
-    def tell(self, news: E | Exception) -> None:
-        """Queue an event, or the failure that ends the request."""
+    @property
+    def begun(self) -> bool:
+        """Whether the engine has had one of the requests."""
+        return self.submitted > 0
+
+    @property
+    def more(self) -> bool:
+        """Whether the engine does not have all requests yet."""
+        return self.submitted < len(self.requests)
+
+    def tell(self, news: "tuple[int, E] | Exception") -> None:
+        """Queue an event of one request, or the failure that ends all of them."""
         self._news.put_nowait(news)
 
-    async def events(self) -> list[E]:
-        """Wait for news; return all events since the last call, at least one. Raises what the engine raised."""
+    async def events(self) -> list[tuple[int, E]]:
+        """Wait for news; return all events since the last call, at least one, each with the place of its request.
+
+        Raises what the engine raised.
+        """
         news = [await self._news.get()]
         while not self._news.empty():
             news.append(self._news.get_nowait())
-        events: list[E] = []
+        events: list[tuple[int, E]] = []
         for item in news:
             if isinstance(item, Exception):
                 raise item
@@ -69,25 +88,35 @@ class Ticket(Generic[E]):
         return events
 
 
+class Displaced(Exception):
+    """A waiting ticket lost its place to a ticket of an address that has fewer."""
+
+
 class EngineThread(Generic[E]):
     """Owns the engine: no other thread touches it. Call the public methods on the event loop.
 
-    Commands enter through a queue that the thread empties before every step. One callback delivers the events of all
-    tickets, at most every NEWS_SECONDS: Python runs one thread at a time, so the engine stands still while the loop
-    sends a piece, and fewer deliveries leave it more time. The loop never waits for the model, and the model never
+    Commands enter through a queue that the thread empties before every step. Tickets wait in a line; when the engine
+    has a free slot, the thread hands it one request of the address whose turn it is. One callback delivers the events
+    of all tickets, at most every NEWS_SECONDS: Python runs one thread at a time, so the engine stands still while the
+    loop sends a piece, and fewer deliveries leave it more time. The loop never waits for the model, and the model never
     waits for a client.
     """
 
-    def __init__(self, engine: StepEngine[E], waiting: int):
-        """`waiting` is the number of tickets that may wait beyond the ones that have a slot."""
+    def __init__(self, engine: StepEngine[E], waiting: int, per_address: int = 0):
+        """`waiting` tickets may wait beyond the ones that have a slot, `per_address` may be there of one address.
+
+        0 bounds no address by itself.
+        """
         self.slots = self.free_slots = engine.free_slots
         self.tickets: set[Ticket[E]] = set()  # submitted; neither released nor at their end
+        self.line: Line[Ticket[E]] = Line()
         self._engine = engine
         self._most = self.slots + waiting
-        self._inbox: queue.SimpleQueue[tuple[Ticket[E], bool] | None] = queue.SimpleQueue()
+        self._per_address = per_address
+        self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next three.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
-        self._news: list[tuple[Ticket[E], E | Exception]] = []  # not delivered yet
+        self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
         self._published = 0.0  # time of the last delivery, by the monotonic clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,7 +128,7 @@ class EngineThread(Generic[E]):
 
     async def stop(self) -> None:
         """End the thread after its current step."""
-        self._inbox.put(None)
+        self._inbox.put("stop")
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -107,25 +136,36 @@ class EngineThread(Generic[E]):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def full(self) -> bool:
-        """Whether as many tickets wait as may wait."""
-        return len(self.tickets) >= self._most
+    def full(self, owner: str = "") -> bool:
+        """Whether a ticket of an address would be refused: it has as many as it may have, or too many wait."""
+        own = sum(ticket.owner == owner for ticket in self.tickets)
+        if self._per_address and own >= self._per_address:
+            return True
+        return len(self.tickets) >= self._most and not self.line.yields_to(owner)
 
     def submit(self, ticket: Ticket[E]) -> None:
         """Queue a ticket; the caller must release it. Raises asyncio.QueueFull if too many tickets wait already.
 
-        The end of a reply gives its place to another ticket, even if its client never reads it.
+        When too many wait, the address with most waiting tickets loses its newest one, which hears Displaced. The end
+        of a reply gives its place to another ticket, even if its client never reads it.
         """
-        if self.full:
+        if self.full(ticket.owner):
             raise asyncio.QueueFull
+        if len(self.tickets) >= self._most:
+            loser = self.line.give_way(ticket.owner)
+            if loser is None:  # it has begun a moment ago
+                raise asyncio.QueueFull
+            self.tickets.discard(loser)
+            loser.tell(Displaced())
         self.tickets.add(ticket)
-        self._inbox.put((ticket, True))
+        self.line.add(ticket)
+        self._inbox.put("look")
 
     def release(self, ticket: Ticket[E]) -> None:
-        """Give a ticket back. If its reply is unfinished, the engine cancels it before the next step."""
+        """Give a ticket back. The engine cancels its unfinished replies before the next step."""
         self.tickets.discard(ticket)
-        self._inbox.put((ticket, False))
+        self.line.remove(ticket)
+        self._inbox.put(ticket)
 
     def dismiss(self, reason: Exception) -> None:
         """End every reply with a failure; the owners of the tickets still release them."""
@@ -136,52 +176,60 @@ class EngineThread(Generic[E]):
 
     def _run(self) -> None:
         while self._obey():
+            self._fill()
             try:
                 events = self._engine.step()
             except Exception as failure:  # the edge of the thread: fail the chats in flight, keep serving new ones
                 traceback.print_exc()
-                self._fail(failure)
+                for ticket in {*self._running.values()}:
+                    self._drop(ticket, failure)
             else:
-                self._news += [(self._running[event.request], event) for event in events]
                 for event in events:
+                    ticket = self._running[event.request]
+                    self._news.append((ticket, (ticket.running[event.request], event)))
                     if event.finish is not None:
-                        del self._running[event.request]
+                        del self._running[event.request], ticket.running[event.request]
             self.free_slots = self._engine.free_slots
             if time.monotonic() - self._published >= NEWS_SECONDS:
                 self._publish()
 
     def _obey(self) -> bool:
         """Carry out all commands; wait for one if there is nothing to compute. False if the thread must end."""
-        while not self._inbox.empty() or not self._engine.busy:
+        while not self._inbox.empty() or not (self._engine.busy or len(self.line)):
             if self._inbox.empty():
                 self._publish()  # before it waits: a cancel may have left news undelivered
             command = self._inbox.get()
-            if command is None:
+            if command == "stop":
                 return False
-            ticket, wanted = command
-            if wanted:
-                self._admit(ticket)
-            elif ticket.request is not None and self._running.pop(ticket.request, None) is not None:
-                self._engine.cancel(ticket.request)
+            if isinstance(command, Ticket):
+                self._drop(command, None)
             self.free_slots = self._engine.free_slots
         return True
 
-    def _admit(self, ticket: Ticket[E]) -> None:
-        try:
-            ticket.request = self._engine.submit(ticket.prompt, ticket.sampling)
-        except UserError as failure:  # the client's mistake
-            self._news.append((ticket, failure))
-        except Exception as failure:  # the edge of the thread, as in _run
-            traceback.print_exc()
-            self._news.append((ticket, failure))
-        else:
-            self._running[ticket.request] = ticket
+    def _fill(self) -> None:
+        """Hand the engine as many requests as it has slots, each time one of the next address."""
+        while len(self._running) < self.slots and (ticket := self.line.next()):
+            prompt, sampling = ticket.requests[ticket.submitted]
+            try:
+                number = self._engine.submit(prompt, sampling)
+            except Exception as failure:
+                if not isinstance(failure, UserError):  # the edge of the thread, as in _run; else a client's mistake
+                    traceback.print_exc()
+                self._drop(ticket, failure)
+                continue
+            self._running[number], ticket.running[number] = ticket, ticket.submitted
+            ticket.submitted += 1
+            self.line.done_with(ticket)
 
-    def _fail(self, failure: Exception) -> None:
-        self._news += [(ticket, failure) for ticket in self._running.values()]
-        for request in self._running:
-            self._engine.cancel(request)
-        self._running.clear()
+    def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
+        """Cancel what the engine has of a ticket; with a failure, tell the client of it."""
+        self.line.remove(ticket)
+        for number in ticket.running:
+            del self._running[number]
+            self._engine.cancel(number)
+        ticket.running.clear()
+        if failure is not None:
+            self._news.append((ticket, failure))
 
     def _publish(self) -> None:
         assert self._loop is not None
@@ -191,8 +239,12 @@ class EngineThread(Generic[E]):
 
     # --- on the loop -----------------------------------------------------------------------------
 
-    def _deliver(self, news: Sequence[tuple[Ticket[E], E | Exception]]) -> None:
+    def _deliver(self, news: "Sequence[tuple[Ticket[E], tuple[int, E] | Exception]]") -> None:
         for ticket, item in news:
             ticket.tell(item)
-            if isinstance(item, Exception) or item.finish is not None:
+            if isinstance(item, Exception):
                 self.tickets.discard(ticket)
+            elif item[1].finish is not None:
+                ticket.unfinished -= 1
+                if not ticket.unfinished:
+                    self.tickets.discard(ticket)

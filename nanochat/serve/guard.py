@@ -1,12 +1,14 @@
-"""Checks under which name a request reaches the server, and adds the safety headers to every response."""
+"""Checks the name and the key with which a request comes, and adds the safety headers to every response."""
 
 import contextlib
+import hashlib
+import hmac
 import ipaddress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanochat.serve.answers import error
-from nanochat.serve.chat_api import ApiError
+from nanochat.serve.routes.answers import error
+from nanochat.serve.routes.fields import ApiError
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -31,12 +33,32 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
     return name in {"localhost", *(own.lower() for own in names)}
 
 
-class Guard:
-    """Checks the Host header of every request, and adds the safety headers to every response."""
+def needs_key(path: str) -> bool:
+    """Whether a path is only for clients with the key: all but the page, which holds no secret, and /health."""
+    return path not in ("/", "/health") and not path.startswith("/assets/")
 
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
+
+def digest(text: bytes) -> bytes:
+    """What stands for a key in comparisons, so that keys of any length take equally long."""
+    return hashlib.sha256(text).digest()
+
+
+class Guard:
+    """Checks Host header and key of every request, and adds the safety headers to every response."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], api_key: str = ""):
+        """Without an `api_key`, clients need none."""
         self.app = app
         self.hosts = hosts
+        self._key = digest(api_key.encode()) if api_key else None
+
+    def _may(self, scope: Scope) -> bool:
+        """Whether a request has the right key, or needs none."""
+        if self._key is None or not needs_key(scope["path"]):
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        return hmac.compare_digest(digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def guarded(message: Message) -> None:
@@ -49,10 +71,15 @@ class Guard:
             await self.app(scope, receive, send)
             return
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-        if host_allowed(host, self.hosts):
-            await self.app(scope, receive, guarded)
-        else:
+        if not host_allowed(host, self.hosts):
             text = (
                 "this server does not answer to this Host name: to allow it, start the server with --allowed_hosts NAME"
             )
             await error(ApiError(403, "host_not_allowed", text))(scope, receive, guarded)
+        elif not self._may(scope):
+            text = "this server needs its key: send the header Authorization: Bearer KEY, with the key of --api_key"
+            refusal = error(ApiError(401, "invalid_api_key", text))
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            await refusal(scope, receive, guarded)
+        else:
+            await self.app(scope, receive, guarded)

@@ -10,9 +10,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from nanochat.engine import Event
-from nanochat.serve.chat_api import ApiError
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
+from nanochat.serve.routes.fields import ApiError
 
 DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
 BACKLOG = 2048  # connections that the kernel completes before the server accepts them

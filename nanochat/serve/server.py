@@ -5,28 +5,35 @@ import contextlib
 import importlib.resources
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from nanochat.common import UserError
 from nanochat.engine import Engine, Event
-from nanochat.generate.reply import TextStream
-from nanochat.generate.sampling import Sampling
-from nanochat.serve import chat_api, intake
-from nanochat.serve.answers import Answer, error, while_connected
-from nanochat.serve.chat_api import ApiError, ChatRequest, Envelope, Limits
-from nanochat.serve.connections import Caps
+from nanochat.serve.connections import Caps, neighbour
 from nanochat.serve.engine_thread import EngineThread, Ticket
 from nanochat.serve.guard import Guard
 from nanochat.serve.listening import App
+from nanochat.serve.routes import intake, tokens
+from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Writer, error, while_connected
+from nanochat.serve.routes.chat import read_chat
+from nanochat.serve.routes.completions import read_completion
+from nanochat.serve.routes.fields import ApiError, Limits
+from nanochat.serve.routes.intake import Work
+from nanochat.serve.routes.metrics import Metrics
+from nanochat.serve.routes.responses import read_response
+from nanochat.serve.routes.sampling import Defaults
 from nanochat.tokenizer import Tokenizer
 
+T = TypeVar("T")
+Route = Callable[[Request], Awaitable[Response]]
 SCRIPTS = ("app.js", "client.js", "i18n.js", "kept.js", "phrases.js", "sse.js", "view.js", "words.js")
 ASSETS = {**dict.fromkeys(SCRIPTS, "text/javascript"), "style.css": "text/css", "favicon.svg": "image/svg+xml"}
 
@@ -44,29 +51,38 @@ class Settings:
     max_tokens: int = 512
     waiting: int = 64  # chats that may wait for a slot; the server refuses more
     preparing: int = 64  # requests that may wait for their check; the server refuses more, the largest first
+    per_address: int = 0  # requests that one address may have at the same time; 0 leaves that to the line
+    api_key: str = ""  # what clients must send; empty: nothing
+    page: bool = True  # serve the web page
     hosts: tuple[str, ...] = ()  # names that this server answers to, besides IP addresses and localhost
     caps: Caps = field(default_factory=Caps)
     about: Mapping[str, Any] = field(default_factory=dict)  # what else /v1/models says of the model, for the page
 
 
-class Prepared(NamedTuple):
-    """A checked request, its ticket at the engine, and how many of its oldest messages were dropped."""
+class Asked(Protocol):
+    """A checked request to a route that generates."""
 
-    asked: ChatRequest
-    ticket: Ticket[Event]
-    truncated: int
+    def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
+        """What it asks of the engine."""
+        ...
+
+
+Read = Callable[[Any, Limits, Defaults], Asked]  # how a route checks a decoded body
 
 
 class ChatServer:
     """Answers the routes with the engine behind them."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings):
-        self.thread: EngineThread[Event] = EngineThread(engine, settings.waiting)
+        self.thread: EngineThread[Event] = EngineThread(engine, settings.waiting, settings.per_address)
+        self.check = engine.check
         self.tokenizer = tokenizer
         self.settings = settings
         self.limits = Limits(settings.model, engine.length, tokenizer.vocab_size)
+        self.defaults = Defaults(settings.temperature, settings.top_k, settings.max_tokens)
         self.turns = intake.Turns(settings.preparing)
         self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
+        self.metrics = Metrics(settings.model, self.thread)
         self.started = int(time.time())
 
     async def health(self) -> JSONResponse:
@@ -77,53 +93,93 @@ class ChatServer:
 
     async def models(self) -> JSONResponse:
         """GET /v1/models: the one model, and the defaults of a request."""
-        settings = self.settings
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> JSONResponse:
+        """GET /v1/models/NAME: the model, if it has this name."""
+        if name != self.settings.model:
+            text = f"this server has only the model {self.settings.model!r}: ask for that"
+            raise ApiError(404, "model_not_found", text, "model")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        settings, context = self.settings, self.limits.context
         defaults = {name: getattr(settings, name) for name in ("temperature", "top_k", "max_tokens")}
         model = {"id": settings.model, "object": "model", "created": self.started, "owned_by": "nanochat"}
         place = {"stage": settings.stage, "tag": settings.tag, "step": settings.step}
-        model |= {**settings.about, **place, "context_length": self.limits.context, "defaults": defaults}
-        return JSONResponse({"object": "list", "data": [model]})
+        return {**model, **settings.about, **place, "context_length": context, "max_model_len": context,
+                "defaults": defaults}  # fmt: skip
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        body = await intake.read_body(request)
-        prepared = await while_connected(request.receive, self._prepared(body))
-        if prepared is None:
-            return Response()  # the client has left
-        asked, ticket, truncated = prepared
-        envelope = Envelope(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.settings.model, truncated)
-        return Answer(self.thread, ticket, asked, envelope, TextStream(self.tokenizer))
+    async def metrics_text(self) -> Response:
+        """GET /metrics."""
+        return self.metrics.response()
 
-    async def _prepared(self, body: bytes) -> Prepared:
+    async def tokenizer_info(self) -> JSONResponse:
+        """GET /tokenizer_info."""
+        return JSONResponse(tokens.tokenizer_info(self.tokenizer, self.limits))
+
+    def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
+        """A route that only the tokenizer answers."""
+
+        async def answer(request: Request) -> Response:
+            body = await intake.read_body(request)
+            found = await while_connected(
+                request.receive,
+                self._in_turn(body, lambda: work(intake.decode_json(body), self.tokenizer, self.limits)),
+            )
+            return Response() if found is None else JSONResponse(found)  # the client may have left
+
+        return answer
+
+    def generating(self, read: Read) -> Route:
+        """A route that the engine answers."""
+
+        async def answer(request: Request) -> Response:
+            start = time.monotonic()
+            owner = neighbour(request.client.host if request.client else "")
+            body = await intake.read_body(request)
+            prepared = await while_connected(request.receive, self._prepared(body, read, owner))
+            if prepared is None:
+                return Response()  # the client has left
+            ticket, writer = prepared
+            return Answer(self.thread, ticket, writer(secrets.token_hex(12)), self.metrics, start)
+
+        return answer
+
+    async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
+        """Run work on a body off the event loop. One body at a time, the smallest first."""
+        try:
+            async with self.turns.turn(len(body)):
+                return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
+        except asyncio.QueueFull:
+            raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
+
+    async def _prepared(self, body: bytes, read: Read, owner: str) -> tuple[Ticket[Event], Callable[[str], Writer]]:
         """Check a body and submit its ticket. One body at a time: its place is certain before its text is encoded."""
-        loop, context = asyncio.get_running_loop(), self.limits.context
+        loop = asyncio.get_running_loop()
         try:
             async with self.turns.turn(len(body)):
                 asked = await loop.run_in_executor(
-                    self.preparing, lambda: chat_api.read_request(intake.decode_json(body), self.limits)
+                    self.preparing, lambda: read(intake.decode_json(body), self.limits, self.defaults)
                 )
-                if self.thread.full:
+                if self.thread.full(owner):
                     raise asyncio.QueueFull
-                prompt, truncated = await loop.run_in_executor(
-                    self.preparing, intake.make_prompt, asked, self.tokenizer, context
-                )
-                ticket: Ticket[Event] = Ticket(prompt, self._sampling(asked, context - len(prompt)))
+                work = await loop.run_in_executor(self.preparing, self._work, asked)
+                ticket: Ticket[Event] = Ticket(work.requests, owner)
                 self.thread.submit(ticket)
-                return Prepared(asked, ticket, truncated)
+                return ticket, work.writer
         except asyncio.QueueFull:
-            text = "as many chats are waiting as may wait: try again in 2 seconds"
-            raise ApiError(429, "queue_full", text, retry_after=2) from None
+            raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
-    def _sampling(self, asked: ChatRequest, room: int) -> Sampling:
-        """How to sample the answer: as the request asks, else by the server's defaults, in at most `room` tokens."""
-        settings = self.settings
-        top_k = settings.top_k if asked.top_k is None else asked.top_k
-        return Sampling(
-            temperature=settings.temperature if asked.temperature is None else asked.temperature,
-            top_k=top_k or None,
-            max_tokens=min(asked.max_tokens or settings.max_tokens, room),
-            seed=secrets.randbits(31) if asked.seed is None else asked.seed,
-        )
+    def _work(self, asked: Asked) -> Work:
+        """What a request asks of the engine. ApiError 400 for what the engine would refuse."""
+        work = asked.work(self.tokenizer, self.limits)
+        try:
+            for prompt, sampling in work.requests:
+                self.check(prompt, sampling)
+        except UserError as refusal:
+            raise ApiError(400, "invalid_request", str(refusal)) from None
+        return work
 
 
 # --- the application -----------------------------------------------------------------------------
@@ -167,12 +223,23 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(ClientDisconnect, left)
-    app.add_api_route("/", page)
-    app.add_api_route("/assets/{name}", asset)
-    app.add_api_route("/health", server.health)
-    app.add_api_route("/v1/models", server.models)
-    app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"])
-    return App(Guard(app, settings.hosts), server.thread, settings.caps)
+    if settings.page:
+        app.add_api_route("/", page)
+        app.add_api_route("/assets/{name}", asset)
+    gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
+    gets |= {"/v1/models": server.models, "/v1/models/{name}": server.model}
+    posts = {
+        "/v1/chat/completions": server.generating(read_chat),
+        "/v1/completions": server.generating(read_completion),
+        "/v1/responses": server.generating(read_response),
+        "/tokenize": server.encoding(tokens.tokenize),
+        "/detokenize": server.encoding(tokens.detokenize),
+    }
+    for path, route in gets.items():
+        app.add_api_route(path, route)
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=["POST"])
+    return App(Guard(app, settings.hosts, settings.api_key), server.thread, settings.caps)
 
 
 def _refusal(failure: Exception) -> ApiError:
@@ -180,7 +247,5 @@ def _refusal(failure: Exception) -> ApiError:
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, HTTPException):
-        return ApiError(
-            failure.status_code, "not_found", f"{failure.detail}: the routes are /v1/models and /v1/chat/completions"
-        )
+        return ApiError(failure.status_code, "not_found", f"{failure.detail}: docs/chat.md lists the routes")
     return ApiError(500, "server_failed", "the server failed: its log says why")

@@ -1,10 +1,13 @@
 """Input and output of a chat in a terminal: reads what the user types, handles Ctrl-C, and shows text safely."""
 
+import codecs
 import contextlib
+import io
 import locale
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,6 +42,15 @@ def dim(text: str, stream: TextIO) -> str:
     """Text in grey if the stream shows colours, else unchanged."""
     plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else f"\033[2m{text}\033[0m"
+
+
+def take_any_text() -> None:
+    """Let standard input and output carry any text, whatever the locale says."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for unknown characters
+    if isinstance(sys.stdin, io.TextIOWrapper) and codecs.lookup(sys.stdin.encoding).name == "ascii":
+        sys.stdin.reconfigure(encoding="utf-8")  # what a keyboard sends, whatever the locale says
 
 
 # --- what is typed -------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ from nanochat.device import compute_init
 from nanochat.serve.connections import Caps
 from nanochat.serve.server import Settings
 from scripts.chat_web import Config, addresses, check, is_local, listen, settings_of
-from tests.support.fake_engine import CHAT, ask
+from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -74,6 +75,30 @@ def test_short_letters_are_those_of_nanochat():
     check(cfg)
 
 
+def settings(**flags: Any) -> Settings:
+    tokenizer = tiny_tokenizer()
+    facts = {"stage": "sft", "tag": "d4", "step": 7, "corpus": "tinyworld", "model": tiny_gpt(tokenizer.vocab_size)}
+    return settings_of(Config(**flags), cast(Loaded, SimpleNamespace(**facts, tokenizer=tokenizer)), 0.6, [])
+
+
+def test_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    assert settings().api_key == ""
+    monkeypatch.setenv("NANOCHAT_API_KEY", "of the environment")
+    assert settings().api_key == "of the environment"
+    with pytest.raises(UserError, match="no spaces"):
+        check(Config())
+    assert settings(api_key="of-the-flag").api_key == "of-the-flag"
+    check(Config(api_key="密钥-1"))
+
+
+def test_headless_serves_no_page():
+    assert settings().page and not settings(headless=True).page
+    with running(FakeEngine(), settings=replace(SETTINGS, page=False)) as url:
+        assert httpx.get(f"{url}/").status_code == httpx.get(f"{url}/assets/app.js").status_code == 404
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
 @pytest.mark.parametrize("field", ["num_gpus=2", "temperature=3", "top_k=-1", "max_tokens=0", "slots=0", "port=70000"])
 def test_setting_that_cannot_be_is_refused_by_name(field):
     name, _, value = field.partition("=")
@@ -84,11 +109,8 @@ def test_setting_that_cannot_be_is_refused_by_name(field):
 
 def test_server_of_many_slots_admits_their_clients() -> None:
     """One client may use all slots of a server: so many connections of one address must be allowed."""
-    tokenizer = tiny_tokenizer()
-    facts = {"stage": "sft", "tag": "d4", "step": 7, "corpus": "tinyworld", "model": tiny_gpt(tokenizer.vocab_size)}
-    loaded = cast(Loaded, SimpleNamespace(**facts, tokenizer=tokenizer))
-    assert settings_of(Config(), loaded, 0.6, []).caps == Caps()
-    caps = settings_of(Config(slots=1024), loaded, 0.6, []).caps
+    assert settings().caps == Caps()
+    caps = settings(slots=1024).caps
     assert caps.per_address > 1024 + Settings.waiting and caps.connections > caps.per_address
 
 

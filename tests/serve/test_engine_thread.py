@@ -11,17 +11,21 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve import engine_thread
-from nanochat.serve.engine_thread import EngineThread, Ticket
+from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from tests.support.fake_engine import ByteTokenizer, FakeEngine
 
 
-def ticket(text: str) -> Ticket:
-    return Ticket(ByteTokenizer().render_prompt(Conversation((user(text),))), Sampling())
+def prompt(text: str) -> list[int]:
+    return ByteTokenizer().render_prompt(Conversation((user(text),)))
+
+
+def ticket(text: str, owner: str = "") -> Ticket:
+    return Ticket([(prompt(text), Sampling())], owner)
 
 
 @contextlib.asynccontextmanager
-async def started(engine: FakeEngine, waiting: int = 4) -> AsyncIterator[EngineThread]:
-    thread = EngineThread(engine, waiting)
+async def started(engine: FakeEngine, waiting: int = 4, per_address: int = 0) -> AsyncIterator[EngineThread]:
+    thread = EngineThread(engine, waiting, per_address)
     thread.start()
     try:
         yield thread
@@ -33,7 +37,7 @@ async def started(engine: FakeEngine, waiting: int = 4) -> AsyncIterator[EngineT
 async def said(submitted: Ticket) -> str:
     tokens = []
     while True:
-        events = await submitted.events()
+        events = [event for _, event in await submitted.events()]
         tokens += [event.token for event in events]
         if events[-1].finish:
             return bytes(tokens[:-1]).decode()
@@ -79,7 +83,7 @@ def test_release_frees_the_slot_of_a_running_ticket_and_the_place_of_a_waiting_o
             assert await said(last) == "last"
             thread.release(last)
             await until(lambda: thread.free_slots == 1)
-            assert [seen.cancelled for seen in engine.seen] == [True, True, False]
+            assert [seen.cancelled for seen in engine.seen] == [True, False]  # the engine never saw the waiting one
 
     run(main())
 
@@ -120,7 +124,7 @@ def test_complete_reply_gives_its_place_to_another_before_anyone_reads_it():
         async with started(FakeEngine(slots=1), waiting=1) as thread:
             unread = [ticket(str(i)) for i in range(10)]
             for each in unread:
-                await until(lambda: not thread.full)
+                await until(lambda: not thread.full())
                 thread.submit(each)
             await until(lambda: not thread.tickets)
             assert [await said(each) for each in unread] == [str(i) for i in range(10)]
@@ -148,7 +152,7 @@ def test_failing_engine_fails_the_chats_in_flight_and_serves_the_next(capfd):
 def test_ticket_that_the_engine_refuses_fails_alone():
     async def main() -> None:
         async with started(FakeEngine()) as thread:
-            bad, good = Ticket([], Sampling()), ticket("good")
+            bad, good = Ticket([([], Sampling())]), ticket("good")
             thread.submit(bad)
             thread.submit(good)
             with pytest.raises(ValueError):
@@ -178,7 +182,7 @@ def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(capsys: p
     async def main() -> None:
         async with started(Refusing(slots=2)) as thread:
             good, bad = ticket("good"), ticket("bad")
-            bad.sampling = Sampling(schema='{"enum": []}')
+            bad.requests = [(prompt("bad"), Sampling(schema='{"enum": []}'))]
             thread.submit(bad)
             thread.submit(good)
             with pytest.raises(UserError, match="cannot be met"):
@@ -188,3 +192,124 @@ def test_a_refused_request_is_told_why_and_its_neighbours_are_answered(capsys: p
 
     run(main())
     assert capsys.readouterr().err == ""  # a client's mistake is not the server's failure
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+def order(engine: FakeEngine) -> list[str]:
+    """The questions in the order in which the engine got them."""
+    return [bytes(seen.prompt[2:-2]).decode() for seen in engine.seen]
+
+
+def test_waiting_addresses_take_turns():
+    async def main() -> None:
+        engine = FakeEngine(slots=1, gated=True)
+        async with started(engine, waiting=20) as thread:
+            names = ["a0", "a1", "a2", "a3", "b0", "c0", "b1"]
+            tickets = [ticket(name, owner=name[0]) for name in names]
+            thread.submit(tickets[0])
+            await until(lambda: tickets[0].begun)
+            for each in tickets[1:]:
+                thread.submit(each)
+            engine.allow(1000)
+            assert await asyncio.gather(*map(said, tickets)) == names
+            assert order(engine) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+    run(main())
+
+
+def test_full_queue_takes_the_newest_place_of_the_address_with_most():
+    async def main() -> None:
+        engine = FakeEngine(slots=1, gated=True)
+        async with started(engine, waiting=4) as thread:
+            crowd = [ticket(f"a{i}", "a") for i in range(5)]
+            for each in crowd[:1]:
+                thread.submit(each)
+            await until(lambda: crowd[0].begun)
+            for each in crowd[1:]:
+                thread.submit(each)
+            with pytest.raises(asyncio.QueueFull):
+                thread.submit(ticket("a5", "a"))
+            newcomer = ticket("b0", "b")
+            thread.submit(newcomer)
+            with pytest.raises(Displaced):
+                await crowd[4].events()
+            second = ticket("b1", "b")
+            thread.submit(second)
+            with pytest.raises(Displaced):
+                await crowd[3].events()
+            with pytest.raises(asyncio.QueueFull):  # both have two waiting: nobody gives way
+                thread.submit(ticket("b2", "b"))
+            engine.allow(1000)
+            assert await asyncio.gather(*map(said, [*crowd[:3], newcomer, second])) == ["a0", "a1", "a2", "b0", "b1"]
+
+    run(main())
+
+
+def test_address_may_have_so_many_tickets_and_no_more():
+    async def main() -> None:
+        async with started(FakeEngine(slots=1, gated=True), waiting=20, per_address=2) as thread:
+            tickets = [ticket("0", "a"), ticket("1", "a")]
+            for each in tickets:
+                thread.submit(each)
+            assert thread.full("a") and not thread.full("b")
+            with pytest.raises(asyncio.QueueFull):
+                thread.submit(ticket("2", "a"))
+            thread.submit(ticket("0", "b"))
+            thread.release(tickets[1])
+            thread.submit(ticket("2", "a"))
+
+    run(main())
+
+
+# --- several requests on one ticket --------------------------------------------------------------
+
+
+def test_ticket_of_several_requests_gets_each_answer_under_its_place():
+    async def main() -> None:
+        async with started(FakeEngine(slots=2)) as thread:
+            both = Ticket([(prompt(f"question {i}"), Sampling()) for i in range(5)])
+            thread.submit(both)
+            texts: dict[int, list[int]] = {}
+            while both in thread.tickets or both.unfinished:
+                for place, event in await both.events():
+                    texts.setdefault(place, []).append(event.token)
+            assert {place: bytes(ids[:-1]).decode() for place, ids in texts.items()} == {
+                i: f"question {i}" for i in range(5)
+            }
+            assert not thread.tickets
+
+    run(main())
+
+
+def test_address_with_many_requests_on_a_ticket_shares_the_slots():
+    async def main() -> None:
+        engine = FakeEngine(slots=1, gated=True)
+        async with started(engine) as thread:
+            batch, single = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(9)], "a"), ticket("b", "b")
+            thread.submit(batch)
+            await until(lambda: batch.begun)
+            thread.submit(single)
+            engine.allow(1000)
+            assert await said(single) == "b"
+            assert order(engine).index("b") <= 2
+
+    run(main())
+
+
+def test_release_takes_back_all_requests_of_a_ticket():
+    async def main() -> None:
+        engine = FakeEngine(slots=2, gated=True)
+        async with started(engine) as thread:
+            batch, last = Ticket([(prompt(f"a{i}"), Sampling()) for i in range(5)]), ticket("last")
+            thread.submit(batch)
+            await until(lambda: thread.free_slots == 0 or len(engine.seen) == 2)
+            thread.release(batch)
+            thread.submit(last)
+            engine.allow(1000)
+            assert await said(last) == "last"
+            await until(lambda: thread.free_slots == 2)
+            assert [seen.cancelled for seen in engine.seen] == [True, True, False]
+
+    run(main())

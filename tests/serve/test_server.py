@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.data.conversation import Part
 from nanochat.serve.guard import HEADERS, host_allowed
-from nanochat.serve.intake import BODY_BYTES
+from nanochat.serve.routes.intake import BODY_BYTES
 from nanochat.serve.server import ASSETS
 from tests.support.fake_engine import CHAT, ByteTokenizer, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, head, post, until_closed
@@ -46,7 +46,8 @@ def test_whole_answer(client):
     choice = body["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "你好，世界"}
     assert (choice["index"], choice["finish_reason"]) == (0, "stop")
-    assert body["usage"] == {"prompt_tokens": 9, "completion_tokens": 16, "total_tokens": 25}
+    counts = {"prompt_tokens": 9, "completion_tokens": 16, "total_tokens": 25}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_streamed_answer_is_the_same_in_pieces_of_whole_characters(client):
@@ -203,7 +204,7 @@ def test_endless_body_is_refused_while_it_comes(client):
         (b"1" * 5000, "application/json", 400, "invalid_json"),
         (b"[]", "application/json; charset=utf-8", 400, "invalid_value"),
         (json.dumps(ask("hello")).encode(), "text/plain", 415, "unsupported_media_type"),
-        (json.dumps(ask("hello", n=2)).encode(), "application/json", 400, "unsupported_parameter"),
+        (json.dumps(ask("hello", service_tier="flex")).encode(), "application/json", 400, "unsupported_parameter"),
         (json.dumps(ask(" ")).encode(), "application/json", 400, "empty_prompt"),
     ],
 )
@@ -225,7 +226,7 @@ def test_half_a_surrogate_pair_in_a_name_is_refused_like_any_name(client):
 
 def test_connection_is_kept_for_the_next_request_after_an_answer_to_a_whole_one(client):
     with connect(str(client.base_url)) as plain:
-        for body in (ask("hello"), ask("hello", n=2), ask("hello", stream=True)):
+        for body in (ask("hello"), ask("hello", n=0), ask("hello", stream=True)):
             plain.sendall(post(body))
             received = b""
             while not received.endswith((b"}", b"\r\n0\r\n\r\n")):

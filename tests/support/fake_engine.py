@@ -112,6 +112,9 @@ class FakeEngine:
     def free_slots(self) -> int:
         return self.slots - len(self._active)
 
+    def check(self, prompt: list[int], sampling: Sampling) -> None:
+        """This engine accepts everything."""
+
     def submit(self, prompt: list[int], sampling: Sampling) -> int:
         user_start, user_end = self.tokenizer.special("user_start"), self.tokenizer.special("user_end")
         start = len(prompt) - prompt[::-1].index(user_start)

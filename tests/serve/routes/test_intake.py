@@ -7,8 +7,8 @@ import pytest
 from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
-from nanochat.serve.chat_api import ApiError, ChatRequest
-from nanochat.serve.intake import BODY_BYTES, Turns, decode_json, make_prompt, read_body
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.intake import BODY_BYTES, Turns, decode_json, make_prompt, read_body
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -104,10 +104,6 @@ def test_random_arrivals_refusals_and_leavers_never_lock_up() -> None:
 # --- prompts -------------------------------------------------------------------------------------
 
 
-def asked(messages: tuple[Message, ...], max_tokens: int | None = None, truncate: bool = True) -> ChatRequest:
-    return ChatRequest(Conversation(messages), None, None, max_tokens, None, truncate, False, False, False)
-
-
 def chat(exchanges: int, *before: Message) -> tuple[Message, ...]:
     turns = [message for i in range(exchanges) for message in (user(f"the cat {i}"), assistant(f"sat {i} on the mat"))]
     return (*before, *turns, user("on what?"))
@@ -118,7 +114,7 @@ def chat(exchanges: int, *before: Message) -> tuple[Message, ...]:
 def test_truncation_drops_as_few_exchanges_as_it_can(before: tuple[Message, ...], context: int) -> None:
     """Compared with trying every number of exchanges."""
     tokenizer, messages = tiny_tokenizer(), chat(40, *before)
-    prompt, dropped = make_prompt(asked(messages, 10), tokenizer, context)
+    prompt, dropped = make_prompt(Conversation(messages), 10, True, tokenizer, context)
     rest = messages[len(before) :]
     fits = [
         count
@@ -134,11 +130,11 @@ def test_truncation_encodes_no_more_than_the_context_reaches() -> None:
     encoded: list[str] = []
     plain = tokenizer.encode
     tokenizer.encode = lambda text: encoded.append(text) or plain(text)  # type: ignore[method-assign]
-    make_prompt(asked(chat(400)), tokenizer, 100)  # type: ignore[arg-type]
+    make_prompt(Conversation(chat(400)), None, True, tokenizer, 100)  # type: ignore[arg-type]
     assert len(encoded) < 30
 
 
 def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
     for truncate in (True, False):
         with pytest.raises(ApiError, match="holds 50 tokens; the messages have 104"):
-            make_prompt(asked((user("x" * 100),), truncate=truncate), ByteTokenizer(), 50)  # type: ignore[arg-type]
+            make_prompt(Conversation((user("x" * 100),)), None, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]

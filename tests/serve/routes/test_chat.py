@@ -5,16 +5,23 @@ import json
 import pytest
 
 from nanochat.data.conversation import Part, assistant, system, user
-from nanochat.serve import chat_api
-from nanochat.serve.chat_api import ApiError, Envelope, Limits, Reply, read_request
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.routes.answers import event
+from nanochat.serve.routes.chat import ChatRequest, Reply, read_chat
+from nanochat.serve.routes.fields import ApiError, Limits
+from nanochat.serve.routes.sampling import Defaults
 
 LIMITS = Limits(model="nanochat-sft-d4", context=256, vocabulary=2048)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+def read_request(body: object) -> ChatRequest:
+    return read_chat(body, LIMITS, Defaults(temperature=0.6, top_k=50, max_tokens=100))
+
+
 def refusal(body: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        read_request(body, LIMITS)
+        read_request(body)
     return caught.value
 
 
@@ -24,14 +31,16 @@ def test_too_many_messages_or_parts_are_refused_before_they_are_read():
     parts = refusal({"messages": [{"role": "user", "content": [None] * 2000}, {"parts": [None] * 2001}]})
     assert parts.code == "too_many_messages" and "4,001" in str(parts)
     turns = [{"role": ("user", "assistant")[i % 2], "content": "x"} for i in range(999)]
-    assert len(read_request({"messages": turns}, LIMITS).conversation.messages) == 999
+    assert len(read_request({"messages": turns}).conversation.messages) == 999
 
 
 def test_plain_request_leaves_the_rest_to_the_server():
-    asked = read_request({"messages": HELLO}, LIMITS)
+    asked = read_request({"messages": HELLO})
     assert asked.conversation.messages == (user("hello"),)
-    assert (asked.temperature, asked.top_k, asked.max_tokens, asked.seed) == (None, None, None, None)
-    assert not (asked.stream or asked.truncate or asked.include_usage or asked.continuous_usage)
+    wanted, sampling = asked.wanted, asked.wanted.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens, wanted.max_tokens) == (0.6, 50, 100, None)
+    assert wanted.n == 1 and sampling.logprobs == 0 and sampling.schema is None
+    assert not (wanted.stream or asked.truncate or wanted.include_usage or wanted.continuous_usage or asked.logprobs)
 
 
 def test_everything_that_can_be_asked_is_read():
@@ -46,14 +55,28 @@ def test_everything_that_can_be_asked_is_read():
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "truncation": "auto",
         "user": "someone",
-        "n": 1,
-        "top_p": 1.0,
-        "stop": None,
+        "n": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "stop": "\n",
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100, "6": 1.5},
+        "logprobs": True,
+        "top_logprobs": 4,
+        "stop_token_ids": [7],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}},
     }
-    asked = read_request(body, LIMITS)
+    asked = read_request(body)
     assert asked.conversation.messages == (system("Be brief."), user("hello"))
-    assert (asked.temperature, asked.top_k, asked.max_tokens, asked.seed) == (0.0, 5, 10, 7)
-    assert asked.stream and asked.truncate and asked.include_usage and asked.continuous_usage
+    wanted = asked.wanted
+    assert wanted.sampling == Sampling(
+        0.0, 5, 10, 7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=1.0, frequency_penalty=-1.0,
+        logit_bias=((5, -100.0), (6, 1.5)), stop=("\n",), stop_tokens=(7,), logprobs=4, schema='{"type": "array"}',
+    )  # fmt: skip
+    assert wanted.stream and asked.truncate and wanted.include_usage and wanted.continuous_usage and asked.logprobs
+    assert (wanted.n, wanted.max_tokens) == (3, 10)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +100,50 @@ def test_everything_that_can_be_asked_is_read():
         ("stream", "yes"),
         ("stream_options", []),
         ("truncation", "newest"),
+        ("n", 0),
+        ("n", 10**9),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", -1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["x"] * 10_000),
+        ("stop", ["x" * 1000]),
+        ("stop_token_ids", [2048]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1] * 10_000),
+        ("stop_token_ids", ["1"]),
+        ("logit_bias", []),
+        ("logit_bias", {"2048": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"²": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": None}),
+        ("logit_bias", {str(i): 1 for i in range(2000)}),
+        ("logprobs", 5),
+        ("top_logprobs", 10**9),
+        ("top_logprobs", 5),
+        ("response_format", "json"),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": "x"}}),
+        ("tools", {}),
+        ("tools", [{}] * 1000),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "x"}}),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(field, value):
     failure = refusal({"messages": HELLO, field: value})
-    assert (failure.status, failure.param, failure.code) == (400, field, "invalid_value")
-    assert field in str(failure)
+    assert (failure.status, failure.code) == (400, "invalid_value")
+    assert failure.param is not None and failure.param.startswith(field) and failure.param in str(failure)
     json.dumps(failure.body, allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("n", 2), ("top_p", 0.9), ("stop", ["\n"]), ("tools", [{}]), ("logprobs", True), ("presence_penalty", 1)],
-)
+@pytest.mark.parametrize(("field", "value"), [("modalities", ["audio"]), ("service_tier", "flex")])
 def test_what_cannot_be_done_is_refused_not_ignored(field, value):
     failure = refusal({"messages": HELLO, field: value})
     assert (failure.status, failure.param, failure.code) == (400, field, "unsupported_parameter")
@@ -115,6 +169,9 @@ def test_another_model_is_not_found():
         (["hello"], "invalid_value", "messages[0]"),
         ([{"content": "hello"}], "invalid_value", "messages[0].role"),
         ([{"role": "tool", "content": "x"}], "invalid_value", "messages[0].role"),
+        ([*HELLO, {"role": "tool", "content": "x"}], "invalid_value", "messages[1].role"),
+        ([*HELLO, {"role": "assistant", "tool_calls": 1}], "invalid_value", "messages[1].tool_calls"),
+        ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "invalid_value", "messages[1].tool_calls[0]"),
         ([{"role": ["user"], "content": "x"}], "invalid_value", "messages[0].role"),
         ([{"role": "user"}], "invalid_value", "messages[0].content"),
         ([{"role": "user", "content": ""}], "empty_prompt", "messages[0].content"),
@@ -140,7 +197,7 @@ def test_body_that_is_no_object_is_refused():
 
 def test_content_may_be_a_list_of_texts():
     content = [{"type": "text", "text": "你"}, {"type": "text", "text": "好"}]
-    asked = read_request({"messages": [{"role": "user", "content": content}]}, LIMITS)
+    asked = read_request({"messages": [{"role": "user", "content": content}]})
     assert asked.conversation.messages == (user("你好"),)
 
 
@@ -193,27 +250,16 @@ def test_call_without_a_result_is_shown_at_the_end():
     assert reply.end() == [{"tool": {"expression": "37*48", "result": None}}]
 
 
-def test_tool_calls_can_be_sent_back_as_they_came():
+def test_calculator_calls_can_be_sent_back_as_they_came():
     reply = Reply()
     reply.add([Part("text", "It "), Part("text", "is "), CALL, RESULT, Part("text", "1776.")])
-    completion = Envelope("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
-    message = json.loads(json.dumps(completion))["choices"][0]["message"]
-    assert message["content"] == "It is 1776."
-    asked = read_request({"messages": [*HELLO, message, *HELLO]}, LIMITS)
+    message = json.loads(json.dumps({"role": "assistant", "content": reply.text, "parts": reply.parts}))
+    asked = read_request({"messages": [*HELLO, message, *HELLO]})
     assert asked.conversation.messages[1] == assistant("It is ", CALL, RESULT, "1776.")
 
 
-def test_reply_without_tools_has_no_parts():
-    reply = Reply()
-    reply.add([Part("text", "hi")])
-    completion = Envelope("id", 0, "m").completion(reply, "stop", chat_api.usage(3, 4))
-    assert completion["choices"][0]["message"] == {"role": "assistant", "content": "hi"}
-    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
-    assert "truncated_messages" not in completion
-
-
 def test_event_is_one_line_whatever_the_text_holds():
-    data = chat_api.event({"content": "a\nb\r\u2028中"})
+    data = event({"content": "a\nb\r\u2028中"})
     assert data.endswith(b"\n\n")
     assert data.count(b"\n") == 2
     assert b"\r" not in data

@@ -5,13 +5,15 @@ import bisect
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
 from nanochat.data.conversation import Conversation
-from nanochat.serve.chat_api import ApiError, ChatRequest
+from nanochat.generate.sampling import Sampling
+from nanochat.serve.routes.answers import Writer
+from nanochat.serve.routes.fields import ApiError
 from nanochat.tokenizer import Tokenizer
 
 BODY_BYTES = 256 * 1024  # largest body of a request
@@ -89,12 +91,22 @@ class Turns:
                 self._busy = True
 
 
-def make_prompt(asked: ChatRequest, tokenizer: Tokenizer, context: int) -> tuple[list[int], int]:
+class Work(NamedTuple):
+    """What a request asks of the engine, and the writer of its answer, which gets the answer's id."""
+
+    requests: list[tuple[list[int], Sampling]]
+    writer: Callable[[str], Writer]
+
+
+def make_prompt(
+    conversation: Conversation, max_tokens: int | None, truncate: bool, tokenizer: Tokenizer, context: int
+) -> tuple[list[int], int]:
     """The tokens of the prompt, and how many of the oldest messages were dropped to make it fit.
 
-    ApiError 400 if the prompt, together with the length of the answer that was asked for, exceeds the context.
+    Messages are dropped only with `truncate`. ApiError 400 if the prompt, together with `max_tokens`, the length of the
+    answer that was asked for, exceeds the context.
     """
-    messages, answer = asked.conversation.messages, asked.max_tokens or 1
+    messages, answer = conversation.messages, max_tokens or 1
     system = messages[: messages[0].role == "system"]
     turns = messages[len(system) :]
     room = context - answer
@@ -103,18 +115,18 @@ def make_prompt(asked: ChatRequest, tokenizer: Tokenizer, context: int) -> tuple
         return tokenizer.render_prompt(Conversation((*system, *turns[dropped:])))
 
     dropped = 0
-    if asked.truncate:  # render from the end, each message once, no further than the context reaches
+    if truncate:  # render from the end, each message once, no further than the context reaches
         dropped = len(turns) - 1
         held = len(rendered(dropped))
         while dropped and held <= room:
             held += len(tokenizer.render(Conversation(turns[dropped - 2 : dropped])).ids) - 1
             dropped -= 2 if held <= room else 0
     prompt = rendered(dropped)
-    while len(prompt) > room and asked.truncate and dropped < len(turns) - 1:  # a system message merges with the first
+    while len(prompt) > room and truncate and dropped < len(turns) - 1:  # a system message merges with the first
         dropped += 2
         prompt = rendered(dropped)
     if len(prompt) <= room:
         return prompt, dropped
-    rest = f"and max_tokens asks for {answer} more" if asked.max_tokens else "which leaves no room for an answer"
+    rest = f"and max_tokens asks for {answer} more" if max_tokens else "which leaves no room for an answer"
     text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}: shorten the chat"
     raise ApiError(400, "context_length_exceeded", text, "messages")

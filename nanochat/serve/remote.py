@@ -1,0 +1,130 @@
+"""Chats with an OpenAI-compatible server: streams replies, and can stop waiting at any moment."""
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import requests
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Message, Part
+
+CONNECT_SECONDS, READ_SECONDS = 10, 600  # a busy server may take minutes to its first token
+LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
+
+
+class Remote:
+    """A server and its first model. After a reply, `finish` and `tokens` say how it ended and how long it was."""
+
+    def __init__(self, url: str, api_key: str):
+        """UserError if no such server answers at the URL, with or without /v1 at its end."""
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--url must begin with http:// or https://, got {url}: write it in full", exit_code=2)
+        self._headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+        models = self._json(self._send("GET", "models"))
+        try:
+            model = models["data"][0]
+            self.model = str(model["id"])
+        except (KeyError, IndexError, TypeError):
+            raise UserError(
+                f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
+            ) from None
+        self._ours = model.get("owned_by") == "nanochat"  # then it takes fields that OpenAI's own server refuses
+        self.finish: str | None = None
+        self.tokens = 0
+
+    def reply(
+        self, messages: Sequence[Message], settings: dict[str, Any], stopped: Callable[[], bool]
+    ) -> Iterator[Part]:
+        """The parts of a reply while it streams, until `stopped` says so. UserError if the server refuses."""
+        self.finish, self.tokens = None, 0
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {
+            name: value for name, value in settings.items() if value is not None and (self._ours or name != "top_k")
+        }
+        body |= {"truncation": "auto"} if self._ours else {}
+        body["messages"] = [{"role": message.role, "content": _text(message)} for message in messages]
+        lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
+        response = self._send("POST", "chat/completions", body)
+        # A read cannot be interrupted, so another thread reads.
+        threading.Thread(target=_read, args=(response, lines), daemon=True).start()
+        try:
+            while not stopped():
+                try:
+                    line = lines.get(timeout=LOOK_SECONDS)
+                except queue.Empty:
+                    continue
+                if isinstance(line, Exception):
+                    raise UserError(f"{self.url} ended the reply too early ({line}): send the message again") from line
+                if line is None or line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    yield from self._parts(line[5:])
+        finally:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # the stream may have ended already
+                response.raw.shutdown()  # ends the other thread's read; close() alone would wait for it
+            response.close()
+
+    def _parts(self, data: bytes) -> Iterator[Part]:
+        """The parts of one event."""
+        try:
+            value = json.loads(data)
+            if "error" in value:
+                raise UserError(f"{self.url} failed: {value['error']['message']}")
+            self.tokens = (value.get("usage") or {}).get("completion_tokens", self.tokens)
+            for choice in value["choices"]:
+                self.finish = choice.get("finish_reason") or self.finish
+                delta = choice.get("delta") or {}
+                if call := delta.get("tool"):  # our server's calculator
+                    yield Part("python", call["expression"])
+                    yield Part("python_output", call["result"] or "")
+                if text := delta.get("content"):
+                    yield Part("text", text)
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
+
+    def _send(self, method: str, path: str, body: Any = None) -> requests.Response:
+        timeout = (CONNECT_SECONDS, READ_SECONDS)
+        try:
+            response = requests.request(
+                method, f"{self.url}/{path}", json=body, headers=self._headers, stream=True, timeout=timeout
+            )
+        except (requests.RequestException, UnicodeError) as failure:
+            text = f"no server answers at {self.url} ({type(failure).__name__}): start one there, or correct --url"
+            raise UserError(text) from failure
+        if response.status_code == 401:
+            raise UserError(f"{self.url} does not take this key: give the right one with --api_key")
+        if not response.ok:
+            value = self._json(response)
+            error = value.get("error") if isinstance(value, dict) else None
+            reason = error.get("message") if isinstance(error, dict) else None
+            raise UserError(f"{self.url} refused (status {response.status_code}): {reason or response.reason}")
+        return response
+
+    def _json(self, response: requests.Response) -> Any:
+        try:
+            with response:
+                return response.json()
+        except (requests.RequestException, ValueError) as failure:
+            raise UserError(
+                f"{self.url} sent no JSON: give --url the address of an OpenAI-compatible server"
+            ) from failure
+
+
+def _read(response: requests.Response, lines: "queue.SimpleQueue[bytes | Exception | None]") -> None:
+    """Put the lines of a response into a queue, then None; a failure ends them."""
+    try:
+        for line in response.iter_lines(chunk_size=1):
+            lines.put(line)
+        lines.put(None)
+    except Exception as failure:  # the edge of a thread: closing the response ends here too
+        lines.put(failure)
+
+
+def _text(message: Message) -> str:
+    """The words of a message; what it calculated where it has no words, because servers refuse an empty message."""
+    return message.text or " ".join(part.text for part in message.parts)

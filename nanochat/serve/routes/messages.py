@@ -1,0 +1,134 @@
+"""Reads the messages of a request into a conversation: texts, our calculator's calls, and calls of a client's tools."""
+
+from typing import Any
+
+from nanochat.data.conversation import Conversation, Message, Part, Role
+from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
+from nanochat.serve.routes.tools import written_calls, written_result
+
+MOST_MESSAGES = 1000  # a chat of 500 questions; checking more would keep other clients waiting
+MOST_PARTS = 4000  # of all messages together
+# Whom the model takes for the speaker of a message, by the role that a client gives.
+SPEAKERS: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "user",
+}  # fmt: skip
+
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text; the last two in the responses format
+
+
+def read_conversation(given: Any, instructions: str = "") -> Conversation:
+    """The conversation of a list of messages: an optional system message, then user and assistant in turn.
+
+    The user comes last. Results of tools count as the user's, and those that follow each other are one message.
+    `instructions` go in front of the system message. ApiError 400.
+    """
+    if given is None:
+        raise missing("messages", "a list of {role, content}")
+    if not isinstance(given, list):
+        raise invalid("messages must be a list of {role, content}, got " + kind(given), "messages")
+    if not given:
+        raise ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
+    if len(given) > MOST_MESSAGES:
+        text = f"there may be at most {MOST_MESSAGES:,} messages, got {len(given):,}: leave out the oldest"
+        raise ApiError(400, "too_many_messages", text, "messages")
+    if (parts := sum(map(_count, given))) > MOST_PARTS:
+        text = (
+            f"all messages together may have at most {MOST_PARTS:,} parts, got {parts:,}: leave out the oldest messages"
+        )
+        raise ApiError(400, "too_many_messages", text, "messages")
+    messages = _joined([_message(item, f"messages[{i}]") for i, item in enumerate(given)], given)
+    first = 1 if messages[0][1].role == "system" else 0
+    for turn, (i, message) in enumerate(messages[first:]):
+        expected = ("user", "assistant")[turn % 2]
+        if message.role != expected:
+            raise invalid(
+                "messages must be an optional system message, then user and assistant in turn: "
+                f"messages[{i}].role must be {expected}, got {message.role}",
+                f"messages[{i}].role",
+            )
+    if messages[-1][1].role != "user":
+        raise invalid("the last message must have the role user or tool", f"messages[{len(given) - 1}].role")
+    return _instructed(tuple(message for _, message in messages), instructions)
+
+
+def _joined(messages: list[Message], given: list[Any]) -> list[tuple[int, Message]]:
+    """The messages with their places; a result of a tool joins the result, or the user's turn, before or after it."""
+    joined: list[tuple[int, Message]] = []
+    for i, message in enumerate(messages):
+        if given[i]["role"] == "tool" and (i == 0 or given[i - 1]["role"] not in ("assistant", "tool")):
+            raise invalid(f"messages[{i}] is the result of a tool: put it after the call", f"messages[{i}].role")
+        if (
+            joined
+            and message.role == "user" == joined[-1][1].role
+            and "tool" in (given[i]["role"], given[i - 1]["role"])
+        ):
+            place, before = joined[-1]
+            joined[-1] = place, Message("user", (Part("text", f"{before.text}\n{message.text}"),))
+        else:
+            joined.append((i, message))
+    return joined
+
+
+def _instructed(messages: tuple[Message, ...], instructions: str) -> Conversation:
+    if not instructions:
+        return Conversation(messages)
+    own = messages[: messages[0].role == "system"]
+    text = "\n\n".join([instructions, *(message.text for message in own)])
+    return Conversation((Message("system", (Part("text", text),)), *messages[len(own) :]))
+
+
+def _count(item: Any) -> int:
+    """How many parts a message has, before it is checked."""
+    lists = [item.get(name) for name in ("content", "parts")] if isinstance(item, dict) else []
+    return sum(len(some) for some in lists if isinstance(some, list))
+
+
+def _message(item: Any, name: str) -> Message:
+    if not isinstance(item, dict):
+        raise invalid(f"{name} must be an object {{role, content}}, got {kind(item)}", name)
+    role = item.get("role")
+    if not isinstance(role, str) or role not in SPEAKERS:
+        got = repr(role[:80]) if isinstance(role, str) else kind(role)
+        raise invalid(f"{name}.role must be system, user, assistant or tool, got {got}", f"{name}.role")
+    if role == "assistant" and item.get("parts") is not None:
+        parts = _parts(item["parts"], f"{name}.parts")
+    elif role == "assistant" and item.get("tool_calls"):
+        said = "" if item.get("content") is None else text_of(item["content"], f"{name}.content")
+        parts = (Part("text", said + written_calls(item["tool_calls"], f"{name}.tool_calls")),)
+    elif role == "tool":
+        parts = (Part("text", written_result(text_of(item.get("content"), f"{name}.content"))),)
+    else:
+        parts = (Part("text", text_of(item.get("content"), f"{name}.content")),)
+    if not any(part.text.strip() for part in parts):
+        raise ApiError(400, "empty_prompt", f"{name} is empty: every message must hold some text", f"{name}.content")
+    return Message(SPEAKERS[role], parts)
+
+
+def text_of(content: Any, name: str) -> str:
+    """The text of a message: a string, or a list of text parts, which some clients send."""
+    if isinstance(content, list):
+        for part in content:
+            texts = isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
+            if not texts:
+                raise invalid(f"{name} may hold only text parts, {{type: text, text}}", name)
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise invalid(f"{name} must be a string or a list of text parts, got {kind(content)}", name)
+    return content
+
+
+def _parts(value: Any, name: str) -> tuple[Part, ...]:
+    """The parts of an assistant message with calculator calls, in the form in which `Reply.parts` sent them."""
+    parts: list[Part] = []
+    for item in value if isinstance(value, list) else [value]:
+        tool = item.get("expression") if isinstance(item, dict) else None
+        text = item.get("text") if isinstance(item, dict) else None
+        if isinstance(tool, str) and item.get("type") == "tool":
+            parts.append(Part("python", tool))
+            if isinstance(item.get("result"), str):
+                parts.append(Part("python_output", item["result"]))
+        elif isinstance(text, str) and item.get("type") == "text":
+            parts.append(Part("text", text))
+        else:
+            raise invalid(f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}", name)
+    return tuple(parts)

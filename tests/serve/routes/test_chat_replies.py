@@ -1,0 +1,120 @@
+"""/v1/chat/completions with a real model: several replies, log-probabilities, schemas, cached tokens, refusals."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nanochat.data.conversation import Conversation, user
+from nanochat.generate.sampling import Sampling
+from tests.support.served import Served, serving
+
+PATH = "/v1/chat/completions"
+CAT = [{"role": "user", "content": "the cat sat on the mat"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(length=300) as one:
+        yield one
+
+
+def chunks(served: Served, **fields: Any) -> list[Any]:
+    lines = [line for line in served.post(PATH, stream=True, **fields).text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_log_probabilities_are_the_engines_and_spell_the_content(served):
+    prompt = served.tokenizer.render_prompt(Conversation((user(CAT[0]["content"]),)))
+    own = served.alone.generate([prompt], Sampling(0.0, None, 20, logprobs=3))[0]
+    fields = {"messages": CAT, "temperature": 0, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}
+    choice = served.ok(PATH, **fields)["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace") == choice["message"]["content"]
+    assert {len(entry["top_logprobs"]) for entry in entries} == {3}
+    assert [entry["logprob"] for entry in entries] == pytest.approx(own.logprobs[: len(entries)], abs=1e-5)
+    streamed = [chunk["choices"][0] for chunk in chunks(served, **fields)]
+    pieces = [entry for piece in streamed if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+    assert [entry["token"] for entry in pieces] == [entry["token"] for entry in entries]
+    assert served.ok(PATH, messages=CAT)["choices"][0]["logprobs"] is None
+
+
+def test_several_replies_come_under_their_index(served):
+    fields = {"messages": CAT, "n": 3, "seed": 3, "temperature": 1, "max_tokens": 15}
+    body = served.ok(PATH, **fields)
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert len(set(texts)) == 3 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["prompt_tokens"] == served.ok(PATH, messages=CAT, max_tokens=1)["usage"]["prompt_tokens"]
+    streamed = [""] * 3
+    ends = []
+    for chunk in chunks(served, **fields, stream_options={"include_usage": True}):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+            ends += [choice["index"]] * bool(choice["finish_reason"])
+    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
+    assert chunk["usage"]["completion_tokens"] == body["usage"]["completion_tokens"]
+
+
+def test_next_turn_reads_only_what_is_new(served):
+    question = [{"role": "user", "content": CAT[0]["content"] * 3}]  # a few tokens are not worth a copy
+    first = served.ok(PATH, messages=question, max_tokens=10, temperature=0)
+    said = first["choices"][0]["message"]
+    if not said["content"].strip():
+        said = {"role": "assistant", "content": "x"}
+    second = served.ok(PATH, messages=[*question, said, *CAT], max_tokens=1)["usage"]
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_schema_is_kept(served, stream):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["猫", "dog"]}},
+        "required": ["ok", "kind"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"messages": CAT, "response_format": wanted, "max_tokens": 100}
+    if stream:
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(served, **fields))
+    else:
+        text = served.ok(PATH, **fields)["choices"][0]["message"]["content"]
+    assert set(json.loads(text)) == {"ok", "kind"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": []},
+        {"type": "object", "required": ["a"], "properties": {"a": False}},
+        {"$ref": "#/nothing"},
+        {"type": "fish"},
+        {"description": "x" * 40_000},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_schema_that_cannot_be_met_is_refused_before_a_stream_begins(served, schema, stream):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = served.refused(PATH, messages=CAT, response_format=wanted, stream=stream)
+    assert error["code"] == "invalid_request" and "schema" in error["message"]
+
+
+def test_stop_string_is_not_in_the_text_nor_in_the_scores(served):
+    fields = {"messages": CAT, "temperature": 0, "max_tokens": 20, "logprobs": True}
+    text = served.ok(PATH, **fields)["choices"][0]["message"]["content"]
+    stop = text[4:6]
+    choice = served.ok(PATH, **fields, stop=[stop])["choices"][0]
+    assert choice["message"]["content"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+    spelt = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert len(spelt) <= len(choice["message"]["content"].encode()) + 8
+
+
+def test_ten_thousand_stop_strings_and_a_billion_alternatives_are_refused(served):
+    assert served.refused(PATH, messages=CAT, stop=["x"] * 10_000)["param"] == "stop"
+    assert served.refused(PATH, messages=CAT, logprobs=True, top_logprobs=10**9)["param"] == "top_logprobs"
+    assert served.refused(PATH, messages=CAT, n=10**9)["param"] == "n"
+    assert served.refused(PATH, 404, messages=CAT, model="another")["code"] == "model_not_found"
+    assert served.client.get("/v1/models/another").status_code == 404
+    assert served.client.get("/v1/models/nanochat-sft-d4").json()["max_model_len"] == 300

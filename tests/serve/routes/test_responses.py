@@ -1,0 +1,94 @@
+"""/v1/responses: the same replies as the chat route, whole and as events."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.served import Served, serving
+
+PATH = "/v1/responses"
+GREEDY = {"temperature": 0, "max_output_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as one:
+        yield one
+
+
+def chat(served: Served, *messages: dict[str, str]) -> dict:
+    return served.ok("/v1/chat/completions", messages=[*messages], temperature=0, max_tokens=12)
+
+
+def text(body: dict) -> str:
+    return body["output"][0]["content"][0]["text"]
+
+
+def test_reply_is_the_one_of_the_chat_route(served):
+    question = {"role": "user", "content": "the cat"}
+    expected = chat(served, question)
+    body = served.ok(PATH, input="the cat", **GREEDY)
+    assert text(body) == expected["choices"][0]["message"]["content"]
+    assert (body["object"], body["status"], body["model"]) == ("response", "incomplete", "nanochat-sft-d4")
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert body["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
+    parts = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the cat"}]}]
+    assert text(served.ok(PATH, input=parts, **GREEDY)) == text(body)
+
+
+def test_instructions_are_a_system_message(served):
+    expected = chat(served, {"role": "system", "content": "be brief"}, {"role": "user", "content": "12"})
+    body = served.ok(PATH, input="12", instructions="be brief", **GREEDY)
+    assert text(body) == expected["choices"][0]["message"]["content"]
+    assert body["instructions"] == "be brief"
+
+
+def test_events_tell_the_same_in_order(served):
+    whole = served.ok(PATH, input="the cat", **GREEDY)
+    response = served.post(PATH, input="the cat", stream=True, **GREEDY)
+    events = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert events[-1]["type"] == name.removeprefix("event: ")
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert "".join(event.get("delta", "") for event in events) == text(whole) == text(events[-1]["response"])
+
+
+def test_schema_is_kept(served):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    body = served.ok(PATH, input="the cat", text=wanted)
+    assert set(json.loads(text(body))) == {"a"} and body["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": "x", "instructions": 5}, "instructions"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "tools": [{}]}, "tools"),
+        ({"input": "x", "max_output_tokens": 10**9}, "max_output_tokens"),
+        ({"input": "x", "truncation": "x"}, "truncation"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(served, fields, param):
+    assert served.refused(PATH, **fields)["param"] == param

@@ -1,0 +1,54 @@
+"""/tokenize, /detokenize and /tokenizer_info: the shapes of vLLM, with the tokens of our tokenizer."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from nanochat.data.conversation import Conversation, user
+from tests.support.served import Served, serving
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as one:
+        yield one
+
+
+def test_text_and_tokens_go_back_and_forth(served):
+    tokenizer, text = served.tokenizer, "the cat 猫 sat"
+    plain = served.ok("/tokenize", prompt=text, add_special_tokens=False)
+    assert plain["tokens"] == tokenizer.encode(text)
+    assert (plain["count"], plain["max_model_len"], plain["token_strs"]) == (len(plain["tokens"]), 160, None)
+    assert served.ok("/detokenize", tokens=plain["tokens"]) == {"prompt": text}
+    start = served.ok("/tokenize", prompt=text, return_token_strs=True)
+    assert start["tokens"] == [tokenizer.bos, *plain["tokens"]]
+    assert len(start["token_strs"]) == start["count"]
+
+
+def test_chat_is_rendered_as_the_model_reads_it(served):
+    found = served.ok("/tokenize", messages=[{"role": "user", "content": "hi"}])["tokens"]
+    assert found == served.tokenizer.render_prompt(Conversation((user("hi"),)))
+
+
+def test_special_token_is_one_only_where_it_is_the_whole_text(served):
+    info = served.client.get("/tokenizer_info").json()
+    end = served.tokenizer.special("assistant_end")
+    assert served.ok("/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [end]
+    assert end not in served.ok("/tokenize", prompt=info["eos_token"] + " ", add_special_tokens=False)["tokens"]
+    assert (info["vocab_size"], info["model_max_length"]) == (served.tokenizer.vocab_size, 160)
+    assert info["added_tokens_decoder"][str(served.tokenizer.bos)]["content"] == info["bos_token"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "typo": 1}, "typo"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+    ],
+)
+def test_bad_bodies_are_refused_by_name(served, path, fields, param):
+    assert served.refused(path, **fields)["param"] == param

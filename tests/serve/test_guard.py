@@ -1,0 +1,48 @@
+"""The key of the server: which requests need it, and that a wrong one opens nothing."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from nanochat.serve.guard import needs_key
+from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
+
+KEY = "sk-密钥-1"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    settings = replace(SETTINGS, api_key=KEY)
+    with running(FakeEngine(), settings=settings) as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, bytes]:
+    return {"Authorization": b"Bearer " + key.encode()}
+
+
+def test_right_key_opens_every_route(client):
+    assert client.post(CHAT, json=ask("hello"), headers=bearer(KEY)).status_code == 200
+    for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+        assert client.get(path, headers=bearer(KEY)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, b"", b"Bearer", b"Bearer wrong", KEY.encode(), b"Basic " + KEY.encode(), b"\xff\xfe"]
+)
+def test_without_the_key_nothing_is_answered(client, header):
+    headers = {} if header is None else {"Authorization": header}
+    for method, path in [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")]:
+        response = client.request(method, path, headers=headers)
+        assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+        assert KEY not in response.text
+
+
+def test_page_and_health_need_no_key(client):
+    for path in ("/", "/health", "/assets/app.js"):
+        assert client.get(path).status_code == 200
+    assert needs_key("/assets") and needs_key("//") and needs_key("/health/")

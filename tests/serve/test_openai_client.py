@@ -1,0 +1,135 @@
+"""OpenAI's own client drives every route that it knows, with a key, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.support.fake_engine import SETTINGS
+from tests.support.served import serving
+
+openai = pytest.importorskip("openai")
+KEY = "sk-test"
+MODEL = SETTINGS.model
+QUESTION = [{"role": "user", "content": "the cat sat on the mat, " * 3}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"zone": {"enum": ["UTC", "CST"]}},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(length=700, settings=replace(SETTINGS, api_key=KEY)) as served:
+        yield served.url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "nanochat"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_chat_whole_and_streamed(client):
+    fields = {
+        "model": MODEL, "messages": QUESTION, "n": 2, "seed": 1, "temperature": 0.8, "top_p": 0.9, "logprobs": True,
+        "top_logprobs": 2, "max_completion_tokens": 15, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "logit_bias": {"40": -5}, "stop": ["zzz"], "extra_body": {"min_p": 0.01, "top_k": 40},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**fields)
+    assert len(whole.choices) == 2 and len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    texts = ["", ""]
+    usage = None
+    for chunk in client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_tools_and_schemas(client):
+    forced = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[TOOL], tool_choice="required", max_tokens=99
+    )
+    (call,) = forced.choices[0].message.tool_calls
+    assert (call.function.name, forced.choices[0].finish_reason) == ("clock", "tool_calls")
+    assert json.loads(call.function.arguments).get("zone", "UTC") in ("UTC", "CST")
+    schema = {"name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}
+    format_ = {"type": "json_schema", "json_schema": schema}
+    reply = client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=format_, max_tokens=99)
+    assert json.loads(reply.choices[0].message.content) in ("yes", "no")
+
+
+def test_completions_whole_and_streamed(client):
+    fields = {
+        "model": MODEL,
+        "prompt": ["the cat", "12"],
+        "max_tokens": 8,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    whole = client.completions.create(**fields)
+    assert [choice.text[:2] for choice in whole.choices] == ["th", "12"]
+    assert whole.choices[0].logprobs.token_logprobs[0] is None
+    texts = ["", ""]
+    for chunk in client.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+    tokens = client.completions.create(model=MODEL, prompt=[[1, 2, 3], [4]], max_tokens=2)
+    assert tokens.usage.prompt_tokens == 4
+
+
+def test_responses_whole_and_streamed(client):
+    fields = {"model": MODEL, "input": "the cat", "instructions": "be brief", "temperature": 0, "max_output_tokens": 9}
+    whole = client.responses.create(**fields)
+    assert whole.usage.output_tokens == 9 or whole.status == "completed"
+    text = ""
+    for event in client.responses.create(**fields, stream=True):
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert text == whole.output_text == event.response.output_text
+
+
+def test_routes_that_the_client_knows_only_by_their_path(client, url):
+    root = client.with_options(base_url=url)
+    tokens = root.post("/tokenize", body={"prompt": "the cat", "add_special_tokens": False}, cast_to=dict)["tokens"]
+    assert root.post("/detokenize", body={"tokens": tokens}, cast_to=dict)["prompt"] == "the cat"
+    assert root.get("/tokenizer_info", cast_to=dict)["bos_token"] == "<|bos|>"
+    assert root.get("/health", cast_to=dict)["status"] == "ok"
+    assert "vllm:num_requests_running" in root.get("/metrics", cast_to=str)
+
+
+def test_refusals_are_the_clients_own_exceptions(client, url):
+    with pytest.raises(openai.AuthenticationError, match="needs its key"):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, stop=["x"] * 10_000)
+    assert (caught.value.param, caught.value.code) == ("stop", "invalid_value")
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}},
+        )  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match="to 289"):
+        client.completions.create(model=MODEL, prompt=[10**6])
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=10**9)

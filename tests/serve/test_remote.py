@@ -1,0 +1,108 @@
+"""The terminal chat with a server: replies in pieces, a stop in the middle, history, and what goes wrong."""
+
+import io
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Part, assistant, system, user
+from nanochat.serve.remote import Remote
+from scripts import chat_cli
+from scripts.chat_cli import Chat, Config
+from tests.support.fake_engine import SETTINGS, FakeEngine, running
+
+REPLIES = {"sum": ["37 × 48 = ", Part("python", "37*48"), Part("python_output", "1776"), "1776"], "hello": ["你好"]}
+KEY = "sk-1"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(REPLIES)
+
+
+@pytest.fixture
+def url(engine: FakeEngine) -> Iterator[str]:
+    with running(engine, settings=replace(SETTINGS, api_key=KEY)) as url:
+        yield url
+
+
+def said(remote: Remote, *texts: str) -> list[Part]:
+    return [*remote.reply([user(text) for text in texts], {"max_tokens": 50}, lambda: False)]
+
+
+def test_reply_comes_in_parts_with_its_end_and_length(url):
+    remote = Remote(url + "/", KEY)
+    parts = said(remote, "sum")
+    assert "".join(part.text for part in parts if part.kind == "text") == "37 × 48 = 1776"
+    assert [part for part in parts if part.kind != "text"] == [Part("python", "37*48"), Part("python_output", "1776")]
+    assert (remote.finish, remote.tokens > 0, remote.model) == ("stop", True, "nanochat-sft-d4")
+    assert Remote(url + "/v1", KEY).url == remote.url == url + "/v1"
+
+
+def test_stop_frees_the_servers_slot(url, engine):
+    engine.gated = True
+    remote, stop = Remote(url, KEY), threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    assert [*remote.reply([user("hello")], {}, stop.is_set)] == []
+    assert remote.finish is None
+    for _ in range(600):
+        if httpx.get(f"{url}/health").json()["chats"] == 0:
+            break
+    assert httpx.get(f"{url}/health").json()["free_slots"] == engine.slots
+
+
+def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, monkeypatch):
+    out, notes = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("NANOCHAT_API_KEY", KEY)
+    chat: Chat = chat_cli.open_chat(Config(url=url, system="be brief", lang="en", seed=7, max_tokens=60), notes)
+    assert chat_cli.reply(chat, "sum") and chat_cli.reply(chat, "hello")
+    assert out.getvalue() == "37 × 48 = 1776\n你好\n" and "[37*48 = 1776]" in notes.getvalue()
+    call = (Part("python", "37*48"), Part("python_output", "1776"))
+    assert [message.text for message in chat.messages] == ["be brief", "sum", "37 × 48 = 1776", "hello", "你好"]
+    assert call[0] in chat.messages[2].parts and chat.messages[0] == system("be brief")
+    first, second = (seen.sampling for seen in engine.seen)
+    assert (first.seed, second.seed, first.temperature, first.max_tokens) == (7, 8, SETTINGS.temperature, 60)
+    chat_cli.command(chat, "/temp 0")
+    chat_cli.reply(chat, "hello")
+    assert engine.seen[-1].sampling.temperature == 0
+    assert "nanochat-sft-d4" in notes.getvalue() and "tokens/s" in notes.getvalue()
+
+
+def refusal(url: str, key: str = KEY) -> str:
+    with pytest.raises(UserError) as caught:
+        said(Remote(url, key), "hello")
+    return str(caught.value)
+
+
+def answering(content: bytes, kind: str = "application/json") -> str:
+    """The address of a server that gives every request the same answer."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+
+    def serve() -> None:
+        for _ in range(2):
+            with listener.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(head.encode() + content)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_what_goes_wrong_is_one_message_with_the_next_step(url):
+    assert "--api_key" in refusal(url, "wrong")
+    assert "begin with http://" in refusal("127.0.0.1:8000")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert "no server answers" in refusal(f"http://127.0.0.1:{port}")
+    assert "names no model" in refusal(answering(b"{}"))
+    assert "no JSON" in refusal(answering(b"<html>"))
+    remote = Remote(url, KEY)
+    with pytest.raises(UserError, match="status 400"):
+        [*remote.reply([user("x"), assistant("y")], {}, lambda: False)]
