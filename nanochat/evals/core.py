@@ -10,18 +10,17 @@ import random
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
 
 from nanochat.common import UserError, base_dir, check_regular, fsync_path, log, parse_json, sha256_of
 from nanochat.data import download
 from nanochat.device import Compute
+from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
@@ -32,7 +31,6 @@ BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip
 MOST_PACKED, MOST_UNPACKED, MOST_FILES = 500_000_000, 2_000_000_000, 1_000  # the published one: 162 MB packed
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
 PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
-HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
 
 # Kind of task -> the fields of its problems. `gold` is the index of the right choice or context.
 FIELDS = {
@@ -244,15 +242,6 @@ def common_prefix(rows: list[list[int]]) -> int:
     return min(len(shortest), len(longest))
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """One row of a batch: the tokens of a prompt. The tokens from `start` on are scored."""
-
-    question: int
-    tokens: list[int]
-    start: int
-
-
 def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[PromptRow]:
     """The rows to run for one problem. Each prompt begins with BOS.
 
@@ -267,40 +256,7 @@ def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[Prompt
     return [PromptRow(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in scored]
 
 
-# --- the model -----------------------------------------------------------------------------------
-
-
-def batches(rows: Sequence[PromptRow], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Indices of rows of similar length, batch by batch; a padded batch has at most `tokens_per_batch` positions."""
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
-    while order:
-        size = max(1, tokens_per_batch // len(rows[order[0]].tokens))
-        yield order[:size]
-        order = order[size:]
-
-
-@torch.no_grad()
-def score_rows(model: Model, rows: Sequence[PromptRow], greedy: bool, pad: int) -> list[float]:
-    """Each row's mean loss in nats over its scored tokens; if `greedy`, 0.0 if argmax predicts them all, else 1.0."""
-    longest = max(len(row.tokens) for row in rows)
-    idx = torch.full((len(rows), longest), pad)
-    places: list[Tensor] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
-    for b, row in enumerate(rows):
-        idx[b, : len(row.tokens)] = torch.tensor(row.tokens)
-        places.append(torch.arange(row.start - 1, len(row.tokens) - 1) + b * longest)
-    targets = torch.cat([torch.tensor(row.tokens[row.start :], dtype=torch.long) for row in rows]).to(model.device)
-    hidden = model.hidden(idx.to(model.device)).flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
-    if greedy:
-        wrong = [
-            model.logits(hidden[i : i + HEAD_ROWS]).argmax(dim=-1) != targets[i : i + HEAD_ROWS]
-            for i in range(0, len(targets), HEAD_ROWS)
-        ]
-        values = torch.cat(wrong).float().cpu()
-        return [float(part.any()) for part in values.split([len(place) for place in places])]
-    values = model.token_losses(hidden, targets).double().cpu()
-    if not values.isfinite().all():
-        raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
-    return [float(part.mean()) for part in values.split([len(place) for place in places])]
+# --- scores --------------------------------------------------------------------------------------
 
 
 def judge(
@@ -320,11 +276,8 @@ def judge(
     rows: list[PromptRow] = []
     for question, group in enumerate(prompts):
         rows += make_rows(task.kind, question, [[tokenizer.bos, *next(encoded)] for _ in group])
-    scores = [0.0] * len(rows)
     greedy = task.kind == "language_modeling"
-    for batch in batches(rows, tokens_per_batch):
-        for i, score in zip(batch, score_rows(model, [rows[i] for i in batch], greedy, tokenizer.bos), strict=True):
-            scores[i] = score
+    scores = [one.mean_loss for one in score_rows(model, rows, tokenizer.bos, tokens_per_batch, greedy=greedy)]
     grouped: list[list[float]] = [[] for _ in prompts]
     for row, score in zip(rows, scores, strict=True):
         grouped[row.question].append(score)
