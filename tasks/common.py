@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.conversation import Conversation, Message, Part, Task
@@ -124,7 +125,8 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 class _Joined:
-    """The rows of several subjects one after another, each with its subject in the column `subject`."""
+    """The rows of several subjects one after another, each with its subject in the column `subject`, and with its place
+    among the rows of the subject in the column `id` if there is none."""
 
     def __init__(self, parts: Mapping[str, Any]):
         self._parts = [(subject, rows) for subject, rows in parts.items() if len(rows)]
@@ -136,7 +138,8 @@ class _Joined:
     def __getitem__(self, i: int) -> dict[str, Any]:
         part = bisect_right(self._starts, i) - 1
         subject, rows = self._parts[part]
-        return {**rows[i - self._starts[part]], "subject": subject}
+        place = i - self._starts[part]
+        return {"id": place, **rows[place], "subject": subject}
 
 
 class _Cells(list[dict[str, Any]]):
@@ -161,8 +164,15 @@ class _Cells(list[dict[str, Any]]):
                 raise UserError(text, exit_code=2) from broken
 
 
-def _open(sources: Mapping[str, Published], folder: Path | None) -> tuple[dict[str, Any], str]:
-    """The rows of several splits, and where they are from; see load_table."""
+def _open(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
+    """The rows of several splits, which have the columns, and where they are from; see load_table."""
+    found, where = _find(sources, columns, folder)
+    for key, source in sources.items():
+        _check_columns(found[key].column_names, columns, where if len(sources) == 1 else f"{where} ({key})", source)
+    return found, where
+
+
+def _find(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
     first = next(iter(sources.values()))
     folder = folder or first.local_folder()
     if folder is None:
@@ -189,18 +199,24 @@ def _open(sources: Mapping[str, Published], folder: Path | None) -> tuple[dict[s
     _check_files(every)
     if not builder:
         return {key: _Cells(some, sources[key].header) for key, some in files.items()}, where
+    if builder == "parquet" and len(sources) > 1:  # read together, a file that lacks a column would get empty cells
+        for key, some in files.items():
+            for path in some:
+                _check_columns(pq.read_schema(path).names, columns, str(path), sources[key])
+    elif len(sources) > 1:
+        alone = {key: _find({key: source}, columns, folder)[0][key] for key, source in sources.items()}
+        return alone, where
     cache, named = str(base_dir() / "task_cache"), {key: [str(path) for path in some] for key, some in files.items()}
     return _read(
         where, builder, data_files=named, cache_dir=cache, advice="Copy the files again from their source"
     ), where
 
 
-def _check_columns(rows: Any, columns: Sequence[str], where: str, source: Published) -> None:
-    missing = [column for column in columns if column not in rows.column_names]
+def _check_columns(names: Sequence[str], columns: Sequence[str], where: str, source: Published) -> None:
+    missing = [column for column in columns if column not in names]
     if missing:
         raise UserError(
-            f"{where} lacks the columns {missing}; it has {rows.column_names}. Use the published files of "
-            f"{source.repo}",
+            f"{where} lacks the columns {missing}; it has {list(names)}. Use the published files of {source.repo}",
             exit_code=2,
         )
 
@@ -210,18 +226,15 @@ def load_table(source: Published, columns: Sequence[str], folder: str | Path | N
 
     columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or lack a column.
     """
-    found, where = _open({source.split: source}, Path(folder).expanduser() if folder is not None else None)
+    found, where = _open({source.split: source}, columns, Path(folder).expanduser() if folder is not None else None)
     rows = found[source.split]
-    _check_columns(rows, columns, where, source)
     log(f"{source.name} {source.split}: {len(rows):,} rows from {where}")
     return Table(rows, where)
 
 
 def load_subjects(sources: Mapping[str, Published], columns: Sequence[str], folder: str | Path | None = None) -> Table:
     """Load the rows of all subjects of a data set, like load_table; each row names its subject in `subject`."""
-    found, where = _open(sources, Path(folder).expanduser() if folder is not None else None)
-    for subject, source in sources.items():
-        _check_columns(found[subject], columns, f"{where} ({subject})", source)
+    found, where = _open(sources, columns, Path(folder).expanduser() if folder is not None else None)
     joined, first = _Joined({subject: found[subject] for subject in sources}), next(iter(sources.values()))
     log(f"{first.name} {first.split}: {len(joined):,} rows in {len(sources)} subjects from {where}")
     return Table(joined, where)

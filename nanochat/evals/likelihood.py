@@ -107,12 +107,13 @@ def _losses(model: Model, passes: Sequence[_Pass], rows: Sequence[PromptRow], pa
     wanted = torch.tensor(targets).to(model.device)
     hidden = model.hidden(idx.to(model.device)).flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
     if greedy:
-        wrong = [
-            model.logits(hidden[i : i + HEAD_ROWS]).argmax(dim=-1) != wanted[i : i + HEAD_ROWS]
-            for i in range(0, len(wanted), HEAD_ROWS)
-        ]
-        return torch.cat(wrong).double().cpu()
-    values = model.token_losses(hidden, wanted).double().cpu()
+        parts = []
+        for i in range(0, len(wanted), HEAD_ROWS):
+            most, places_of = model.logits(hidden[i : i + HEAD_ROWS]).max(dim=-1)
+            parts.append(torch.where(most.isfinite(), (places_of != wanted[i : i + HEAD_ROWS]).to(most.dtype), most))
+        values = torch.cat(parts).double().cpu()
+    else:
+        values = model.token_losses(hidden, wanted).double().cpu()
     if not values.isfinite().all():
         raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
     return values
