@@ -22,7 +22,8 @@ SUMS = 0.2  # the share of digits and signs of arithmetic above which a text cou
 _SUM = re.compile(r"[0-9+*/=×÷<>-]")
 # First word of a character's Unicode name -> the language that its script stands for.
 SCRIPTS = {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "LATIN": "latin", "CYRILLIC": "cyrillic",
-           "ARABIC": "arabic", "GREEK": "greek", "HEBREW": "hebrew", "THAI": "thai", "DEVANAGARI": "devanagari"}  # fmt: skip
+           "ARABIC": "arabic", "GREEK": "greek",
+           "HEBREW": "hebrew", "THAI": "thai", "DEVANAGARI": "devanagari"}  # fmt: skip
 READ_CHARACTERS = 2_000  # of a document, to find its domain
 
 

@@ -63,8 +63,9 @@ def test_every_domain_has_the_loss_of_its_own_texts(tmp_path: Path) -> None:
 
 
 def test_a_mixture_names_its_corpora_and_a_limit_takes_the_first_texts(tmp_path: Path) -> None:
-    data = Data((corpus(tmp_path, "a", ["the cat"] * 9 + [f"cat {i} sat" for i in range(50)]),
-                 corpus(tmp_path, "b", [f"猫{i}坐" for i in range(50)])), (1, 1))  # fmt: skip
+    english = [f"the cat number {i} sat on the mat" for i in range(300)]
+    chinese = [f"第{i}只猫坐在很大的垫子上，然后睡着了" for i in range(300)]
+    data = Data((corpus(tmp_path, "a", english), corpus(tmp_path, "b", chinese)), (1, 1))
     assert sorted(evaluate_domains(MODEL, TOKENIZER, data, 10**9, 2_000, on_cpu())) == ["a: latin", "b: zh"]
     few = evaluate_domains(MODEL, TOKENIZER, data, 1, 2_000, on_cpu())
     assert len(few) == 1
