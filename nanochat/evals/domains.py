@@ -5,10 +5,10 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nanochat.common import UserError
-from nanochat.data.corpora import shards
+from nanochat.data.corpora import Corpus, shards
 from nanochat.data.mixing import Data
 from nanochat.data.shards import texts
 from nanochat.device import Compute
@@ -49,13 +49,14 @@ def domain(text: str) -> str:
     return counts.most_common(1)[0][0]
 
 
+def _named(prefix: str, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    yield from ((prefix + domain(text), text) for text in texts(shards(corpus, "val")))
+
+
 def _documents(data: Data) -> Iterable[tuple[str, str]]:
     """The validation documents of every corpus in turn, each with its domain; a mixture's name the corpus too."""
-    named = len(data.corpora) > 1
-    parts = [
-        ((f"{corpus.name}: {domain(text)}" if named else domain(text), text) for text in texts(shards(corpus, "val")))
-        for corpus in data.corpora
-    ]
+    prefixes = [f"{corpus.name}: " if len(data.corpora) > 1 else "" for corpus in data.corpora]
+    parts = [_named(prefix, corpus) for prefix, corpus in zip(prefixes, data.corpora, strict=True)]
     for group in itertools.zip_longest(*parts):
         yield from (one for one in group if one is not None)
 
