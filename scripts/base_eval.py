@@ -1,28 +1,34 @@
-"""Evaluate a base model: CORE, if the eval bundle is on this machine, and bits per byte on the validation split.
+"""Evaluate a base model: CORE, if the eval bundle is on this machine, multiple choice, and bits per byte.
 
 python -m scripts.base_eval
 python -m scripts.base_eval --max_per_task=100                 # a quick look
 python -m scripts.base_eval --download                         # downloads the bundle first, 162 MB
+python -m scripts.base_eval --tasks "ARC-Easy|MMLU|C-Eval|CMMLU" --task_data DIR
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --eval_bundle=DIR
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
-from nanochat.common import UserError, base_dir, log, run, write_atomic
+from nanochat.common import UserError, base_dir, log, run, sha256_of, warn, write_atomic
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
+from nanochat.evals.choices import ChoiceScore, evaluate_choices
 from nanochat.evals.core import Core
+from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.report.sections import write_section
+from nanochat.runtime import parallel
+from tasks.catalogue import choice_tasks, use_task_data
 
 
 @dataclass(frozen=True)
 class Config:
-    """Evaluate a base model: CORE and bits per byte."""
+    """Evaluate a base model: CORE, multiple choice and bits per byte."""
 
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
@@ -37,8 +43,17 @@ class Config:
     """Folder of CORE's tasks. Default: eval_bundle in the base folder. Set it if you copied the bundle by hand."""
     download: bool = False
     """Download the bundle (162 MB) into the base folder first, unless it is there already."""
+    tasks: str | None = None
+    """Multiple choice to evaluate, with | between the names: ARC-Easy, ARC-Challenge, MMLU, MMLU-Pro, C-Eval, CMMLU.
+    Default: none."""
+    shots: int | None = None
+    """Examples to show before each question of --tasks; default: five, as the authors show, and none for ARC."""
+    task_data: str | None = None
+    """Folder with copies of the data sets of --tasks, for a machine without a network. Default: NANOCHAT_TASK_DIR."""
+    again: bool = False
+    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data, are kept already."""
     max_per_task: int = -1
-    """Most problems to evaluate of each CORE task; -1 means all. Set 100 for a quick look."""
+    """Most problems to evaluate of each task; -1 means all. Set 100 for a quick look."""
     device_batch_size: int | Literal["auto"] = "auto"
     """Rows per pass on one device. auto: 32; on a CPU, 4 for CORE and 4,096 tokens for bits per byte.
     Lower it if the device runs out of memory."""
@@ -46,11 +61,59 @@ class Config:
     """Tokens to measure bits per byte on, at most the whole split. auto: 10 M, on a CPU 262,144."""
 
 
-def table(core: Core) -> str:
+def table(core: Core, mean: float) -> str:
     """The scores in the format of the published CSV file: Task, Accuracy, Centered."""
     lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
     lines += [f"{one.label:<35}, {one.accuracy:<10.6f}, {one.centered:<10.6f}" for one in core.tasks]
-    return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {core.core:<10.6f}", ""])
+    return "\n".join([*lines, f"{'CORE':<35}, {'':<10}, {mean:<10.6f}", ""])
+
+
+def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, int]:
+    """The most problems of a task, and the most tokens in a pass."""
+    rows = compute.platform.evaluation_rows if cfg.device_batch_size == "auto" else cfg.device_batch_size
+    return cfg.max_per_task if cfg.max_per_task > 0 else None, rows * loaded.model.config.sequence_len
+
+
+def answers(name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, compute: Compute) -> Records:
+    """The file of the answers to a task."""
+    about = {
+        "model": loaded.meta["files"]["model.safetensors"]["sha256"],
+        "settings": {"limit": cfg.max_per_task, "dtype": str(compute.dtype)},
+        **facts,
+    }
+    records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), name, about, compute)
+    if cfg.again and compute.main:
+        records.path.unlink(missing_ok=True)
+    device.barrier(compute)
+    return records
+
+
+def evaluate_tasks(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[dict[str, ChoiceScore], list[str]]:
+    """The scores of --tasks, and the names of the tasks that could not be evaluated."""
+    makers = choice_tasks(cfg.shots)
+    names = [name.strip() for name in (cfg.tasks or "").split("|") if name.strip()]
+    if any(name not in makers for name in names):
+        raise UserError(f"--tasks takes {', '.join(makers)}, with | between several; got {cfg.tasks!r}", 2)
+    use_task_data(cfg.task_data)
+    limit, tokens = limits(cfg, loaded, compute)
+    scores: dict[str, ChoiceScore] = {}
+    broken: list[str] = []
+    for name in names:
+        try:
+            task = makers[name]()
+            facts = {"shots": task.shots, "data": fingerprint(task, limit)}
+            records = answers(name, facts, cfg, loaded, compute)
+            before = records.finished()
+            if parallel.least(int(before is not None), compute) and before is not None:
+                log(f"{name}: done before, as {records.path} says; --again evaluates it again")
+                scores[name] = ChoiceScore(**before)
+            else:
+                scores[name] = evaluate_choices(task, loaded.model, loaded.tokenizer, compute, tokens, limit, records)
+            log(str(scores[name]))
+        except UserError as why:
+            warn(f"{name} is left out: {why}")
+            broken.append(name)
+    return scores, broken
 
 
 def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
@@ -62,13 +125,16 @@ def evaluate_core(cfg: Config, loaded: Loaded, compute: Compute) -> Core | None:
             "or name your own copy with --eval_bundle DIR"
         )
         return None
-    length = loaded.model.config.sequence_len
-    rows = compute.platform.evaluation_rows if cfg.device_batch_size == "auto" else cfg.device_batch_size
-    limit = cfg.max_per_task if cfg.max_per_task > 0 else None
-    core = core_eval.evaluate_core(loaded.model, loaded.tokenizer, bundle, compute, limit, rows * length)
-    if compute.main:
+    limit, tokens = limits(cfg, loaded, compute)
+
+    def records(task: core_eval.IclTask) -> Records:
+        facts = {"data": sha256_of(task.path) if task.path.is_file() else "", "shots": task.shots}
+        return answers(f"CORE-{task.label}", facts, cfg, loaded, compute)
+
+    core = core_eval.evaluate_core(loaded.model, loaded.tokenizer, bundle, compute, limit, tokens, records)
+    if core.core is not None and compute.main:
         path = base_dir() / "base_eval" / f"{loaded.tag}_{loaded.step:06d}.csv"
-        write_atomic(path, table(core))
+        write_atomic(path, table(core, core.core))
         log(f"CORE {core.core:.4f} ({path})")
     return core
 
@@ -96,18 +162,27 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         device.barrier(compute)
     loaded = load_model("base", cfg.model_tag, cfg.step, compute)
     log(f"base model {loaded.tag}, step {loaded.step:,}")
+    scores, broken = evaluate_tasks(cfg, loaded, compute)
     core = evaluate_core(cfg, loaded, compute)
+    broken += core.broken if core else ()
     bits = evaluate_bits(cfg, loaded, compute)
-    if core is None and bits is None:
+    if core is None and bits is None and not scores and not broken:
         raise UserError(
             "nothing was evaluated: neither an eval bundle nor the corpus is here. The lines above say how to get them",
             exit_code=2,
         )
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step}
-    section["core"] = None if core is None else {"core": core.core, "tasks": [asdict(task) for task in core.tasks]}
+    whole = core is not None and core.core is not None
+    section["core"] = {"core": core.core, "tasks": [asdict(task) for task in core.tasks]} if core and whole else None
     section["val"] = None if bits is None else asdict(bits)
+    section["choices"] = {name: asdict(score) for name, score in scores.items()}
     if compute.main:
         write_section("base_eval", section)
+    if broken:
+        raise UserError(
+            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings above say why; the "
+            "other tasks are done, and the same command skips them"
+        )
     return section
 
 

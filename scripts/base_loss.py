@@ -1,6 +1,7 @@
-"""Measure the bits per byte of a base model on both splits of its corpus, and let it continue a few prompts.
+"""Measure bits per byte on both splits of the corpus, by language and domain too, and continue a few prompts.
 
 python -m scripts.base_loss
+python -m scripts.base_loss --source=sft     # what fine-tuning has left of pretraining, for the report
 torchrun --standalone --nproc_per_node=8 -m scripts.base_loss -- --device_batch_size=32 --split_tokens=10485760
 """
 
@@ -14,6 +15,7 @@ from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals import loss as loss_eval
+from nanochat.evals.domains import evaluate_domains
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.report.sections import sections, write_section
@@ -36,8 +38,10 @@ SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 
 @dataclass(frozen=True)
 class Config:
-    """Measure bits per byte of a base model, and let it continue a few prompts."""
+    """Measure bits per byte of a model, by default a base model, and let it continue a few prompts."""
 
+    source: Literal["base", "mid", "sft", "rl"] = "base"
+    """Stage of the model. A later stage is measured on the validation split of the base corpus, to show forgetting."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
     data: str | None = None
@@ -53,6 +57,9 @@ class Config:
     """Tokens of each split to measure on, at most the whole split. auto: 10 M, on a CPU 262,144."""
     sample_tokens: int = 16
     """Tokens to generate after each prompt; 0 skips the samples."""
+    domain_tokens: int | Literal["auto"] = "auto"
+    """Tokens of the validation split to measure by language and domain; 0 leaves that out.
+    auto: 2.6 M, on a CPU 65,536."""
     once: bool = False
     """Do nothing if the report already has the figures of this checkpoint."""
 
@@ -69,26 +76,33 @@ def sample(loaded: Loaded, max_tokens: int) -> dict[str, str]:
 
 def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     """Measure and sample; write the figures to the report, and return them."""
-    loaded = load_model("base", cfg.model_tag, cfg.model_step, compute)
+    loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
-    log(f"base model {loaded.tag}, step {loaded.step:,}, on {data.name}")
+    log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
     model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": data.name}
-    before = sections().get("base_loss", {})
+    before = sections().get(f"{cfg.source}_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):
         log("in the report already")
         return before
-    for split in SPLITS:
+    for split in SPLITS if cfg.source == "base" else SPLITS[1:]:
         loss = loss_eval.evaluate_split(
             loaded.model, loaded.tokenizer, data, split, cfg.split_tokens, cfg.device_batch_size, compute
         )
         log(f"{split} bpb: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
         section[split] = asdict(loss)
+    tokens = cfg.domain_tokens if cfg.domain_tokens != "auto" else compute.platform.split_tokens // 4
+    if tokens:
+        per_pass = compute.platform.pass_tokens or compute.platform.evaluation_rows * loaded.model.config.sequence_len
+        found = evaluate_domains(loaded.model, loaded.tokenizer, data, tokens, per_pass, compute)
+        for name, loss in found.items():
+            log(f"val bpb of {name}: {loss.bits_per_byte:.4f} ({loss.tokens:,} tokens, {loss.bytes:,} bytes)")
+        section["domains"] = {name: asdict(loss) for name, loss in found.items()}
     if compute.main:
         section["samples"] = sample(loaded, cfg.sample_tokens) if cfg.sample_tokens else {}
         for prompt, said in section["samples"].items():
             log(f"{prompt}|{said}")
-        write_section("base_loss", section)
+        write_section(f"{cfg.source}_loss", section)
     return section
 
 

@@ -2,12 +2,13 @@
 
 python -m scripts.chat_eval                                   # the latest stage, on the tasks that suit its corpus
 python -m scripts.chat_eval -i sft -a "ARC-Easy|GSM8K"
+python -m scripts.chat_eval -a "C-Eval|CMMLU|MGSM-zh" --task_data DIR    # from copies that were carried in
 torchrun --standalone --nproc_per_node=8 -m scripts.chat_eval -- -i sft
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
@@ -16,9 +17,12 @@ from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.common import UserError, log, read_json, run, warn
 from nanochat.data.conversation import Part, Task
 from nanochat.device import DTYPES, Compute, with_compute
-from nanochat.evals.chat import Score, by_group, chat_core, evaluate
+from nanochat.evals.chat import Score, by_group, chat_core, evaluate, words
+from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
 from nanochat.report.sections import report_dir, write_section
+from nanochat.runtime import parallel
+from tasks.catalogue import chat_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
 SAMPLES = 6  # replies of each task to keep for the report
@@ -48,8 +52,15 @@ class Config:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     max_problems: Annotated[int | None, arg(aliases=["-x"])] = None
     """Most problems to ask of each task. Default: all. Lower it for a quick look."""
+    shots: int | None = None
+    """Examples to show before each problem of C-Eval, CMMLU, MMLU-Pro and MGSM-zh; 0 shows none.
+    Default: as many as their authors show. The tasks of ChatCORE show none."""
+    task_data: str | None = None
+    """Folder with copies of the tasks' data sets, for a machine without a network. Default: NANOCHAT_TASK_DIR."""
     once: bool = False
     """Skip the tasks whose figures, for this checkpoint and these flags, are already in the report."""
+    again: bool = False
+    """Evaluate tasks again whose answers, of this checkpoint, these flags and this data, are kept already."""
     show: int = 0
     """Number of wrong replies to print for each task."""
     unsafe_exec: bool = False
@@ -60,32 +71,33 @@ class Config:
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-def choose_tasks(asked: str | None, corpus: str | None, unsafe_exec: bool) -> list[Task]:
-    """The tasks that were named, or all that fit a corpus and whose rows can be had here.
+def choose_tasks(
+    asked: str | None, corpus: str | None, unsafe_exec: bool, shots: int | None = None
+) -> tuple[list[Task], list[str]]:
+    """The tasks that were named, or all that fit a corpus, and the names of named tasks whose rows cannot be read.
 
-    UserError (code 2) for an unknown name, for a named task whose rows cannot be read, or if no task is left.
+    UserError (code 2) for an unknown name, or if no task is left.
     """
+    makers: Mapping[str, Callable[[], Task]] = chat_tasks(unsafe_exec, shots)
     if asked is not None:
-        makers = {name: make for one in CURRICULA.values() for name, make in one.measures(unsafe_exec).items()}
         names = [name.strip() for name in asked.split("|") if name.strip()]
         if not names or any(name not in makers for name in names):
             raise UserError(f"--task_name takes {', '.join(makers)}, with | between several; got {asked!r}", 2)
-        return [makers[name]() for name in names]
-    tasks = []
-    for name, make in curriculum(corpus).measures(unsafe_exec).items():
+    else:
+        names = list(curriculum(corpus).measures(unsafe_exec))
+    tasks: list[Task] = []
+    missing: list[str] = []
+    for name in names:
         try:
-            tasks.append(make())
-        except UserError as missing:
-            warn(f"{name} is left out: {missing}")
+            tasks.append(makers[name]())
+        except UserError as why:
+            if len(names) == 1:
+                raise
+            warn(f"{name} is left out: {why}")
+            missing.append(name)
     if not tasks:
         raise UserError("none of the tasks can be evaluated here: the warnings above say what each task needs", 2)
-    return tasks
-
-
-def words(parts: Sequence[Part]) -> str:
-    """A reply as readable text, with calculator calls and answers in brackets."""
-    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
-    return "".join(shown[part.kind].format(part.text) for part in parts)
+    return tasks, missing if asked is not None else []
 
 
 class Listener:
@@ -141,6 +153,33 @@ def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], 
     write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
 
 
+def measure(
+    cfg: Config, task: Task, loaded: Loaded, sampling: Sampling, how: Mapping[str, Any], listener: Listener,
+    compute: Compute,
+) -> Score | None:  # fmt: skip
+    """The score of a task, and a record of every answer in a file. The score of an earlier call for the same is read
+    from its file; ranks other than 0 then get None."""
+    about = {
+        "model": loaded.meta["files"]["model.safetensors"]["sha256"],
+        "settings": {**how, "shots": getattr(task, "shots", 0), "dtype": str(compute.dtype)},
+        "data": fingerprint(task, cfg.max_problems) if compute.main else "",
+    }
+    records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), task.name, about, compute)
+    before = records.finished() if compute.main and not cfg.again else None
+    if parallel.agree(int(before is not None), compute):
+        if before is None:
+            return None
+        log(f"{task.name}: done before, as {records.path} says; --again evaluates it again")
+        listener.samples = before.pop("replies")
+        return Score(**{**before, "grades": tuple(map(tuple, before["grades"]))})
+    score = evaluate(
+        task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
+        listener.hear if compute.main else None, records.add,
+    )  # fmt: skip
+    records.finish({**asdict(score), "replies": listener.samples})
+    return score
+
+
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one after another, and add their figures to the report."""
     if cfg.num_samples > 1 and cfg.temperature == 0:
@@ -152,7 +191,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
-    tasks = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec)
+    use_task_data(cfg.task_data)
+    tasks, broken = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec, cfg.shots)
     how = {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -167,13 +207,18 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     found: dict[str, Any] = {}
     for task in [task for task in tasks if task.name not in there]:
         start, listener = time.monotonic(), Listener(task, cfg.show)
-        score = evaluate(
-            task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
-            listener.hear if compute.main else None,
-        )  # fmt: skip
-        scores[task.name] = score
-        log(str(score))
-        found[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
+        try:
+            score = measure(cfg, task, loaded, sampling, how, listener, compute)
+        except UserError as why:
+            if len(tasks) == 1:
+                raise
+            warn(f"{task.name} is left out: {why}")
+            broken.append(task.name)
+            continue
+        if score is not None:
+            scores[task.name] = score
+            log(str(score))
+            found[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
     core = None
     published = CURRICULA["published"].measures(False)
     if set(published) <= set(scores):
@@ -181,6 +226,11 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         log(f"ChatCORE: {core:.4f}")
     if compute.main and found:
         keep(loaded, how, found, core)
+    if broken:
+        raise UserError(
+            f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings above say why; the "
+            "other tasks are done, and the same command skips them"
+        )
     return scores
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import ChoiceProblem, ChoiceTask, Published, load_table, one_of
+from tasks.choices import ChoiceProblem, ChoiceTask, Plain
+from tasks.common import Published, load_table, one_of
 
 
 def source(subset: str, split: str) -> Published:
@@ -16,7 +17,7 @@ def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     """Some rows letter their choices A to D, some 1 to 4: we count positions instead."""
     labels = row["choices"]["label"]
     answer = labels.index(row["answerKey"]) if row["answerKey"] in labels else -1
-    return ChoiceProblem(row["question"], tuple(row["choices"]["text"]), answer)
+    return ChoiceProblem(row["question"], tuple(row["choices"]["text"]), answer, id=row.get("id") or "")
 
 
 class ARC(ChoiceTask):
@@ -26,4 +27,5 @@ class ARC(ChoiceTask):
         one_of("the subset of ARC", subset, ("ARC-Easy", "ARC-Challenge"))
         one_of("the split of ARC", split, ("train", "validation", "test"))
         columns = ("question", "choices", "answerKey")
-        super().__init__(subset, load_table(source(subset, split), columns, folder), _read)
+        plain = Plain(opening="Question: ", lettered=False)
+        super().__init__(subset, load_table(source(subset, split), columns, folder), _read, plain)

@@ -1,25 +1,28 @@
-"""Shared by the tasks: loading rows, wording questions with choices, reading numbers, and slices and mixtures."""
+"""Shared by the tasks: loading rows, reading numbers, and slices and mixtures."""
 
+import csv
 import errno
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
-from nanochat.data.conversation import Conversation, Message, Part, Task, chat
+from nanochat.data.conversation import Conversation, Message, Part, Task
 from nanochat.data.hub import endpoint, is_hub
 from nanochat.data.shards import check_packing
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # file ending -> builder of `datasets`, best first
+# File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell stays the text it is.
+_TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "tsv": ""}
 
 # --- rows ----------------------------------------------------------------------------------------
 
@@ -29,13 +32,16 @@ class Published:
     """A split of a data set on the Hugging Face hub.
 
     A copy of the hub's repository has its files (`<split>*.parquet` or `<split>*.jsonl`) in the folders `inside`, which
-    are searched in this order.
+    are searched in this order, or in files that one of the patterns `others` names.
     """
 
     repo: str
     subset: str | None
     split: str
     inside: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()  # the columns of a tsv file, which has no line with their names
+    parquet_branch: bool = False  # the hub's main branch is a program; another has what it makes, a folder per subset
 
     @property
     def name(self) -> str:
@@ -51,12 +57,12 @@ class Published:
     def files(self, folder: Path) -> list[Path]:
         """The files of the split below a folder, all of the best type that exists; [] if there are none."""
         for name in self.inside:
-            for ending in _TYPES:
+            for ending in (ending for ending, builder in _TYPES.items() if builder):
                 wanted = re.compile(rf"{re.escape(self.split)}([-_.].*)?\.{ending}")
                 files = sorted(path for path in (folder / name).glob(f"*.{ending}") if wanted.fullmatch(path.name))
                 if files:
                     return files
-        return []
+        return next((files for pattern in self.others if (files := sorted(folder.glob(pattern)))), [])
 
     def __str__(self) -> str:
         return f"{self.repo} ({', '.join(filter(None, (self.subset, self.split)))})"
@@ -82,7 +88,11 @@ class Table:
         return len(self._order)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._rows[int(self._order[i])]
+        return self._rows[self.number(i)]
+
+    def number(self, i: int) -> int:
+        """The place of row i in the published files, counted from 0."""
+        return int(self._order[i])
 
 
 def _read(where: str, *arguments: Any, advice: str, **options: Any) -> Any:
@@ -114,40 +124,120 @@ def _check_files(files: Sequence[Path]) -> None:
             raise UserError(f"{path} cannot be read: {failure}. Copy the file again from its source", 2) from failure
 
 
+class _Joined:
+    """The rows of several subjects one after another, each with its subject in the column `subject`, and with its place
+    among the rows of the subject in the column `id` if there is none."""
+
+    def __init__(self, parts: Mapping[str, Any]):
+        self._parts = [(subject, rows) for subject, rows in parts.items() if len(rows)]
+        self._starts = np.cumsum([0] + [len(rows) for _, rows in self._parts]).tolist()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        part = bisect_right(self._starts, i) - 1
+        subject, rows = self._parts[part]
+        place = i - self._starts[part]
+        return {"id": place, **rows[place], "subject": subject}
+
+
+class _Cells(list[dict[str, Any]]):
+    """The rows of csv or tsv files. Every cell is the text that stands there: 1.50, 01 and None stay what they are."""
+
+    def __init__(self, files: Sequence[Path], header: Sequence[str]):
+        super().__init__()
+        self.column_names = list(header)
+        for path in files:
+            tsv = path.suffix == ".tsv"
+            names, quoting = (header or None) if tsv else None, csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL
+            try:
+                with open(path, encoding="utf-8-sig", newline="") as f:
+                    reader = csv.DictReader(f, names, delimiter="\t" if tsv else ",", quoting=quoting, strict=True)
+                    for row in reader:
+                        if None in row or None in row.values():
+                            raise ValueError(f"line {reader.line_num} has not as many cells as there are columns")
+                        self.append(row)
+                    self.column_names = list(reader.fieldnames or ())
+            except (csv.Error, ValueError) as broken:
+                text = f"{path} cannot be read: {broken}. Copy the file again from its source"
+                raise UserError(text, exit_code=2) from broken
+
+
+def _open(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
+    """The rows of several splits, which have the columns, and where they are from; see load_table."""
+    found, where = _find(sources, columns, folder)
+    for key, source in sources.items():
+        _check_columns(found[key].column_names, columns, where if len(sources) == 1 else f"{where} ({key})", source)
+    return found, where
+
+
+def _find(sources: Mapping[str, Published], columns: Sequence[str], folder: Path | None) -> tuple[dict[str, Any], str]:
+    first = next(iter(sources.values()))
+    folder = folder or first.local_folder()
+    if folder is None:
+        token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored one
+        rows = {}
+        for key, source in sources.items():
+            names = (source.repo,) if source.parquet_branch else (source.repo, source.subset)
+            place = {"data_dir": source.subset, "revision": "refs/convert/parquet"} if source.parquet_branch else {}
+            advice = carry_in([source.repo])
+            rows[key] = _read(str(source), *names, split=source.split, token=token, advice=advice, **place)
+        return rows, str(first) if len(sources) == 1 else first.repo
+    files = {key: source.files(folder) for key, source in sources.items()}
+    for key, source in sources.items():
+        if not files[key]:
+            tried = [f"{one}/{source.split}*.parquet|jsonl" for one in source.inside] + list(source.others)
+            wanted = " or ".join(str(folder / one) for one in tried)
+            raise UserError(
+                f"there are no rows of {source.name} ({source.split}) in {folder}: looked for {wanted}. Copy one of "
+                "these files there, or name another folder",
+                exit_code=2,
+            )
+    every = [path for some in files.values() for path in some]
+    where, builder = str(every[0].parent if len(sources) == 1 else folder), _TYPES[every[0].suffix[1:]]
+    _check_files(every)
+    if not builder:
+        return {key: _Cells(some, sources[key].header) for key, some in files.items()}, where
+    if builder == "parquet" and len(sources) > 1:  # read together, a file that lacks a column would get empty cells
+        for key, some in files.items():
+            for path in some:
+                _check_columns(pq.read_schema(path).names, columns, str(path), sources[key])
+    elif len(sources) > 1:
+        alone = {key: _find({key: source}, columns, folder)[0][key] for key, source in sources.items()}
+        return alone, where
+    cache, named = str(base_dir() / "task_cache"), {key: [str(path) for path in some] for key, some in files.items()}
+    return _read(
+        where, builder, data_files=named, cache_dir=cache, advice="Copy the files again from their source"
+    ), where
+
+
+def _check_columns(names: Sequence[str], columns: Sequence[str], where: str, source: Published) -> None:
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise UserError(
+            f"{where} lacks the columns {missing}; it has {list(names)}. Use the published files of {source.repo}",
+            exit_code=2,
+        )
+
+
 def load_table(source: Published, columns: Sequence[str], folder: str | Path | None = None) -> Table:
     """Load the rows of a published data set from `folder`, from NANOCHAT_TASK_DIR, or from the Hugging Face hub.
 
     columns: the columns that every row must have. UserError (exit 2) if the rows cannot be read or lack a column.
     """
-    name, split = source.name, source.split
-    folder = Path(folder).expanduser() if folder is not None else source.local_folder()
-    if folder is not None:
-        files = source.files(folder)
-        if not files:
-            wanted = " or ".join(str(folder / one / f"{split}*.parquet|jsonl") for one in source.inside)
-            raise UserError(
-                f"there are no rows of {name} ({split}) in {folder}: looked for {wanted}. Copy one of these files "
-                "there, or name another folder",
-                exit_code=2,
-            )
-        where, advice = str(files[0].parent), "Copy the files again from their source"
-        kind, cache = _TYPES[files[0].suffix[1:]], str(base_dir() / "task_cache")
-        _check_files(files)
-        named = {split: [str(path) for path in files]}
-        rows = _read(where, kind, data_files=named, split=split, cache_dir=cache, advice=advice)
-    else:
-        where = str(source)
-        token = None if is_hub(endpoint()) else False  # None is HF_TOKEN or the stored one
-        rows = _read(where, source.repo, source.subset, split=split, token=token, advice=carry_in([source.repo]))
-    missing = [column for column in columns if column not in rows.column_names]
-    if missing:
-        raise UserError(
-            f"{where} lacks the columns {missing}; it has {rows.column_names}. Use the published files of "
-            f"{source.repo}",
-            exit_code=2,
-        )
-    log(f"{name} {split}: {len(rows):,} rows from {where}")
+    found, where = _open({source.split: source}, columns, Path(folder).expanduser() if folder is not None else None)
+    rows = found[source.split]
+    log(f"{source.name} {source.split}: {len(rows):,} rows from {where}")
     return Table(rows, where)
+
+
+def load_subjects(sources: Mapping[str, Published], columns: Sequence[str], folder: str | Path | None = None) -> Table:
+    """Load the rows of all subjects of a data set, like load_table; each row names its subject in `subject`."""
+    found, where = _open(sources, columns, Path(folder).expanduser() if folder is not None else None)
+    joined, first = _Joined({subject: found[subject] for subject in sources}), next(iter(sources.values()))
+    log(f"{first.name} {first.split}: {len(joined):,} rows in {len(sources)} subjects from {where}")
+    return Table(joined, where)
 
 
 def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
@@ -155,63 +245,6 @@ def one_of(what: str, given: str, allowed: Sequence[str]) -> str:
     if given not in allowed:
         raise UserError(f"{what} must be one of {', '.join(allowed)}, got {given!r}")
     return given
-
-
-# --- questions with choices ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChoiceProblem:
-    """A question, its choices, and the position of the right choice."""
-
-    question: str
-    choices: tuple[str, ...]
-    answer: int
-
-
-def render_choices(question: str, choices: Sequence[str]) -> str:
-    """The text of a question with choices, as the user asks it.
-
-    Each letter comes after its choice. Attention only looks back, so at that position a model has already seen what
-    the letter stands for, which small models need. The letter is alone on its line, so that it is the same token as in
-    the answer.
-    """
-    listed = "".join(f"{choice}\n{letter}\n" for choice, letter in zip(choices, LETTERS, strict=False))
-    return f"{question}\n\nThe choices, each with its letter below it:\n{listed}\nAnswer with the letter."
-
-
-class ChoiceTask:
-    """A task of questions with choices, made from a table and a function `read` that reads one row."""
-
-    kind: Literal["choice", "generative"] = "choice"
-
-    def __init__(self, name: str, table: Table, read: Callable[[Mapping[str, Any]], ChoiceProblem]):
-        self.name = name
-        self._table = table
-        self._read = read
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def problem(self, i: int) -> ChoiceProblem:
-        """Problem i, checked: at least two choices, and the answer among them."""
-        problem = self._read(self._table[i])
-        if not (2 <= len(problem.choices) <= len(LETTERS) and 0 <= problem.answer < len(problem.choices)):
-            raise UserError(
-                f"{self._table.source}: the answer of a row must be one of its choices, got {problem}. Fix or remove "
-                "the row."
-            )
-        return problem
-
-    def __getitem__(self, i: int) -> Conversation:
-        problem = self.problem(i)
-        return chat(render_choices(problem.question, problem.choices), LETTERS[problem.answer])
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return tuple(LETTERS[: len(self.problem(i).choices)])
-
-    def grade(self, i: int, reply: str) -> float:
-        return float(reply.strip() == LETTERS[self.problem(i).answer])
 
 
 # --- numbers and conversations -------------------------------------------------------------------

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common import ChoiceProblem, ChoiceTask, Published, load_table, one_of
+from tasks.choices import ChoiceProblem, ChoiceTask, Plain
+from tasks.common import Published, load_table, one_of
 
 _SPLITS = {"all": ("test", "validation", "dev"), "auxiliary_train": ("train",)}
 
@@ -16,14 +17,25 @@ def source(subset: str, split: str) -> Published:
 
 def _read(row: Mapping[str, Any]) -> ChoiceProblem:
     row = row.get("train") or row  # the rows of auxiliary_train are wrapped once more
-    return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"])
+    return ChoiceProblem(row["question"], tuple(row["choices"]), row["answer"], row.get("subject") or "")
+
+
+def intro(subject: str) -> str:
+    """The line that a text of MMLU's questions begins with."""
+    return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
 
 
 class MMLU(ChoiceTask):
-    """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams, for training)."""
+    """subset: `all` (split test, validation or dev) or `auxiliary_train` (split train: other exams, for training).
 
-    def __init__(self, subset: str, split: str, folder: str | Path | None = None):
+    With `shots`, as many questions of the split dev are shown first; published figures of base models show five.
+    """
+
+    def __init__(self, subset: str, split: str, folder: str | Path | None = None, shots: int = 0):
         one_of("the subset of MMLU", subset, tuple(_SPLITS))
         one_of(f"the split of MMLU {subset}", split, _SPLITS[subset])
         columns = () if subset == "auxiliary_train" else ("question", "choices", "answer")
-        super().__init__("MMLU", load_table(source(subset, split), columns, folder), _read)
+        examples = load_table(source("all", "dev"), columns, folder) if shots else None
+        super().__init__(
+            "MMLU", load_table(source(subset, split), columns, folder), _read, Plain(intro), examples, shots
+        )

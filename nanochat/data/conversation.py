@@ -61,6 +61,20 @@ def chat(question: str, *answer: str | Part) -> Conversation:
     return Conversation((user(question), assistant(*answer)))
 
 
+@dataclass(frozen=True)
+class Cloze:
+    """A question for a model that continues a text: the likeliest of `choices`, after a space, is its answer.
+
+    The text is `intro`, then `examples`, which may be left out from the first on, then `question`.
+    """
+
+    intro: str
+    examples: tuple[str, ...]
+    question: str
+    choices: tuple[str, ...]
+    answer: int  # the place of the right choice
+
+
 class Task(Protocol):
     """A set of conversations. The last turn of each conversation is the reference answer.
 

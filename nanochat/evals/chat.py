@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-
-import torch
+from typing import Any
 
 from nanochat.common import UserError
-from nanochat.data.conversation import Part, Task
+from nanochat.data.conversation import Conversation, Part, Task
 from nanochat.device import Compute
 from nanochat.engine import Engine
+from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.model import Model
@@ -24,6 +24,7 @@ READ_AHEAD = 4096  # prompt tokens to prefill between two decoding passes: no re
 
 Advance = Callable[[float], None]
 Heard = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
+Keep = Callable[[int, Mapping[str, Any]], None]  # called with problem and record, by the rank that asked the problem
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,15 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 32,
     heard: Heard | None = None,
+    keep: Keep | None = None,
 ) -> Score:
     """Evaluate the first `limit` problems of a task. Ranks share the problems; every rank returns the whole score.
 
     `batch_size` problems or replies are computed together. With several samples, a problem counts as right if one of
     them is right. If the task has `grade_parts(i, parts)`, that replaces `grade` and also sees calculator calls.
-    `heard` is called with every written reply of this rank. UserError if there is no problem to evaluate.
+    `heard` is called with every written reply of this rank, `keep` with a record of every answer. Examples of a task
+    are left out, from the first on, where they do not fit into the context. UserError on every rank if there is no
+    problem to evaluate, or if one rank finds a broken one.
     """
     total = len(task) if limit is None else min(limit, len(task))
     if min(total, samples, batch_size) < 1:
@@ -86,73 +90,93 @@ def evaluate(
         )
     samples = 1 if task.kind == "choice" else samples
     mine = range(compute.rank, total, compute.world_size)
-    prompts = {i: tokenizer.render_prompt(task[i]) for i in mine}
-    room = model.config.sequence_len - (
-        0 if task.kind == "choice" else 1
-    )  # a written reply needs at least one position
-    fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= room}
+    room = model.config.sequence_len - (0 if task.kind == "choice" else 1)  # a written reply needs a position
+    prompts: dict[int, list[int]] = {}
     grades: dict[int, list[float]] = {}
-    with contextlib.suppress(signals.Stopped), _progress(task.name, len(fitting) * samples, compute) as advance:
-        if task.kind == "choice":
-            grades = _choose(task, fitting, model, tokenizer, batch_size, advance)
-        else:
-            grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, advance, heard)
+    broken: UserError | None = None
+    try:
+        prompts = {i: _prompt(task, i, tokenizer, room) for i in mine}
+        fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= room}
+        with contextlib.suppress(signals.Stopped):
+            if task.kind == "choice":
+                grades = _choose(task, fitting, model, tokenizer, batch_size, compute, keep)
+            else:
+                grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, compute, heard, keep)
+    except UserError as failure:
+        broken = failure
+    if parallel.least(int(broken is None), compute) == 0:  # ranks refuse a task together
+        raise broken or UserError(f"{task.name} is broken on another rank, whose message says why")
     signals.check(compute)  # ranks measure at their own pace, and stop together
+    too_long = sum(len(prompt) > room for prompt in prompts.values())
     table = [0.0] * (total * samples)
     for i, values in grades.items():
         table[i * samples : (i + 1) * samples] = values
     guesses = sum(1 / len(task.letters(i)) for i in mine) if task.kind == "choice" else 0.0
-    *table, guesses, too_long = parallel.total([*table, guesses, len(prompts) - len(fitting)], compute)
+    *table, guesses, too_long = parallel.total([*table, guesses, too_long], compute)
     rows = tuple(tuple(table[i * samples : (i + 1) * samples]) for i in range(total))
     right = sum(max(row) for row in rows)
     return Score(task.name, right, total, *wilson(right, total), guesses / total, int(too_long), rows)
 
 
+def _prompt(task: Task, i: int, tokenizer: Tokenizer, room: int) -> list[int]:
+    """The tokens of problem i, with as many of the task's examples as fit."""
+    conversation = task[i]
+    tokens = tokenizer.render_prompt(conversation)
+    for _ in range(getattr(task, "shots", 0)):
+        if len(tokens) <= room or len(conversation.messages) < 4:
+            break
+        conversation = Conversation(conversation.messages[2:])  # an example is a question and an answer
+        tokens = tokenizer.render_prompt(conversation)
+    return tokens
+
+
 @contextlib.contextmanager
-def _progress(title: str, total: int, compute: Compute) -> Iterator[Advance]:
+def progress(title: str, total: int, unit: str, compute: Compute) -> Iterator[Advance]:
     """Give a function that advances the progress bar, which rank 0 shows. A signal to stop training ends the work."""
-    with Progress(title, total, "replies") if compute.main else contextlib.nullcontext() as progress:
+    with Progress(title, total, unit) if compute.main else contextlib.nullcontext() as bar:
 
         def advance(by: float) -> None:
             signals.check_alone(compute)
-            if progress is not None:
-                progress.advance(by)
+            if bar is not None:
+                bar.advance(by)
 
         yield advance
+
+
+def identify(task: Any, i: int) -> str:
+    """The name of a problem in records: the task's own, else its number."""
+    return task.identify(i) if hasattr(task, "identify") else str(i)
 
 
 # --- letters -------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def _choose(
     task: Task,
-    prompts: Mapping[int, Sequence[int]],
+    prompts: Mapping[int, list[int]],
     model: Model,
     tokenizer: Tokenizer,
     batch_size: int,
-    advance: Advance,
+    compute: Compute,
+    keep: Keep | None,
 ) -> dict[int, list[float]]:
     """Grade the letter of each problem that is likeliest as the first token of the reply."""
+    letters = {i: task.letters(i) for i in prompts}
+    rows = [
+        PromptRow(i, [*prompts[i], _letter(tokenizer, one)], len(prompts[i])) for i in prompts for one in letters[i]
+    ]
+    with progress(task.name, len(rows), "choices", compute) as advance:
+        scored = score_rows(model, rows, tokenizer.bos, rows_per_batch=batch_size, done=advance)
     grades: dict[int, list[float]] = {}
-    by_length = sorted(prompts, key=lambda i: len(prompts[i]))  # so that batches need little padding
-    for start in range(0, len(by_length), batch_size):
-        batch = by_length[start : start + batch_size]
-        longest = max(len(prompts[i]) for i in batch)
-        idx = torch.tensor([[*prompts[i], *[tokenizer.bos] * (longest - len(prompts[i]))] for i in batch])
-        ends = torch.tensor([len(prompts[i]) - 1 for i in batch]).to(model.device)
-        hidden = model.hidden(idx.to(model.device))  # (B, T, C); padding comes last, so no prompt attends to it
-        logits = model.logits(hidden[torch.arange(len(batch), device=model.device), ends])  # (B, V)
-        letters = [task.letters(i) for i in batch]
-        most = max(map(len, letters))
-        tokens = [[_letter(tokenizer, letter) for letter in of] for of in letters]
-        padded = torch.tensor([[*of, *[of[0]] * (most - len(of))] for of in tokens]).to(model.device)
-        chosen = (
-            logits.gather(1, padded).argmax(dim=1).tolist()
-        )  # argmax takes the first of equal logits, so never the padding
-        for i, of, choice in zip(batch, letters, chosen, strict=True):
-            grades[i] = [task.grade(i, of[choice])]
-        advance(len(batch))
+    found = iter(scored)
+    for i, of in letters.items():
+        logprobs = [next(found).logprob for _ in of]
+        answer = of[logprobs.index(max(logprobs))]
+        grades[i] = [task.grade(i, answer)]
+        if keep:
+            expected = task[i].messages[-1].text
+            about = {"id": identify(task, i), "prompt": prompts[i], "expected": expected, "answer": answer}
+            keep(i, {**about, "grade": grades[i][0], "logprobs": dict(zip(of, logprobs, strict=True))})
     return grades
 
 
@@ -178,8 +202,9 @@ def _write(
     sampling: Sampling,
     samples: int,
     batch_size: int,
-    advance: Advance,
+    compute: Compute,
     heard: Heard | None,
+    keep: Keep | None,
 ) -> dict[int, list[float]]:
     """Let the model write replies, and grade every sample of every problem."""
     if not prompts:
@@ -187,7 +212,8 @@ def _write(
     longest = max(map(len, prompts.values())) + sampling.max_tokens
     slots, length = min(batch_size, len(prompts) * samples), min(longest, model.config.sequence_len)
     engine = Engine(model, tokenizer, slots, length, prefill_tokens=READ_AHEAD)
-    completions = engine.generate(list(prompts.values()), sampling, samples, done=lambda index: advance(1))
+    with progress(task.name, len(prompts) * samples, "replies", compute) as advance:
+        completions = engine.generate(list(prompts.values()), sampling, samples, done=lambda index: advance(1))
     grades: dict[int, list[float]] = {i: [] for i in prompts}
     numbers = [i for i in prompts for _ in range(samples)]
     for i, completion in zip(numbers, completions, strict=True):
@@ -196,6 +222,9 @@ def _write(
         grades[i].append(grade)
         if heard:
             heard(i, parts, grade)
+        if keep:
+            about = {"id": identify(task, i), "prompt": list(prompts[i]), "expected": words(task[i].messages[-1].parts)}
+            keep(i, {**about, "answer": words(parts), "grade": grade})
     return grades
 
 
@@ -204,6 +233,12 @@ def _grade(task: Task, i: int, parts: list[Part]) -> float:
     if hasattr(task, "grade_parts"):
         return task.grade_parts(i, parts)  # pyright: ignore[reportAttributeAccessIssue]  # not in the protocol
     return task.grade(i, "".join(part.text for part in parts if part.kind == "text"))
+
+
+def words(parts: Sequence[Part]) -> str:
+    """A reply as readable text, with calculator calls and answers in brackets."""
+    shown = {"text": "{}", "python": "[{} = ", "python_output": "{}]"}
+    return "".join(shown[part.kind].format(part.text) for part in parts)
 
 
 def grader(task: Task, tokenizer: Tokenizer) -> Callable[[int, Sequence[int]], float]:

@@ -10,18 +10,18 @@ import random
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
 
-from nanochat.common import UserError, base_dir, check_regular, fsync_path, log, parse_json, sha256_of
+from nanochat.common import UserError, base_dir, check_regular, fsync_path, log, parse_json, sha256_of, warn
 from nanochat.data import download
 from nanochat.device import Compute
+from nanochat.evals.likelihood import PromptRow, score_rows
+from nanochat.evals.records import Records
 from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
@@ -32,7 +32,6 @@ BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip
 MOST_PACKED, MOST_UNPACKED, MOST_FILES = 500_000_000, 2_000_000_000, 1_000  # the published one: 162 MB packed
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234  # equal to upstream's
 PROBLEMS_AT_ONCE = 256  # problems to render, tokenise and sort by length together
-HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
 
 # Kind of task -> the fields of its problems. `gold` is the index of the right choice or context.
 FIELDS = {
@@ -67,10 +66,11 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Core:
-    """The score of every task, and CORE: the mean of the centered accuracies."""
+    """The score of every task, and CORE: the mean of the centered accuracies, or None if a task is `broken`."""
 
     tasks: tuple[TaskScore, ...]
-    core: float
+    core: float | None
+    broken: tuple[str, ...] = ()
 
 
 # --- the bundle ----------------------------------------------------------------------------------
@@ -244,15 +244,6 @@ def common_prefix(rows: list[list[int]]) -> int:
     return min(len(shortest), len(longest))
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """One row of a batch: the tokens of a prompt. The tokens from `start` on are scored."""
-
-    question: int
-    tokens: list[int]
-    start: int
-
-
 def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[PromptRow]:
     """The rows to run for one problem. Each prompt begins with BOS.
 
@@ -267,40 +258,7 @@ def make_rows(kind: str, question: int, prompts: list[list[int]]) -> list[Prompt
     return [PromptRow(question, tokens, max(1, min(start, len(tokens) - 1))) for tokens in scored]
 
 
-# --- the model -----------------------------------------------------------------------------------
-
-
-def batches(rows: Sequence[PromptRow], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Indices of rows of similar length, batch by batch; a padded batch has at most `tokens_per_batch` positions."""
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
-    while order:
-        size = max(1, tokens_per_batch // len(rows[order[0]].tokens))
-        yield order[:size]
-        order = order[size:]
-
-
-@torch.no_grad()
-def score_rows(model: Model, rows: Sequence[PromptRow], greedy: bool, pad: int) -> list[float]:
-    """Each row's mean loss in nats over its scored tokens; if `greedy`, 0.0 if argmax predicts them all, else 1.0."""
-    longest = max(len(row.tokens) for row in rows)
-    idx = torch.full((len(rows), longest), pad)
-    places: list[Tensor] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
-    for b, row in enumerate(rows):
-        idx[b, : len(row.tokens)] = torch.tensor(row.tokens)
-        places.append(torch.arange(row.start - 1, len(row.tokens) - 1) + b * longest)
-    targets = torch.cat([torch.tensor(row.tokens[row.start :], dtype=torch.long) for row in rows]).to(model.device)
-    hidden = model.hidden(idx.to(model.device)).flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
-    if greedy:
-        wrong = [
-            model.logits(hidden[i : i + HEAD_ROWS]).argmax(dim=-1) != targets[i : i + HEAD_ROWS]
-            for i in range(0, len(targets), HEAD_ROWS)
-        ]
-        values = torch.cat(wrong).float().cpu()
-        return [float(part.any()) for part in values.split([len(place) for place in places])]
-    values = model.token_losses(hidden, targets).double().cpu()
-    if not values.isfinite().all():
-        raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
-    return [float(part.mean()) for part in values.split([len(place) for place in places])]
+# --- scores --------------------------------------------------------------------------------------
 
 
 def judge(
@@ -310,8 +268,9 @@ def judge(
     model: Model,
     tokenizer: Tokenizer,
     tokens_per_batch: int,
+    records: Records | None = None,
 ) -> list[bool]:
-    """Whether the model solves each of the problems at these indices."""
+    """Whether the model solves each of the problems at these indices; `records` gets a record of each."""
     prompts = []
     for number in numbers:
         examples = [problems[i] for i in choose_examples(len(problems), number, task.shots)]
@@ -320,18 +279,25 @@ def judge(
     rows: list[PromptRow] = []
     for question, group in enumerate(prompts):
         rows += make_rows(task.kind, question, [[tokenizer.bos, *next(encoded)] for _ in group])
-    scores = [0.0] * len(rows)
     greedy = task.kind == "language_modeling"
-    for batch in batches(rows, tokens_per_batch):
-        for i, score in zip(batch, score_rows(model, [rows[i] for i in batch], greedy, tokenizer.bos), strict=True):
-            scores[i] = score
-    grouped: list[list[float]] = [[] for _ in prompts]
-    for row, score in zip(rows, scores, strict=True):
-        grouped[row.question].append(score)
-    if greedy:
-        return [group == [0.0] for group in grouped]
-    right = [problems[number]["gold"] for number in numbers]
-    return [group.index(min(group)) == gold for group, gold in zip(grouped, right, strict=True)]
+    scores = score_rows(model, rows, tokenizer.bos, tokens_per_batch, greedy=greedy)
+    grouped: list[list[int]] = [[] for _ in prompts]  # the numbers of the rows of each problem
+    for i, row in enumerate(rows):
+        grouped[row.question].append(i)
+    right = []
+    for number, group in zip(numbers, grouped, strict=True):
+        losses = [scores[i].mean_loss for i in group]
+        answer, gold = losses.index(min(losses)), problems[number].get("gold")
+        right.append(losses == [0.0] if greedy else answer == gold)
+        if records:
+            some = [rows[i] for i in group]
+            about = {"id": number, "prompt": some[0].tokens[: min(row.start for row in some)]}
+            if greedy:
+                records.add(number, {**about, "expected": problems[number]["continuation"], "right": right[-1]})
+            else:
+                logprobs = [[scores[i].logprob, scores[i].tokens] for i in group]
+                records.add(number, {**about, "expected": gold, "answer": answer, "logprobs": logprobs})
+    return right
 
 
 def evaluate_task(
@@ -341,17 +307,27 @@ def evaluate_task(
     compute: Compute,
     limit: int | None = None,
     tokens_per_batch: int = 16384,
+    records: Records | None = None,
 ) -> TaskScore:
-    """The accuracy of an unsharded model on a task. Each rank evaluates its share of the problems."""
+    """The accuracy of an unsharded model on a task. Each rank evaluates its share of the problems.
+
+    With `records` of an earlier evaluation of the same, the accuracy is read from them.
+    """
+    before = records.finished() if records else None
+    if records and parallel.least(int(before is not None), compute) and before is not None:
+        return TaskScore(**before)
     begin = time.perf_counter()
     problems = read_problems(task, limit)
     mine = range(compute.rank, len(problems), compute.world_size)
     right = 0
     for i in range(0, len(mine), PROBLEMS_AT_ONCE):
-        right += sum(judge(task, problems, mine[i : i + PROBLEMS_AT_ONCE], model, tokenizer, tokens_per_batch))
+        right += sum(judge(task, problems, mine[i : i + PROBLEMS_AT_ONCE], model, tokenizer, tokens_per_batch, records))
     accuracy = parallel.total([float(right)], compute)[0] / len(problems)
     centered = (accuracy - task.baseline) / (1 - task.baseline)
-    return TaskScore(task.label, accuracy, centered, len(problems), time.perf_counter() - begin)
+    score = TaskScore(task.label, accuracy, centered, len(problems), time.perf_counter() - begin)
+    if records:
+        records.finish(asdict(score))
+    return score
 
 
 def evaluate_core(
@@ -361,18 +337,31 @@ def evaluate_core(
     compute: Compute,
     limit: int | None = None,
     tokens_per_batch: int = 16384,
+    records: Callable[[IclTask], Records] | None = None,
 ) -> Core:
     """Evaluate every task of a bundle, at most `limit` problems each, and log one line per task.
 
     `tokens_per_batch` limits the memory: it is the most positions, padding included, in one pass of the model.
+    `records` makes the file of a task's answers. A broken task gets a warning and the others go on; UserError if all
+    are broken.
     """
-    scores = []
+    scores: list[TaskScore] = []
+    broken: list[str] = []
     tasks = read_bundle(folder)
     for n, task in enumerate(tasks, start=1):
-        score = evaluate_task(model, tokenizer, task, compute, limit, tokens_per_batch)
+        try:
+            answers = records(task) if records else None
+            score = evaluate_task(model, tokenizer, task, compute, limit, tokens_per_batch, answers)
+        except UserError as why:
+            if len(broken) == len(tasks) - 1:
+                raise
+            warn(f"{task.label} is left out: {why}")
+            broken.append(task.label)
+            continue
         scores.append(score)
         log(
             f"CORE {n:2}/{len(tasks)} {task.label:<34} {task.shots:2}-shot | accuracy {score.accuracy:.4f} | centered "
             f"{score.centered:+.4f} | {score.problems} problems, {score.seconds:.1f} s"
         )
-    return Core(tuple(scores), sum(score.centered for score in scores) / len(scores))
+    core = None if broken else sum(score.centered for score in scores) / len(scores)
+    return Core(tuple(scores), core, tuple(broken))

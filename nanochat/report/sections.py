@@ -13,8 +13,12 @@ COLUMNS = ("base", "mid", "sft", "rl")
 TITLES = {
     "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",
     "base_loss": "Base: bits per byte and samples", "base_eval": "Base: CORE", "mid_train": "Mid: midtraining",
-    "mid_eval": "Mid: evaluation", "sft_train": "SFT: fine-tuning", "sft_eval": "SFT: evaluation",
-    "rl_train": "RL: reinforcement learning", "rl_eval": "RL: evaluation",
+    "mid_loss": "Mid: bits per byte of the base corpus",
+    "mid_eval": "Mid: evaluation", "sft_train": "SFT: fine-tuning",
+    "sft_loss": "SFT: bits per byte of the base corpus",
+    "sft_eval": "SFT: evaluation",
+    "rl_train": "RL: reinforcement learning",
+    "rl_loss": "RL: bits per byte of the base corpus", "rl_eval": "RL: evaluation",
 }  # fmt: skip
 
 

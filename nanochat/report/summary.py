@@ -13,6 +13,8 @@ from nanochat.report.sections import COLUMNS
 
 VALIDATED = {"base": "documents", "mid": "conversations", "sft": "answers"}  # what bits per byte are measured on
 
+KEPT = "bits per byte of the base corpus"
+
 
 def environment() -> dict[str, Any]:
     """The commit, the host and the versions of this run."""
@@ -54,6 +56,13 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     for stage, text in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
         if measured := found.get(f"{stage}_train", {}).get("val_bpb"):
             rows[f"bits per byte of {text}"] = {stage: measured[-1][1]}
+    later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in found]
+    for stage in ("base", *later):  # the same texts for all stages, so the row shows what later stages have forgotten
+        measured = found.get(f"{stage}_loss", {})
+        if later and measured.get("val"):
+            rows.setdefault(KEPT, {})[stage] = measured["val"]["bits_per_byte"]
+        for name, loss in measured.get("domains", {}).items():
+            rows.setdefault(f"{KEPT}: {name}", {})[stage] = loss["bits_per_byte"]
     for stage in COLUMNS:
         scored = found.get(f"{stage}_eval", {})
         if stage == "base" and scored.get("core"):

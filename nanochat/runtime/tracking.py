@@ -1,81 +1,99 @@
-"""Records figures while a stage trains: always in metrics.jsonl, and in wandb when a run is named."""
+"""Records figures while a stage trains: always in metrics.jsonl, and in the trackers that --track and --run name."""
 
-from collections.abc import Callable
+import importlib.util
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from nanochat.common import UserError, parse_json, to_json, warn, write_atomic
+from nanochat.common import UserError
+from nanochat.runtime.trackers.beside import Beside
+from nanochat.runtime.trackers.jsonl import Jsonl
+from nanochat.runtime.trackers.jsonl import read_metrics as read_metrics
+from nanochat.runtime.trackers.start import Start
+
+# Tracker -> the modes that may follow its name, as in wandb:offline.
+MODES = {
+    "jsonl": (),
+    "wandb": ("online", "offline"),
+    "swanlab": ("online", "local", "offline"),
+    "tensorboard": (),
+}
+
+
+def parse_trackers(text: str) -> dict[str, str]:
+    """The trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
+
+    UserError (code 2) for an unknown name or mode, a repeated name, or a library that is not installed.
+    """
+    found: dict[str, str] = {}
+    for word in (part.strip() for part in text.split(",")):
+        name, colon, mode = word.partition(":")
+        if name not in MODES or name in found:
+            known = ", ".join(MODES)
+            raise UserError(f"--track takes {known}, each at most once and with commas between them; got {text!r}", 2)
+        if colon and mode not in MODES[name]:
+            modes = f"the modes {', '.join(MODES[name])}" if MODES[name] else "no mode"
+            raise UserError(f"--track: {name} has {modes}, got {mode!r}", 2)
+        if name != "jsonl" and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--track {name} needs the package {name}, which is not installed. Type `pip install {name}`, or leave "
+                f"{name} out",
+                2,
+            )
+        found[name] = mode
+    return found
 
 
 class Tracker:
-    """Writes metrics.jsonl of a stage, one JSON object per line, and optionally a wandb run; only rank 0 writes."""
+    """Hands the figures of a stage to metrics.jsonl and to other trackers; only rank 0 writes."""
 
-    def __init__(self, folder: Path, run: str, settings: dict[str, Any], step: int, main: bool):
+    def __init__(
+        self, folder: Path, run: str, settings: dict[str, Any], step: int, main: bool, track: str = "jsonl",
+        name: str = "",
+    ):  # fmt: skip
         """Open the files after `step` updates; lines of later steps, which an interrupted run left, are dropped.
 
-        `run` "dummy" means no wandb. The attribute `last` is the step of the last kept line, or -1.
+        `track` lists trackers; `name` is the name of the run that they show. `run` names a wandb run; "dummy" means
+        that none is asked for. The attribute `last` is the step of the last kept line of metrics.jsonl, or -1.
         """
         self.last = -1
-        self.file: TextIO | None = None
-        self.run: Any = None
+        self._jsonl: Jsonl | None = None
+        self._beside: list[Beside] = []
         if not main:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if line.get("step", 0) <= step] if step else []
-        self.last = kept[-1].get("step", 0) if kept else -1
-        write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # atomic, so that a kill loses no line
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
+        wanted = parse_trackers(track)
         if run != "dummy":
-            self.run = _wandb(run, settings)
+            wanted.setdefault("wandb", "")
+            if importlib.util.find_spec("wandb") is None:
+                raise UserError(f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out")
+        self._jsonl = Jsonl(folder, step)
+        self.last = self._jsonl.last
+        for tracker, mode in wanted.items():
+            if tracker != "jsonl":
+                shown = run if tracker == "wandb" and run != "dummy" else name
+                self._beside.append(Beside(tracker, Start(shown, folder.absolute(), settings, step, mode)))
+                if shown is run:
+                    self._refuse_if_failed(self._beside[-1], run)
+
+    def _refuse_if_failed(self, tracker: Beside, run: str) -> None:
+        """With --run, a wandb that cannot start ends the command before training, not after hours without curves."""
+        if not tracker.started():
+            for one in self._beside:
+                one.abandon()
+            raise UserError(
+                f"wandb could not start run {run!r}: {tracker.failure}. Log in with `wandb login`, set "
+                "WANDB_MODE=offline, or leave --run out"
+            )
 
     def log(self, **figures: Any) -> None:
         """Write one line. Floats are written without rounding; a value that is not finite is read back as None."""
-        if self.file is not None:
-            self.file.write(to_json(figures) + "\n")
-            self.file.flush()
-        self._tell(lambda run: run.log(figures, step=figures.get("step")))
+        if self._jsonl is not None:
+            self._jsonl.log(figures)
+        for tracker in self._beside:
+            tracker.log(figures)
 
     def close(self) -> None:
-        """Finish the files and the run."""
-        if self.file is not None:
-            self.file.close()
-        self._tell(lambda run: run.finish())
-
-    def _tell(self, what: Callable[[Any], Any]) -> None:
-        if self.run is not None:
-            try:
-                what(self.run)
-            except Exception as failure:  # an external service must never stop training
-                warn(f"wandb failed and is off for the rest of this run: {failure}")
-                self.run = None
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in a folder. Values that were not finite are None; a line cut by a kill is skipped."""
-    return _lines(folder / "metrics.jsonl")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    if path.exists():
-        for text in path.read_bytes().splitlines():
-            try:
-                lines.append(parse_json(text))
-            except ValueError:  # not JSON, or a character cut in two
-                break
-    return lines
-
-
-def _wandb(run: str, settings: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError as missing:
-        raise UserError(
-            f"--run {run} needs wandb, which cannot be imported ({missing}). Install wandb, or leave --run out"
-        ) from missing
-    try:
-        return wandb.init(project="nanochat", name=run, config=settings)
-    except Exception as failure:  # no key or no network: stop before the run starts, not after hours
-        raise UserError(f"wandb could not start run {run!r}: {failure}. Log in with `wandb login`, set "
-                        "WANDB_MODE=offline, or leave --run out") from failure  # fmt: skip
+        """Finish the files, and let the other trackers send what is left."""
+        if self._jsonl is not None:
+            self._jsonl.close()
+        for tracker in self._beside:
+            tracker.close()

@@ -24,6 +24,9 @@ class RunFlags:
 
     run: Free[str] = "dummy"
     """name of the wandb run that gets the figures too; dummy: no wandb"""
+    track: Free[str] = "jsonl"
+    """where the figures go, with commas between: wandb, swanlab, tensorboard, and jsonl, which is always written.
+    A mode may follow: wandb:offline, swanlab:local, swanlab:offline"""
     device_type: Free[str] = ""
     """device to train on: npu, cuda or cpu; empty: the first of these that works"""
     save_every: Free[int] = 0

@@ -29,7 +29,7 @@ from nanochat.nn.model import Model
 from nanochat.report.sections import has_training_section, training_section
 from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
 from nanochat.runtime.progress import Progress, duration
-from nanochat.runtime.tracking import Tracker
+from nanochat.runtime.tracking import Tracker, parse_trackers
 from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import probe, sizes
@@ -71,6 +71,7 @@ class Stage:
         """
         if why := compute.platform.cannot_train():
             raise UserError(why)
+        parse_trackers(flags.track)  # refuses a wrong list before anything is read
         self.name, self.flags, self.compute, self.tag = name, flags, compute, tag
         self.folder = checkpoint_dir(name, tag)
         self.settings = RunSettings.of(flags, **facts)
@@ -202,7 +203,8 @@ class Stage:
         missed when it was stopped right after a save, or the one before the first step."""
         flags, compute = self.flags, self.compute
         self.stop = min(flags.stop_at or self.total, self.total)
-        self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main)
+        shown = f"{self.name}-{self.tag}"
+        self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown)
         owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
         self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
         self._clock = SaveClock(flags.save_seconds)

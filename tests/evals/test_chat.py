@@ -173,7 +173,7 @@ def test_nothing_to_ask_is_refused_in_words(wrong):
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     evaluate(Letters(), MODEL, TOKENIZER, on_cpu())
-    assert capsys.readouterr().out.startswith("letters: 23 replies of 23 replies (100%) in ")
+    assert capsys.readouterr().out.startswith("letters: 79 choices of 79 choices (100%) in ")
     evaluate(Letters(2), MODEL, TOKENIZER, Compute(**{**on_cpu().__dict__, "rank": 1}))
     assert capsys.readouterr().out == ""
 

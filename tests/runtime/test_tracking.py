@@ -1,15 +1,11 @@
-"""metrics.jsonl survives stops, kills and resumes, and a service that fails does not stop training."""
+"""metrics.jsonl survives stops, kills and resumes."""
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from nanochat.common import UserError
-from nanochat.runtime import tracking
+from nanochat.runtime.trackers import jsonl
 from nanochat.runtime.tracking import Tracker, read_metrics
 
 
@@ -88,7 +84,7 @@ def test_the_old_lines_survive_a_kill_while_they_are_cut_back(tmp_path: Path, mo
     def killed(path: Path, data: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracking, "write_atomic", killed)
+    monkeypatch.setattr(jsonl, "write_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
         Tracker(tmp_path, "dummy", {}, 2, main=True)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
@@ -99,77 +95,6 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     tracker.log(step=1)
     tracker.close()
     assert not (tmp_path / "other").exists()
-
-
-# --- wandb ---------------------------------------------------------------------------------------
-
-
-class FakeRun:
-    """Keeps what is logged; fails from a given step on."""
-
-    def __init__(self, fails_at: int = 10**9):
-        self.lines: list[tuple[int, dict[str, Any]]] = []
-        self.fails_at, self.finished = fails_at, False
-
-    def log(self, figures: dict[str, Any], step: int) -> None:
-        if step >= self.fails_at:
-            raise ConnectionError("no network")
-        self.lines.append((step, figures))
-
-    def finish(self) -> None:
-        if self.fails_at < 10**9:
-            raise ConnectionError("no network")
-        self.finished = True
-
-
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
-    module = ModuleType("wandb")
-    module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
-
-
-def test_a_named_run_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, given = FakeRun(), {}
-    fake_wandb(monkeypatch, lambda **keywords: given.update(keywords) or run)
-    tracker = Tracker(tmp_path, "my-run", {"depth": 4}, 0, main=True)
-    tracker.log(step=1, loss=2.0)
-    tracker.close()
-    assert given == {"project": "nanochat", "name": "my-run", "config": {"depth": 4}}
-    assert run.lines == [(1, {"step": 1, "loss": 2.0})]
-    assert run.finished
-
-
-def test_dummy_never_touches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
-    Tracker(tmp_path, "dummy", {}, 0, main=True).close()
-
-
-@pytest.mark.parametrize("fails_at", [2, 100])
-def test_a_service_that_fails_is_named_once_and_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails_at: int
-) -> None:
-    """While logging, or at the end."""
-    fake_wandb(monkeypatch, lambda **_: FakeRun(fails_at))
-    tracker = Tracker(tmp_path, "my-run", {}, 0, main=True)
-    for step in (1, 2, 3):
-        tracker.log(step=step)
-    tracker.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
-    assert capsys.readouterr().err.count("wandb failed and is off for the rest of this run: no network") == 1
-
-
-def test_a_service_that_cannot_start_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: Any) -> None:
-        raise RuntimeError("no API key")
-
-    fake_wandb(monkeypatch, refuse)
-    with pytest.raises(UserError, match=r"wandb could not start run 'my-run': no API key.*wandb login"):
-        Tracker(tmp_path, "my-run", {}, 0, main=True)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="--run my-run needs wandb"):
-        Tracker(tmp_path, "my-run", {}, 0, main=True)
 
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from nanochat.dataloader import split_rows
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
+from nanochat.evals.records import read_records
 from nanochat.train.optim import Optimizers, Rates
 from scripts import base_eval, base_loss
+from tests.support import published
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
@@ -153,3 +156,41 @@ def test_a_failed_download_leaves_everything_as_it_was(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="no network"):
         base_eval.evaluate(base_eval.Config(download=True), CPU)
     assert sorted(base_dir().rglob("*")) == before
+
+
+def test_base_eval_measures_multiple_choice_and_skips_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint()
+    monkeypatch.setenv("NANOCHAT_TASK_DIR", "nowhere")  # restored after the test
+    published.write_mmlu_pro(tmp_path / "MMLU-Pro")
+    cfg = base_eval.Config(tasks="MMLU-Pro", task_data=str(tmp_path), shots=1)
+    score = base_eval.evaluate(cfg, CPU)["choices"]["MMLU-Pro"]
+    assert score["total"] == 10 and 0 < score["baseline"] < 0.5
+    head, lines = read_records(base_dir() / "records" / "base-d4-000003" / "MMLU-Pro.jsonl")
+    assert score["too_long"] == 5  # ten choices do not fit into this context
+    assert head["score"] == score and len(lines) == 5 and lines[0]["logprobs"][0][0] == "A"
+    assert base_eval.evaluate(cfg, CPU)["choices"]["MMLU-Pro"] == score
+    assert "MMLU-Pro: done before" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--tasks takes ARC-Easy"):
+        base_eval.evaluate(base_eval.Config(tasks="Arc"), CPU)
+
+
+def test_a_broken_task_of_core_is_named_and_the_others_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint()
+    bundle = tmp_path / "bundle"
+    shutil.copytree(BUNDLE, bundle)
+    broken = core_eval.read_bundle(bundle)[1].path
+    content = broken.read_bytes()
+    broken.write_text('{"query": "?"}\n')
+    with pytest.raises(UserError, match="1 of the tasks could not be evaluated: pick_"):
+        base_eval.evaluate(base_eval.Config(eval_bundle=str(bundle)), CPU)
+    assert "line 1: choices, gold missing" in capsys.readouterr().err
+    kept = sorted(path.name for path in (base_dir() / "records" / "base-d4-000003").iterdir())
+    assert len(kept) == 3 and not (base_dir() / "base_eval").exists()
+    broken.write_bytes(content)
+    whole = base_eval.evaluate(base_eval.Config(eval_bundle=str(bundle)), CPU)["core"]
+    fresh = base_eval.evaluate(base_eval.Config(eval_bundle=str(bundle), again=True), CPU)["core"]
+    assert whole["core"] == fresh["core"] and len(whole["tasks"]) == 4

@@ -9,9 +9,12 @@ import pytest
 
 from nanochat.common import UserError, read_json
 from nanochat.data.conversation import Part
+from nanochat.evals.chat import words
+from nanochat.evals.records import read_records
 from scripts import chat_eval
 from scripts.chat_eval import Config
 from tasks import tinyworld
+from tests.support import published
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
@@ -70,7 +73,8 @@ def test_wrong_replies_are_shown_when_asked_for(capsys):
 
 def test_default_tasks_without_rows_are_left_out_with_a_warning(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))  # tests have no access to the hub either
-    tasks = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True)
+    tasks, broken = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True)
+    assert not broken
     assert [task.name for task in tasks] == ["SpellingBee"]
     assert capsys.readouterr().err.count("is left out: ") == 5
     with pytest.raises(UserError, match="cannot be read"):
@@ -86,7 +90,7 @@ def test_an_unknown_task_is_answered_with_the_names(asked):
 
 def test_every_name_of_a_default_task_can_be_asked_for():
     names = list(tinyworld.measures())
-    asked = chat_eval.choose_tasks("|".join(["GSM8K", *names]), "fineweb-edu", unsafe_exec=False)
+    asked, _ = chat_eval.choose_tasks("|".join(["GSM8K", *names]), "fineweb-edu", unsafe_exec=False)
     assert [task.name for task in asked] == ["GSM8K", *names]
 
 
@@ -112,7 +116,7 @@ def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):
 
 def test_replies_are_written_for_people():
     parts = [Part("text", "It is "), Part("python", "1+1"), Part("python_output", "2"), Part("text", ".")]
-    assert chat_eval.words(parts) == "It is [1+1 = 2]."
+    assert words(parts) == "It is [1+1 = 2]."
 
 
 def test_once_asks_only_what_the_report_lacks(base_folder, capsys):
@@ -129,3 +133,35 @@ def test_once_asks_only_what_the_report_lacks(base_folder, capsys):
     assert list(chat_eval.chat_eval(Config(task_name="calculator", **{**flags, "max_new_tokens": 4}), on_cpu()))
     tiny_checkpoint(step=4)
     assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]
+
+
+def test_every_answer_is_kept_and_a_second_call_skips_what_is_done(base_folder, capsys):
+    tiny_checkpoint()
+    ask = Config(task_name="ARC-Easy|calculator", max_new_tokens=3, max_problems=3)
+    first = chat_eval.chat_eval(ask, on_cpu())
+    folder = base_folder / "records" / "sft-d2-000003"
+    head, lines = read_records(folder / "ARC-Easy.jsonl")
+    assert head["score"]["total"] == 3 and head["about"]["settings"]["shots"] == 0
+    assert len(lines) == 3 and all(set("AB") <= set(line["logprobs"]) and line["prompt"] for line in lines)
+    assert sum(line["answer"] == line["expected"] for line in lines) == first["ARC-Easy"].right
+    assert len(read_records(folder / "calculator.jsonl")[1]) == 3
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert chat_eval.chat_eval(ask, on_cpu()) == first
+    assert capsys.readouterr().out.count("done before") == 2
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    chat_eval.chat_eval(Config(task_name="ARC-Easy", max_new_tokens=3, max_problems=3, again=True), on_cpu())
+    chat_eval.chat_eval(Config(task_name="calculator", max_new_tokens=4, max_problems=3), on_cpu())
+    assert all(path.stat().st_mtime_ns > when for path, when in before.items())
+
+
+def test_a_broken_task_is_named_and_the_others_go_on(base_folder, tmp_path, capsys):
+    tiny_checkpoint(sequence_len=1024)
+    published.write_mmlu_pro(tmp_path / "copies" / "MMLU-Pro")
+    published.write_mgsm(tmp_path / "copies" / "mgsm", as_tsv=True)
+    (tmp_path / "copies" / "mgsm" / "mgsm_zh.tsv").write_text("几个？\t很多\n", encoding="utf-8")
+    ask = Config(task_name="MGSM-zh|C-Eval|MMLU-Pro", max_new_tokens=3, task_data=str(tmp_path / "copies"))
+    with pytest.raises(UserError, match="2 of the tasks could not be evaluated: C-Eval, MGSM-zh"):
+        chat_eval.chat_eval(ask, on_cpu())
+    said = capsys.readouterr().err
+    assert "C-Eval is left out" in said and "MGSM-zh is left out" in said and "got '很多'" in said
+    assert section(base_folder)["tasks"]["MMLU-Pro"]["total"] == 10

@@ -18,7 +18,8 @@ from nanochat.data import calculator
 from nanochat.data.conversation import Conversation, Task
 from tasks import gsm8k
 from tasks.arc import ARC
-from tasks.common import Subset, TaskMixture, final_number, load_table, render_choices
+from tasks.choices import render_choices
+from tasks.common import Subset, TaskMixture, final_number, load_table
 from tasks.gsm8k import GSM8K, read_solution
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk

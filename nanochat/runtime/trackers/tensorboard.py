@@ -1,0 +1,43 @@
+"""TensorBoard event files; runs in the tracker's own process."""
+
+# pyright: reportAttributeAccessIssue=false
+# Protocol buffers make their classes when they are imported, so a type checker cannot see them.
+
+import json
+import time
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from nanochat.runtime.trackers.start import Start, numbers
+
+
+class Tensorboard:
+    """Event files in the folder tensorboard of the stage, which `tensorboard --logdir` reads, without TensorFlow."""
+
+    def __init__(self, start: Start):
+        """Figures that an interrupted run wrote after `start.step` are hidden, as they are in metrics.jsonl."""
+        self._writer = EventFileWriter(str(start.folder / "tensorboard"))
+        session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(event_pb2.Event(session_log=session), start.step + 1)
+        text = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text"))
+        listed = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in start.settings.items())
+        content = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[listed.encode()])
+        content.tensor_shape.dim.add(size=1)
+        value = summary_pb2.Summary.Value(tag="settings/text_summary", metadata=text, tensor=content)
+        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=[value])), start.step)
+
+    def _add(self, event: Any, step: int) -> None:
+        event.step, event.wall_time = step, time.time()
+        self._writer.add_event(event)
+
+    def log(self, figures: dict[str, Any]) -> None:
+        """Write the numbers of one step."""
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers(figures).items()]
+        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=values)), figures.get("step", 0))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()

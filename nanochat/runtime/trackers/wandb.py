@@ -1,0 +1,23 @@
+"""Weights & Biases, online or offline; runs in the tracker's own process."""
+
+from typing import Any
+
+import wandb
+
+from nanochat.runtime.trackers.start import Start
+
+
+class Wandb:
+    """A wandb run. WANDB_MODE and the other variables of wandb work as wandb documents them."""
+
+    def __init__(self, start: Start):
+        mode: Any = start.mode or None
+        self._run = wandb.init(project="nanochat", name=start.name, config=start.settings, mode=mode)
+
+    def log(self, figures: dict[str, Any]) -> None:
+        """Send the figures of one step."""
+        self._run.log(figures, step=figures.get("step"))
+
+    def close(self) -> None:
+        """Finish the run, which sends what has not been sent yet."""
+        self._run.finish()

@@ -1,0 +1,70 @@
+"""MGSM in Chinese: 250 problems of GSM8K's test split, translated by people (Shi et al. 2022, arXiv:2210.03057)."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Conversation, Message, assistant, chat, user
+from tasks.common import Published, Table, final_number, load_table, one_of
+
+COLUMNS = {"train": ("question", "answer", "answer_number"), "test": ("question", "answer_number")}
+_LABEL = re.compile(r"^\s*(?:问题|逐步解答)\s*[:：]\s*")  # the examples begin with these words
+
+
+def source(split: str) -> Published:
+    """A split on the hub's branch of parquet files; the authors' mgsm_zh.tsv has the split test."""
+    others = (f"zh/{split}/*.parquet", f"zh/mgsm-{split}.parquet", *(("mgsm_zh.tsv",) if split == "test" else ()))
+    return Published("juletxara/mgsm", "zh", split, ("zh",), others, ("question", "answer_number"), parquet_branch=True)
+
+
+def _number(row: dict[str, str | int], source: str) -> str:
+    number = str(row["answer_number"])
+    if final_number(number) is None:
+        raise UserError(f"{source}: answer_number must be a number, got {number!r}. Fix or remove the row.")
+    return number
+
+
+class MGSM:
+    """split: test or train. A reply is right if it ends with the right number; see final_number.
+
+    Problems of the split train, with their solutions, are the examples; the paper shows eight.
+    """
+
+    name = "MGSM-zh"
+    kind: Literal["choice", "generative"] = "generative"
+
+    def __init__(self, split: str = "test", folder: str | Path | None = None, shots: int = 8):
+        one_of("the split of MGSM", split, ("test", "train"))
+        self.shots = shots
+        self._table = load_table(source(split), COLUMNS[split], folder)
+        self._shown = _examples(load_table(source("train"), COLUMNS["train"], folder))[: 2 * shots] if shots else []
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def identify(self, i: int) -> str:
+        """The name of problem i in records: its place in the published file."""
+        return str(self._table.number(i))
+
+    def __getitem__(self, i: int) -> Conversation:
+        row = self._table[i]
+        answer = f"#### {_number(row, self._table.source)}"
+        asked = chat(_LABEL.sub("", row["question"]), answer)
+        return Conversation((*self._shown, *asked.messages))
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return ()
+
+    def grade(self, i: int, reply: str) -> float:
+        return float(final_number(reply) == final_number(_number(self._table[i], self._table.source)))
+
+
+def _examples(table: Table) -> list[Message]:
+    """The published examples as turns, each with the number that it ends on."""
+    turns: list[Message] = []
+    for i in sorted(range(len(table)), key=table.number):
+        row = table[i]
+        solution = f"{_LABEL.sub('', row['answer'])}\n#### {_number(row, table.source)}"
+        turns += [user(_LABEL.sub("", row["question"])), assistant(solution)]
+    return turns
