@@ -79,7 +79,8 @@ def train(cfg: Config, compute: Compute) -> None:
     base = open_base(cfg.model, T, lora, compute)
     base.model.checkpoints = cfg.checkpoint_activations
     conversations = own_conversations(cfg.data)
-    stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.key)
+    stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.name,
+                  content=conversations.key)  # fmt: skip
     stage.about = base.about
     log(f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
         f"checkpoints go to {stage.folder}")  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Dialog, expect
 
 from nanochat.data.conversation import Part
 from nanochat.data.traits import TINYWORLD
@@ -264,3 +264,39 @@ def test_lines_of_chinese_break_between_words_only(browser):
             loose += page.evaluate(BROKEN, WORDS)
         assert broken == []
         assert loose != []
+
+
+# --- a key ---------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
+    engine, asked = FakeEngine(REPLIES), []
+
+    def answered(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        dialog.accept("wrong" if len(asked) == 1 else "secret")
+
+    with running(engine, settings=replace(SETTINGS, api_key="secret")) as url, browser.new_page(locale="en") as page:
+        page.on("dialog", answered)
+        page.goto(url)
+        send(page, "hello")
+        finished(page)
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        assert asked == ["This server asks for its key:"] * 2
+        page.reload()
+        send(page, "sum")
+        finished(page)
+        assert len(asked) == 2
+
+
+# --- a fine-tuned model --------------------------------------------------------------------------
+
+
+def test_a_published_model_that_was_tuned_is_described_as_such(browser):
+    about = {"corpus": "chats.jsonl", "parameters": 600_000_000, "others": []}
+    tuned = replace(SETTINGS, stage="tune", tag="qwen-chats", about=about)
+    with running(FakeEngine(REPLIES), settings=tuned) as url, visit(browser, url) as page:
+        expect(page.locator("#knows")).to_have_text("It is a published model that was fine-tuned on chats.jsonl.")
+        expect(page.locator("#model-name")).to_have_text("Published model, fine-tuned on chats.jsonl")
+        page.locator("#model summary").click()
+        expect(page.locator("#model-about")).to_contain_text("It was published by others")

@@ -30,6 +30,7 @@ class ByteTokenizer:
     """Each token is one byte, so every Chinese character is split into three tokens."""
 
     bos = 256
+    marks_begin = True
     vocab_size = 256 + len(ROLES)
 
     def special(self, role: str) -> int:

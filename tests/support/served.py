@@ -43,10 +43,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(length: int = 160, slots: int = 4, settings: Settings = SETTINGS) -> Iterator[Served]:
-    """Serve a tiny model in fp32 on a free port."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_gpt(tokenizer.vocab_size, length)
+def serving(
+    length: int = 160, slots: int = 4, settings: Settings = SETTINGS, loaded: tuple[Any, Any] | None = None
+) -> Iterator[Served]:
+    """Serve a tiny model in fp32 on a free port: our own, or the `loaded` model with its tokenizer."""
+    tokenizer = tiny_tokenizer() if loaded is None else loaded[1]
+    model = tiny_gpt(tokenizer.vocab_size, length) if loaded is None else loaded[0]
     engine, alone = Engine(model, tokenizer, slots, kept=2), Engine(model, tokenizer, 1)
     settings = replace(settings, max_tokens=20)
     with running(engine, tokenizer, settings) as url, httpx.Client(base_url=url, timeout=60) as client:

@@ -40,7 +40,7 @@ class CompletionRequest:
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """The prompts as requests to the engine, and the writer of the replies. ApiError 400 if one does not fit."""
         wanted, answer = self.wanted, self.wanted.max_tokens or 1
-        start = [tokenizer.bos] if self.bos else []
+        start = [tokenizer.bos] if self.bos and tokenizer.marks_begin else []
         prompts = [[*start, *tokenizer.encode(item)] if isinstance(item, str) else item for item in self.prompts]
         for number, prompt in enumerate(prompts):
             if not prompt:

@@ -21,7 +21,7 @@ def tokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]
     elif not isinstance(prompt, str):
         raise invalid(f"prompt must be a text, got {kind(prompt)}", "prompt")
     else:
-        start = [tokenizer.bos] if flag(fields, "add_special_tokens", True) else []
+        start = [tokenizer.bos] if flag(fields, "add_special_tokens", True) and tokenizer.marks_begin else []
         special = specials(tokenizer).get(prompt)
         found = [*start, *(tokenizer.encode(prompt) if special is None else [special])]
     strings = flag(fields, "return_token_strs")

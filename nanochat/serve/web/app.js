@@ -52,6 +52,7 @@ function showModel() {
   find("model").hidden = false;
   if (model?.tag === SMOKE) say(find("knows"), "smoke");
   else if (knows) say(find("knows"), "knowsThis", { knows });
+  else if (model && stage === "tune") say(find("knows"), "knowsTuned", { corpus });
   else if (model) say(find("knows"), corpus ? "knowsCorpus" : "knowsUnknown", { corpus });
   showExamples();
   welcome.classList.remove("waiting");

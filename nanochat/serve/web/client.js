@@ -1,5 +1,7 @@
 // The client of the server's API: loads the model's description, and streams answers.
 
+import { words } from "./i18n.js";
+import { keepKey, keptKey } from "./kept.js";
 import { events } from "./sse.js";
 
 /** A failed request. i18n.js has a text for most codes; `detail` is the server's own message. */
@@ -23,15 +25,25 @@ async function refusal(response) {
 }
 
 async function request(path, options) {
+  const key = keptKey();
+  const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
   let response;
   try {
-    response = await fetch(path, options);
+    response = await fetch(path, { ...options, headers });
   } catch (failure) {
     if (failure.name === "AbortError") throw failure;
     throw new ChatError("unreachable");
   }
+  if (response.status === 401 && askForKey()) return request(path, options);
   if (!response.ok) throw await refusal(response);
   return response;
+}
+
+/** Ask for the key of a server that was started with --api_key; false if the reader gives none. */
+function askForKey() {
+  const key = window.prompt(words("askKey"))?.trim();
+  if (key) keepKey(key);
+  return Boolean(key);
 }
 
 /** Describes the loaded model: {id, stage, tag, step, context_length, defaults, corpus, parameters, knows, others}. */

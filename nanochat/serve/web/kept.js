@@ -1,6 +1,8 @@
-// Keeps the chat of this tab in the browser, so that it survives a reload. The server stores nothing.
+// Keeps the chat of this tab, and the key of its server, in the browser, so that they survive a reload.
 
 const KEY = "nanochat.chat";
+const API_KEY = "nanochat.key";
+let apiKey = ""; // of this page, where the browser forbids storage
 
 /** Keep a chat: {exchanges: [{question, parts, note, numbers}], seen, context, draft}. */
 export function keep(chat) {
@@ -18,6 +20,25 @@ export function kept() {
     return chat.exchanges.every(isExchange) && chat.seen >= 0 && chat.seen <= chat.exchanges.length ? chat : null;
   } catch {
     return null;
+  }
+}
+
+/** Keep the server's key until the tab is closed. */
+export function keepKey(key) {
+  apiKey = key;
+  try {
+    sessionStorage.setItem(API_KEY, key);
+  } catch {
+    // it lasts until the page is left
+  }
+}
+
+/** The server's key, or an empty text. */
+export function keptKey() {
+  try {
+    return apiKey || sessionStorage.getItem(API_KEY) || "";
+  } catch {
+    return apiKey;
   }
 }
 

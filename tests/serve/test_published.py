@@ -1,0 +1,40 @@
+"""The server with a published model: its own template and vocabulary, and no mark that it does not know."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.data.conversation import Conversation, user
+from nanochat.generate.sampling import Sampling
+from tests.support.qwens import VOCABULARY, write_folder
+from tests.support.served import Served, serving
+from tests.support.tiny_model import on_cpu
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = write_folder(tmp_path_factory.mktemp("model"), request.param)
+    with serving(loaded=(load_qwen(folder, on_cpu()), FolderTokenizer(folder, VOCABULARY))) as one:
+        yield one
+
+
+def test_a_chat_is_what_the_template_makes_of_it(served: Served) -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+    rendered = served.tokenizer.render_prompt(Conversation((user("the cat"),)))
+    assert served.ok("/tokenize", messages=messages)["tokens"] == rendered
+    found: dict[str, Any] = served.ok("/v1/chat/completions", messages=messages, temperature=0, max_tokens=8)
+    (alone,) = served.alone.generate([rendered], Sampling(0.0, max_tokens=8))
+    assert found["usage"]["prompt_tokens"] == len(rendered)
+    assert found["usage"]["completion_tokens"] == len(alone.tokens)
+
+
+def test_texts_are_continued_without_a_mark_in_front(served: Served) -> None:
+    plain = served.tokenizer.encode("the cat")
+    assert served.ok("/tokenize", prompt="the cat")["tokens"] == plain
+    found = served.ok("/v1/completions", prompt="the cat", max_tokens=4, temperature=0)
+    assert found["usage"]["prompt_tokens"] == len(plain)
+    assert served.ok("/v1/completions", prompt=plain, max_tokens=4, temperature=0)["choices"] == found["choices"]
