@@ -17,29 +17,23 @@ from typing import Annotated, Any, Literal, TextIO
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.load import Loaded, load_model
-from nanochat.checkpoint_manager.locate import trained
+from nanochat.checkpoint_manager.load import Loaded
 from nanochat.common import UserError, base_dir, run
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
-from nanochat.device import DTYPES, compute_cleanup, compute_init
+from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_temperature
+from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.remote import Remote
 from nanochat.serve.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
 from nanochat.serve.transcript import instructions, read_transcript, write_transcript
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelFlags):
     """Chat with a trained model in the terminal."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Default: the stage of the model that was trained last."""
-    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
-    step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
     """Answer this prompt and exit. Default: chat interactively, or answer the text that comes through a pipe."""
     url: str = ""
@@ -356,19 +350,17 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         return chat
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
-        if cfg.dtype != "auto":
-            compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
-        chosen = trained(cfg.source, cfg.model_tag)[0]
-        loaded = load_model(chosen.stage, chosen.tag, cfg.step, compute)
-    engine = Engine(loaded.model, loaded.tokenizer, slots=1)
+        chosen = choose(cfg, cfg.dtype, compute)
+    loaded = chosen.loaded
+    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     sampling = replace(sampling, temperature=temperature.value)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)
     chat.note("model", stage=loaded.stage, tag=harmless(loaded.tag), step=loaded.step, context=engine.length)
-    if not (cfg.source or cfg.model_tag or cfg.step):
-        chat.note("latest", saved=chosen.saved)
-    if others := chosen.others():
-        chat.note("others", flags=harmless(" | ".join(others)))
+    if chosen.latest:
+        chat.note("latest", saved=chosen.latest)
+    if chosen.others:
+        chat.note("others", flags=harmless(" | ".join(chosen.others)))
     chat.note("temperature", value=temperature.value, reason=temperature.reason[chat.lang])
     if loaded.stage == "base":
         chat.note("base")

@@ -10,18 +10,18 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.load import Loaded, load_model
-from nanochat.checkpoint_manager.locate import trained
+from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
 from nanochat.common import UserError, log, run, tr, warn
 from nanochat.data.traits import traits
-from nanochat.device import DTYPES, Compute, compute_cleanup, compute_init
+from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.sampling import chat_temperature
+from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import serve
 from nanochat.serve.server import Settings, create_app
@@ -31,15 +31,9 @@ KEY_VARIABLE = "NANOCHAT_API_KEY"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelFlags):
     """Chat with a trained model in the browser."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
-    """Stage of the model. Default: the stage of the model that was trained last."""
-    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
-    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
-    step: Annotated[int | None, arg(aliases=["-s"])] = None
-    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
     A request may set its own."""
@@ -177,7 +171,7 @@ def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
 def settings_of(cfg: Config, loaded: Loaded, temperature: float, others: list[str]) -> Settings:
     """The server's settings, from the flags and the loaded model."""
     return Settings(
-        model=f"nanochat-{loaded.stage}-{loaded.tag}",
+        model=loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}",
         stage=loaded.stage,
         tag=loaded.tag,
         step=loaded.step,
@@ -195,18 +189,15 @@ def settings_of(cfg: Config, loaded: Loaded, temperature: float, others: list[st
 
 def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
     """Load the model and serve it until Ctrl-C."""
-    if cfg.dtype != "auto":
-        compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
-    chosen = trained(cfg.source, cfg.model_tag)[0]
-    loaded = load_model(chosen.stage, chosen.tag, cfg.step, compute)
-    others = chosen.others()
-    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots)
+    chosen = choose(cfg, cfg.dtype, compute)
+    loaded, others = chosen.loaded, chosen.others
+    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots, length=chosen.context)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded, temperature.value, others))
     tag = harmless(loaded.tag)
     log(f"模型 / model: stage {loaded.stage}, tag {tag}, step {loaded.step}, context of {engine.length} tokens")
-    if not (cfg.source or cfg.model_tag or cfg.step):
-        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.saved}")
+    if chosen.latest:
+        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
     if others:
         log(f"其他模型 / other models, newest first: {harmless(' | '.join(others))}")
     log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")

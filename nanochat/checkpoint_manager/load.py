@@ -8,17 +8,19 @@ import torch
 
 from nanochat.checkpoint_manager.families import build, held_in
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
+from nanochat.checkpoint_manager.huggingface.adapter import TENSORS, load_adapter
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
 from nanochat.checkpoint_manager.tensors import read_tensors
-from nanochat.common import UserError, read_json, warn
+from nanochat.common import UserError, read_json, sha256_of, warn
 from nanochat.device import Compute
-from nanochat.gpt import GPT
-from nanochat.nn.lora import LoraConfig, add_adapters
+from nanochat.nn.lora import LoraConfig, add_adapters, merge
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+
+PUBLISHED = "published"  # the stage of a model that was not trained here
 
 
 def newest_whole(folder: Path, compute: Compute, training: bool = True) -> int | None:
@@ -61,7 +63,7 @@ def _over_base(meta: dict[str, Any], where: Path, compute: Compute) -> Qwen:
 class Loaded:
     """A model that is ready to use, and the checkpoint that it came from."""
 
-    model: GPT
+    model: Any  # of any family
     tokenizer: Tokenizer
     meta: dict[str, Any]
     stage: str
@@ -72,6 +74,23 @@ class Loaded:
     def corpus(self) -> str | None:
         """The name of the corpus that the model was trained on, or None if meta.json does not say."""
         return self.meta.get("config", {}).get("corpus")
+
+
+def load_published(folder: Path, adapter: Path | None, compute: Compute) -> Loaded:
+    """Load a model as its publisher gives it, with the adapter of a folder merged into it, ready for inference.
+
+    UserError if files are missing, damaged, of an unknown kind, or do not fit each other.
+    """
+    folder = folder.expanduser().resolve()
+    model = load_qwen(folder, compute)
+    tag, mark = folder.name, folder_mark(folder)
+    if adapter is not None:
+        adapter = adapter.expanduser().resolve()
+        load_adapter(model, adapter)
+        merge(model)
+        tag, mark = f"{tag} + {adapter.name}", f"{mark} {sha256_of(adapter / TENSORS)}"
+    meta = {"files": {"model.safetensors": {"sha256": mark}}, "config": {"corpus": None}}
+    return Loaded(model.eval(), load_tokenizer(folder, model.config.vocab_size), meta, PUBLISHED, tag, 0)
 
 
 def load_model(

@@ -11,6 +11,7 @@ const find = (id) => document.getElementById(id);
 const [scroller, log, welcome, examples] = ["scroller", "log", "welcome", "examples"].map(find);
 const [prompt, sendButton, toEnd] = ["prompt", "send", "to-end"].map(find);
 const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
+const PUBLISHED = "published"; // the stage of a model that was not trained here
 const SMOKE = "smoke"; // the tag of the smoke preset's model, which was trained for a few steps
 const TOO_LONG = ["context_length_exceeded", "body_too_large"]; // trying again as it is would fail again
 
@@ -43,16 +44,17 @@ function showModel() {
   const corpus = model?.corpus && (CORPORA[model.corpus] ?? model.corpus);
   const [name, short, panel] = ["model-name", "model-short", "model-about"].map(find);
   if (model === null) [name, short].forEach((place) => say(place, "offline"));
-  else if (corpus && hasWords(`${stage}badge`)) {
-    say(name, `${stage}badge`, { corpus });
-    say(short, "short", { corpus });
+  else if ((corpus || stage === PUBLISHED) && hasWords(`${stage}badge`)) {
+    say(name, `${stage}badge`, { corpus, tag: model.tag });
+    if (corpus) say(short, "short", { corpus });
+    else say(short, "tagged", { tag: model.tag });
   } else [name, short].forEach((place) => say(place, "smallModel"));
   panel.replaceChildren(...(model ? description(model, corpus) : []));
   find("model").classList.toggle("offline", model === null);
   find("model").hidden = false;
   if (model?.tag === SMOKE) say(find("knows"), "smoke");
   else if (knows) say(find("knows"), "knowsThis", { knows });
-  else if (model && stage === "tune") say(find("knows"), "knowsTuned", { corpus });
+  else if (model && hasWords(`${stage}knows`)) say(find("knows"), `${stage}knows`, { corpus, tag: model.tag });
   else if (model) say(find("knows"), corpus ? "knowsCorpus" : "knowsUnknown", { corpus });
   showExamples();
   welcome.classList.remove("waiting");

@@ -92,7 +92,7 @@ export function description(model, corpus) {
     return text;
   };
   const lines = parameters ? [line("size", { parameters: { about: parameters }, context })] : [];
-  if (corpus) lines.push(line(stage));
+  if (corpus || stage === "published") lines.push(line(stage));
   lines.push(line("place", { stage, tag, step }), line("keeping"));
   if (others.length) lines.push(line("others"), make("ul", "", ...others.map((flags) => make("li", "", make("code", "", flags)))));
   return lines;

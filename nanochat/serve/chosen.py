@@ -1,0 +1,69 @@
+"""Which model a chat is with: one that was trained here, or the folder of a published one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
+from nanochat.checkpoint_manager.locate import trained
+from nanochat.common import UserError
+from nanochat.device import DTYPES, Compute
+
+LONGEST = 4096  # tokens of a chat where nobody says more: the contexts of published models would take all memory
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """The flags that choose a model to chat with."""
+
+    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
+    """Stage of the model. Default: the stage of the model that was trained last."""
+    model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
+    """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
+    step: Annotated[int | None, arg(aliases=["-s"])] = None
+    """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
+    model: Path | None = None
+    """Folder of a published Qwen model to chat with instead: config.json, tokenizer.json and safetensors files."""
+    adapter: Path | None = None
+    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it."""
+    context: int | None = None
+    """Longest chat in tokens. Default: the context of the model, but at most 4,096, since memory grows with it."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The model, the longest chat in tokens, the flags of the other models, and when it was saved if it is the last."""
+
+    loaded: Loaded
+    context: int
+    others: list[str]
+    latest: str = ""
+
+
+def choose(flags: ModelFlags, dtype: str, compute: Compute) -> Chosen:
+    """Load the model that the flags name, in the number format `dtype` (auto: the device's). UserError if the flags do
+    not go together or the model cannot be loaded."""
+    if dtype != "auto":
+        compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
+    given = bool(flags.source or flags.model_tag or flags.step)
+    if flags.model is None and flags.adapter is not None:
+        raise UserError("--adapter belongs to a published model: name its folder with --model", exit_code=2)
+    if flags.model is not None and given:
+        raise UserError("--model names a published model, and -i, -g and -s one that was trained here: give either", 2)
+    if flags.model is not None:
+        loaded = load_published(flags.model, flags.adapter, compute)
+        return Chosen(loaded, _context(flags, loaded), [])
+    newest = trained(flags.source, flags.model_tag)[0]
+    loaded = load_model(newest.stage, newest.tag, flags.step, compute)
+    return Chosen(loaded, _context(flags, loaded), newest.others(), "" if given else newest.saved)
+
+
+def _context(flags: ModelFlags, loaded: Loaded) -> int:
+    most = loaded.model.config.sequence_len
+    if flags.context is not None and not 2 <= flags.context <= most:
+        raise UserError(
+            f"--context must be from 2 to {most:,}, the context of this model, got {flags.context:,}", exit_code=2
+        )
+    return flags.context or min(most, LONGEST)
