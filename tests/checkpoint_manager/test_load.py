@@ -80,7 +80,7 @@ def test_a_damaged_meta_does_not_keep_a_chat_from_being_offered(tokenizer: Token
         (None, None, r"no checkpoint of any stage in .*`python -m scripts.base_train`.*`bash speedrun.sh`"),
         ("sft", None, r"no checkpoint of stage sft in .*`python -m scripts.chat_sft`"),
         ("mid", "d4", r"no checkpoint of stage mid with tag d4 in .*`python -m scripts.mid_train`"),
-        ("chat", None, "the stage must be one of base, mid, sft, rl, got 'chat'"),
+        ("chat", None, "the stage must be one of base, mid, sft, rl, tune, got 'chat'"),
     ],
 )
 def test_a_missing_stage_is_a_wrong_command_and_the_maker_is_named(stage: str, tag: str, says: str) -> None:

@@ -73,8 +73,8 @@ def test_a_pass_of_another_shape_or_with_weights_is_refused() -> None:
         UserError, match=r"one shape, without weights: \(2, 140\) was captured, and a pass of \(3, 140\)"
     ):
         graphed(rows, rows, "sum")
-    with pytest.raises(UserError, match="with weights came"):
-        graphed(rows[:2], rows[:2], "sum", torch.ones(2, 140).npu())
+    with pytest.raises(UserError, match=r"one shape, without documents: \(2, 140\) was captured"):
+        graphed(rows[:2], rows[:2], "sum", documents=torch.ones(2, 140).npu())
 
 
 @on_npu(TASK_QUEUE_ENABLE="1")
