@@ -1,7 +1,6 @@
 """What a request may ask of the engine beyond temperature and top_k, with a real model and many neighbours."""
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from nanochat.common import UserError
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 
 TOKENIZER = tiny_tokenizer()
 LENGTH = 160
@@ -21,11 +20,6 @@ END = TOKENIZER.special("assistant_end")
 @pytest.fixture(scope="module")
 def model() -> GPT:
     return tiny_gpt(TOKENIZER.vocab_size, LENGTH)
-
-
-def words(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(TOKENIZER.vocab_size - 9) for _ in range(count)]
 
 
 def replies(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> list[Completion]:

@@ -11,7 +11,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.nn.cache import Cache
 from tests.support.recurrent_model import Recurrent
-from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 
 TOKENIZER = tiny_tokenizer()
 LENGTH = 160
@@ -21,11 +21,6 @@ GREEDY = Sampling(temperature=0.0, max_tokens=12)
 @pytest.fixture(scope="module")
 def model() -> GPT:
     return tiny_gpt(TOKENIZER.vocab_size, LENGTH)
-
-
-def words(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(TOKENIZER.vocab_size - 9) for _ in range(count)]
 
 
 def cold(model: GPT, prompt: list[int], sampling: Sampling = GREEDY) -> Completion:

@@ -163,12 +163,16 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
+def whole(value: Tensor) -> Tensor:
+    """All rows of a tensor that may be sharded; every rank must call this."""
+    return value.full_tensor() if is_sharded(value) else value
+
+
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The name and the whole value of every parameter, gathered one at a time; every rank must iterate to the end."""
     _reshard(model)
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        yield name, value.full_tensor() if is_sharded(value) else value
+        yield name, whole(parameter.detach())
 
 
 def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Small models and tokenizers for tests of inference."""
 
+import random
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import ROLES, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 
 TEXT = "the cat sat on the mat 猫坐在垫子上 strawberry 12 34 56 78 90 + - * / ( ) ' . count\n"
 
 
-def tiny_tokenizer(vocab_size: int = 290) -> Tokenizer:
+TINY = 290  # tokens of tiny_tokenizer(), unless another number is asked for
+
+
+def tiny_tokenizer(vocab_size: int = TINY) -> Tokenizer:
     """A tokenizer with the bytes, a few merges and the special tokens."""
     return Tokenizer.train([TEXT] * 4, vocab_size)
 
@@ -45,6 +49,12 @@ def tiny_gpt(
         scatter(model.smear_lambda, 1.0)
         scatter(model.smear_gate.weight, 0.2)
     return model.eval()
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Random tokens of tiny_tokenizer(), without special ones."""
+    rng = random.Random(seed)
+    return [rng.randrange(TINY - len(ROLES)) for _ in range(count)]
 
 
 def on_cpu(rank: int = 0, world_size: int = 1) -> Compute:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, read_json, write_json
-from nanochat.device import is_sharded, local
+from nanochat.device import local
 from nanochat.nn.lora import Linear, LoraConfig, adapted, matches
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
@@ -25,16 +25,12 @@ ABSENT = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_patt
           "fan_in_fan_out": False, "trainable_token_indices": None, "target_parameters": None}  # fmt: skip
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-
-
 def base_digest(model: Qwen) -> str:
     """A mark of the base that an adapter was trained on: the SHA-256 of its norms. Every rank must call this."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            digest.update(_whole(parameter.detach()).float().cpu().numpy().tobytes())
+            digest.update(parallel.whole(parameter.detach()).float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -43,7 +39,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     values = {}
     for name, _, first, second in adapted(model):
         for half, module in (("A", first), ("B", second)):
-            values[f"{PREFIX}{name}.lora_{half}.weight"] = _whole(module.weight.detach()).contiguous()
+            values[f"{PREFIX}{name}.lora_{half}.weight"] = parallel.whole(module.weight.detach()).contiguous()
     return values
 
 

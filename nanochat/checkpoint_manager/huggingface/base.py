@@ -4,13 +4,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from nanochat import device
-from nanochat.checkpoint_manager.families import held_in
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
-from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, open_weights
+from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_weights, qwen_on_meta
 from nanochat.device import Compute
 from nanochat.nn.lora import LoraConfig, add_adapters, first_values
 from nanochat.nn.qwen.model import Qwen
@@ -56,14 +53,10 @@ def open_base(folder: Path, sequence_len: int, lora: LoraConfig | None, compute:
     context.
     """
     folder = folder.expanduser().resolve()
-    config = read_config(folder, sequence_len)
+    config = read_config(folder)
     tokenizer = FolderTokenizer(folder, config.vocab_size)
-    with torch.device("meta"):
-        model = Qwen(config, compute.dtype, compute.operations)
-    with open_weights(folder, model):  # before anything is prepared
-        pass
-    held_in(model, device.MASTER if lora is None else compute.dtype)
-    about: dict[str, Any] = {"model": asdict(read_config(folder))}
+    model = qwen_on_meta(folder, compute, device.MASTER if lora is None else compute.dtype, sequence_len)
+    about: dict[str, Any] = {"model": asdict(config)}
     mark = folder_mark(folder)
     if lora is not None:
         add_adapters(model, lora)

@@ -128,19 +128,26 @@ def load_weights(model: Qwen, folder: Path) -> None:
                 raise UserError(f"{name} in {folder} has values that fp16 cannot hold. Set NANOCHAT_DTYPE=float32")
 
 
+def qwen_on_meta(folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None) -> Qwen:
+    """The model of a published folder without values, matrices and tables in `dtype`; its files are checked before any
+    memory is taken."""
+    with torch.device("meta"):
+        model = Qwen(read_config(folder, sequence_len), compute.dtype, compute.operations)
+    with open_weights(folder, model):
+        pass
+    held_in(model, dtype)
+    return model
+
+
 def load_qwen(
     folder: Path, compute: Compute, dtype: torch.dtype | None = None, sequence_len: int | None = None
 ) -> Qwen:
     """The whole model of a published folder on this rank's device, in eval mode.
 
     `dtype` is the format of matrices and tables, by default the compute dtype; full fine-tuning asks for float32. To
-    load a sharded model: build it on meta, held_in(), parallel.shard(), to_empty(), load_weights().
+    load a sharded model: qwen_on_meta(), parallel.shard(), to_empty(), load_weights().
     """
-    with torch.device("meta"):
-        model = Qwen(read_config(folder, sequence_len), compute.dtype, compute.operations)
-    with open_weights(folder, model):  # before any memory is taken
-        pass
-    held_in(model, dtype or compute.dtype)
+    model = qwen_on_meta(folder, compute, dtype or compute.dtype, sequence_len)
     model.to_empty(device=compute.device)
     load_weights(model, folder)
     return model.eval()
