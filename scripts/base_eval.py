@@ -77,7 +77,7 @@ def limits(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[int | None, i
 def answers(name: str, facts: Mapping[str, Any], cfg: Config, loaded: Loaded, compute: Compute) -> Records:
     """The file of the answers to a task."""
     about = {
-        "model": loaded.meta["files"]["model.safetensors"]["sha256"],
+        "model": loaded.weights,
         "settings": {"limit": cfg.max_per_task, "dtype": str(compute.dtype)},
         **facts,
     }

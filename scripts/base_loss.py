@@ -79,7 +79,7 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
     loaded = load_model(cfg.source, cfg.model_tag, cfg.model_step, compute)
     data = resolve_data(cfg.data or loaded.meta["config"]["corpus"])
     log(f"{cfg.source} model {loaded.tag}, step {loaded.step:,}, on {data.name}")
-    model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
+    model = loaded.weights[:16]
     section: dict[str, Any] = {"tag": loaded.tag, "step": loaded.step, "model": model, "corpus": data.name}
     before = sections().get(f"{cfg.source}_loss", {})
     if cfg.once and parallel.agree(int(before.items() >= section.items()), compute):

@@ -137,7 +137,7 @@ def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, An
 
 def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's section of the report, or an empty one if that belongs to another checkpoint or other flags."""
-    model = loaded.meta["files"]["model.safetensors"]["sha256"][:16]
+    model = loaded.weights[:16]
     about = {"tag": loaded.tag, "step": loaded.step, "model": model, "sampling": dict(sampling)}
     path = report_dir() / "sections" / f"{loaded.stage}_eval.json"
     before = read_json(path) if path.exists() else {}
@@ -160,7 +160,7 @@ def measure(
     """The score of a task, and a record of every answer in a file. The score of an earlier call for the same is read
     from its file; ranks other than 0 then get None."""
     about = {
-        "model": loaded.meta["files"]["model.safetensors"]["sha256"],
+        "model": loaded.weights,
         "settings": {**how, "shots": getattr(task, "shots", 0), "dtype": str(compute.dtype)},
         "data": fingerprint(task, cfg.max_problems) if compute.main else "",
     }

@@ -11,11 +11,10 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.huggingface.adapter import save_adapter
 from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.common import log
 from nanochat.dataloader import chat_rows
-from nanochat.device import Compute
+from nanochat.device import Compute, seed_all
 from nanochat.nn.lora import LoraConfig
 from nanochat.prepare.plan import TooLong
 from nanochat.train import schedule, sizes
@@ -74,9 +73,9 @@ class Config(ExampleFlags, Epochs, RunFlags):
 
 
 def train(cfg: Config, compute: Compute) -> None:
-    """Fine-tune, resuming from the newest checkpoint if there is one; at the end write the adapter for peft."""
+    """Fine-tune, resuming from the newest checkpoint if there is one."""
     lora, T = cfg.lora, cfg.max_length
-    base = open_base(cfg.model, T, lora, compute)
+    base = open_base(cfg.model, T, lora, compute, cfg.seed)
     base.model.checkpoints = cfg.checkpoint_activations
     conversations = own_conversations(cfg.data)
     stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.name,
@@ -93,13 +92,9 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
     stage.set_up(base.model, base.tokenizer, OneRate(rate, cfg.weight_decay), 1.0, fill=base.fill)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):
+        seed_all((cfg.seed * 1_000_003 + stage.step) * 65_537 + compute.rank)  # dropout: the same after a resume
         stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
         stage.conclude(stage.update(examples))
-
-    if lora and stage.step == stage.total:
-        folder = stage.folder / f"adapter_{stage.step:06d}"
-        save_adapter(base.model, lora, str(base.folder), folder, write=compute.main)
-        log(f"adapter: {folder}, in the format of peft")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ NEEDED = {"step": int, "steps": int, "stage": str, "tokenizer_hash": str, "files
 OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"  # the parameters of a step; the latter as peft has it
 HASHERS = 4  # threads that verify files: Python releases its lock while hashing
 
 
@@ -193,6 +194,12 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     if wrong := _wrong_types(meta, step):
         raise _damaged(where, wrong)
     return meta
+
+
+def weights_hash(meta: dict[str, Any]) -> str:
+    """The SHA-256 of the parameters that the meta.json of a step describes."""
+    files = meta["files"]
+    return files[MODEL if MODEL in files else ADAPTER]["sha256"]
 
 
 def _damaged(where: Path, why: str) -> UserError:

@@ -7,12 +7,11 @@ from typing import Any, cast
 import torch
 
 from nanochat.checkpoint_manager.families import build, held_in
-from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, verify
-from nanochat.checkpoint_manager.huggingface.adapter import TENSORS, load_adapter
+from nanochat.checkpoint_manager.files import ADAPTER, MODEL, read_meta, step_dir, steps, verify, weights_hash
+from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, read_parameters
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
-from nanochat.checkpoint_manager.tensors import read_tensors
 from nanochat.common import UserError, read_json, sha256_of, warn
 from nanochat.device import Compute
 from nanochat.nn.lora import LoraConfig, add_adapters, merge
@@ -75,6 +74,11 @@ class Loaded:
         """The name of the corpus that the model was trained on, or None if meta.json does not say."""
         return self.meta.get("config", {}).get("corpus")
 
+    @property
+    def weights(self) -> str:
+        """The SHA-256 of its parameters."""
+        return weights_hash(self.meta)
+
 
 def load_published(folder: Path, adapter: Path | None, compute: Compute) -> Loaded:
     """Load a model as its publisher gives it, with the adapter of a folder merged into it, ready for inference.
@@ -88,8 +92,8 @@ def load_published(folder: Path, adapter: Path | None, compute: Compute) -> Load
         adapter = adapter.expanduser().resolve()
         load_adapter(model, adapter)
         merge(model)
-        tag, mark = f"{tag} + {adapter.name}", f"{mark} {sha256_of(adapter / TENSORS)}"
-    meta = {"files": {"model.safetensors": {"sha256": mark}}, "config": {"corpus": None}}
+        tag, mark = f"{tag} + {adapter.name}", f"{mark} {sha256_of(adapter / ADAPTER)}"
+    meta = {"files": {MODEL: {"sha256": mark}}, "config": {"corpus": None}}
     return Loaded(model.eval(), load_tokenizer(folder, model.config.vocab_size), meta, PUBLISHED, tag, 0)
 
 
@@ -117,7 +121,7 @@ def load_model(
             "make it again from the step before it"
         )
     where, meta = step_dir(folder, step), read_meta(folder, step)
-    values = read_tensors(where / "model.safetensors")
+    values = read_parameters(where)
     model: Any  # of any family
     if "base" in meta:
         model = _over_base(meta, where, compute)

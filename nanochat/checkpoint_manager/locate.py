@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager.families import family_of
-from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps
+from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
 from nanochat.common import UserError, base_dir, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
@@ -134,7 +134,7 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
             f"{folder} has steps {', '.join(map(str, steps(folder)))}, not {step}; name one of them", exit_code=2
         )
     meta = read_meta(folder, step)
-    digest = meta["files"]["model.safetensors"]["sha256"]
+    digest = weights_hash(meta)
     return Parent(
         stage, folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"]
     )

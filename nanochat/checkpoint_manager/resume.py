@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
+from nanochat.checkpoint_manager.huggingface.adapter import read_parameters
 from nanochat.checkpoint_manager.load import newest_whole
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import Optimizers, State
-from nanochat.checkpoint_manager.tensors import read_tensors
 from nanochat.common import UserError, log, parse_json, tr
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel
@@ -110,7 +110,7 @@ def _named(folder: Path, start: int | str, compute: Compute) -> int:
 def restore(folder: Path, step: int, model: nn.Module, optimizers: Optimizers | None) -> dict[str, Any]:
     """Load parameters into a model of any sharding, and optimizer state if optimizers are given; return meta.json."""
     where = step_dir(folder, step)
-    parallel.load_whole(model, read_tensors(where / "model.safetensors"))
+    parallel.load_whole(model, read_parameters(where))
     if optimizers is not None:
         _restore_optimizer(where, optimizers)
     return read_meta(folder, step)

@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.checkpoint_manager import same_run
-from nanochat.checkpoint_manager.files import FORMAT, prune, publish, seal, step_dir, write_meta
+from nanochat.checkpoint_manager.files import ADAPTER, FORMAT, MODEL, prune, publish, seal, step_dir, write_meta
+from nanochat.checkpoint_manager.huggingface import adapter
 from nanochat.checkpoint_manager.tensors import TensorFile, shapes_of, write_tensors
 from nanochat.device import Compute, barrier
 from nanochat.runtime import parallel
@@ -59,7 +60,7 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     with _together(temporary, compute):
-        mine = _write_files(temporary, model, optimizers, tokenizer, compute)
+        mine = _write_files(temporary, model, optimizers, tokenizer, meta, compute)
     hashes = _of_all_ranks(mine, compute)
     with _together(temporary, compute):
         if compute.main:
@@ -111,17 +112,26 @@ def _of_all_ranks(hashes: dict[str, Any], compute: Compute) -> dict[str, Any]:
 
 
 def _write_files(
-    folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, compute: Compute
+    folder: Path, model: nn.Module, optimizers: Optimizers, tokenizer: Tokenizer, meta: dict[str, Any], compute: Compute
 ) -> dict[str, dict[str, Any]]:
-    """Write and sync this rank's files, the optimizer state at the same time as the model; return hashes and sizes."""
+    """Write and sync this rank's files, the optimizer state at the same time as the model; return hashes and sizes.
+
+    Where meta.json describes an adapter, the folder becomes one of peft's.
+    """
+    lora = meta.get("lora")
+    place, prefix, facts = folder / MODEL, "", {}
+    if lora:
+        place, prefix, facts = folder / ADAPTER, adapter.PREFIX, adapter.facts(model)
     name = f"optim-{compute.rank:02d}-of-{compute.world_size:02d}.safetensors"
     with ThreadPoolExecutor(1) as beside:  # one thread hashes each file, and hashing is slower than a fast disk
         state = beside.submit(_write_state, folder / name, optimizers)
-        hashes = _write_model(folder / "model.safetensors", model, compute)
+        hashes = _write_model(place, model, compute, prefix, facts)
     hashes[name] = state.result()
     if compute.main:
         tokenizer.save(folder)
         hashes["tokenizer.json"] = seal(folder / "tokenizer.json")
+        if lora:
+            adapter.write_settings(folder, lora, meta["base"]["folder"])
     return hashes
 
 
@@ -132,15 +142,22 @@ def _write_state(path: Path, optimizers: Optimizers) -> dict[str, Any]:
     return write_tensors(tensors, path, {"layout": json.dumps(layout)})
 
 
-def _write_model(path: Path, model: nn.Module, compute: Compute) -> dict[str, dict[str, Any]]:
-    """Write the parameters on rank 0 as they arrive from all ranks; the other ranks only help to gather them."""
+def _write_model(
+    path: Path, model: nn.Module, compute: Compute, prefix: str, facts: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Write the parameters on rank 0 as they arrive from all ranks; the other ranks only help to gather them.
+
+    Every name gets a prefix, and the file says the facts about itself.
+    """
     file, failure = None, None
     for key, rows in parallel.parameter_rows(model):
         compute.pulse.beat()
         if compute.main and failure is None:
             try:
-                file = file or TensorFile(path, shapes_of(parallel.trained(model)))
-                file.add(key, rows)
+                if file is None:
+                    named = ((prefix + name, value) for name, value in parallel.trained(model))
+                    file = TensorFile(path, shapes_of(named), facts)
+                file.add(prefix + key, rows)
             except OSError as refused:  # the other ranks must still gather
                 failure = refused
     if file is None:

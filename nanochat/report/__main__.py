@@ -18,8 +18,8 @@ from nanochat.report.compare import compare, load_run, named
 from nanochat.report.curves import draw
 from nanochat.report.html import page
 from nanochat.report.markdown import cell, markdown
-from nanochat.report.sections import COLUMNS, TITLES, of_this_run, report_dir
-from nanochat.report.summary import environment, summary, table
+from nanochat.report.sections import TITLES, of_this_run, report_dir
+from nanochat.report.summary import columns, environment, summary, table
 from nanochat.runtime.cost import read_stages, stages_file
 from nanochat.runtime.progress import duration
 
@@ -67,9 +67,10 @@ def show() -> None:
             f"there is no report in {report_dir()} yet; make one with `python -m nanochat.report generate`", 2
         )
     report = read_json(path)
-    grid = Table("measure", *(stage.upper() for stage in COLUMNS), title="nanochat")
+    shown = columns(report["table"])
+    grid = Table("measure", *(stage.upper() for stage in shown), title="nanochat")
     for name, row in report["table"].items():
-        grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in COLUMNS))
+        grid.add_row(name, *(cell(row[stage]) if stage in row else "" for stage in shown))
     Console().print(grid)
     total = report["summary"]
     times = f"{duration(60 * total['minutes'])}, {duration(60 * total['cpu_minutes'])} of CPU time"

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nanochat.report.sections import COLUMNS, TITLES
+from nanochat.report.summary import columns
 from nanochat.runtime.progress import duration
 
 SMOKE = (
@@ -14,6 +15,7 @@ MEANINGS = {
     "bits per byte of documents": "how well the base model predicts held-out documents; lower is better",
     "bits per byte of conversations": "the same after midtraining, on held-out conversations, which are easier text",
     "bits per byte of answers": "the same after fine-tuning, on the assistant's words alone; not comparable either",
+    "bits per byte of answers of your own data": "how well the fine-tuned model predicts the answers it was not shown",
     "bits per byte of the base corpus": "the same texts after every stage; a rise is what the stage has forgotten",
     "CORE": "the mean of 22 tasks without a chat, each scaled so that guessing gives 0 and perfection gives 1",
     "ChatCORE": "the mean of the chat tasks, scaled in the same way",
@@ -101,6 +103,7 @@ def _samples(found: Mapping[str, dict[str, Any]]) -> list[str]:
 def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
     """The whole report as Markdown; `pictures` are the files that it may show, each named after its section."""
     where, costs, total = report["environment"], report["stages"], report["summary"]
+    shown = columns(report["table"])
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     changed = f", {where['changed_files']} files changed since" if where["changed_files"] else ""
     lines = [
@@ -112,8 +115,8 @@ def markdown(report: Mapping[str, Any], pictures: Collection[str]) -> str:
         f"- cost: {duration(60 * total['minutes'])}, {duration(60 * total['cpu_minutes'])} of CPU time, at most "
         f"{total['memory_gb']:.2f} GB of memory", "",
         "## Summary", "",
-        *grid(["measure", *(stage.upper() for stage in COLUMNS)],
-               [[name, *(row.get(stage, "") for stage in COLUMNS)] for name, row in report["table"].items()]),
+        *grid(["measure", *(stage.upper() for stage in shown)],
+               [[name, *(row.get(stage, "") for stage in shown)] for name, row in report["table"].items()]),
         *(f"- {name}: {MEANINGS[name]}" for name in report["table"] if name in MEANINGS), "",
     ]  # fmt: skip
     if report["key"].startswith("smoke"):

@@ -9,7 +9,7 @@ from nanochat.data.mixing import unweighted
 from nanochat.runtime.profiling import report_rows
 from nanochat.runtime.tracking import read_metrics
 
-COLUMNS = ("base", "mid", "sft", "rl")
+COLUMNS = ("base", "mid", "sft", "rl", "tune")
 TITLES = {
     "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",
     "base_loss": "Base: bits per byte and samples", "base_eval": "Base: CORE", "mid_train": "Mid: midtraining",
@@ -19,6 +19,7 @@ TITLES = {
     "sft_eval": "SFT: evaluation",
     "rl_train": "RL: reinforcement learning",
     "rl_loss": "RL: bits per byte of the base corpus", "rl_eval": "RL: evaluation",
+    "tune_train": "Fine-tuning of a published model", "tune_eval": "Fine-tuned published model: evaluation",
 }  # fmt: skip
 
 
@@ -101,6 +102,8 @@ def current(found: Mapping[str, dict[str, Any]], newest: str) -> dict[str, dict[
     tag, tags = found[newest]["tag"], _tags(found, newest)
     kept = {name: data for name, data in found.items()
             if data.get("tag", tag) == tags.get(name.partition("_")[0], tag) or "tag" not in data}  # fmt: skip
+    if newest.startswith("tune_"):  # a published model has no earlier stage, and its own tokenizer
+        return {name: data for name, data in kept.items() if name.startswith("tune_")}
     gone: set[str] = set()
     for stage in ("mid", "sft", "rl"):
         settings = kept.get(f"{stage}_train", {}).get("settings", {})

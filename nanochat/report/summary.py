@@ -11,7 +11,8 @@ from typing import Any
 
 from nanochat.report.sections import COLUMNS
 
-VALIDATED = {"base": "documents", "mid": "conversations", "sft": "answers"}  # what bits per byte are measured on
+# What bits per byte are measured on.
+VALIDATED = {"base": "documents", "mid": "conversations", "sft": "answers", "tune": "answers of your own data"}
 
 KEPT = "bits per byte of the base corpus"
 
@@ -72,6 +73,11 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         if scored.get("chat_core") is not None:
             rows.setdefault("ChatCORE", {})[stage] = scored["chat_core"]
     return rows
+
+
+def columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The stages that have a figure in a table of table(), in the order of the pipeline."""
+    return [stage for stage in COLUMNS if any(stage in row for row in rows.values())]
 
 
 def summary(found: Mapping[str, dict[str, Any]], costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -150,7 +150,9 @@ class Stage:
 
         def validate(line: Line) -> None:
             val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
+            self._module.eval()  # without dropout
             line["val_bpb"] = loss.bits_per_byte(self.model, val, self.tokenizer.token_bytes(), self.compute)
+            self._module.train()
             log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte{of_what}")
 
         work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)

@@ -13,7 +13,6 @@ from nanochat.common import UserError, read_json, write_json
 from nanochat.report import __main__ as report
 from nanochat.report.curves import running_mean
 from nanochat.report.sections import (
-    COLUMNS,
     TITLES,
     has_training_section,
     report_dir,
@@ -57,13 +56,25 @@ def test_markdown_shows_what_the_json_says(base_folder: Path) -> None:
     for name, row in found["table"].items():
         shown = next(one for one in text.splitlines() if one.startswith(f"| {name} |"))
         cells = [cell.strip() for cell in shown.split("|")[2:-1]]
-        assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in COLUMNS]
+        assert cells == [f"{row[stage]:.4f}" if stage in row else "" for stage in ("base", "mid", "sft", "rl")]
+    assert "| measure | BASE | MID | SFT | RL |" in text
     for name, cost in found["stages"].items():
         assert f"| {name} | {duration(60 * cost['minutes'])} | {duration(60 * cost['cpu_minutes'])} |" in text
     assert "7 min 30 s, 14 min of CPU time, at most 1.25 GB" in text
     assert "capital 9/10" in text and "colour" not in text.split("relations with wrong answers")[1].splitlines()[0]
     for word in ("法国的首都是哪里？", "巴黎。", "(wrong)", "东京", "a CPU", "| 中文 | 2.5000 |"):
         assert word in text
+
+
+def test_a_tuned_published_model_has_a_column_of_its_own(base_folder: Path) -> None:
+    a_run(base_folder)
+    folder = base_folder / "tuned_checkpoints" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(line(1, val_bpb=0.5))
+    training_section("tune", "mine", folder, {"parent": "Qwen3-0.6B abc", "corpus": "own"}, {"device": "a CPU"})
+    found, text = generated()
+    assert set(found["sections"]) == {"tune_train"}
+    assert "| measure | TUNE |" in text and "| bits per byte of answers of your own data | 0.5000 |" in text
 
 
 def test_no_cell_breaks_its_table(base_folder: Path) -> None:
@@ -80,7 +91,7 @@ def test_every_picture_named_is_there(base_folder: Path) -> None:
     a_run(base_folder)
     text = generated()[1]
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert pictures == [f"{stage}_train.png" for stage in COLUMNS]
+    assert pictures == [f"{stage}_train.png" for stage in ("base", "mid", "sft", "rl")]
     for name in pictures:
         assert (report_dir() / name).read_bytes().startswith(b"\x89PNG")
 

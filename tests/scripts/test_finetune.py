@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
+from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
@@ -19,6 +20,7 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.nn.lora import LoraConfig
 from nanochat.runtime.tracking import read_metrics
 from scripts import finetune
 from tasks.mixtures import own_conversations
@@ -75,7 +77,7 @@ def test_an_adapter_learns_and_leaves_the_base_alone(models: Path, family: str) 
     with torch.no_grad():
         adapters = sum(float(value.abs().sum()) for name, value in tuned.items() if "lora_B" in name)
     assert adapters > 0
-    load_adapter(published, checkpoint_dir("tune", "made") / "adapter_000012")  # the folder that peft reads
+    load_adapter(published, checkpoint_dir("tune", "made") / "step_000012")  # the folder that peft reads
     idx = torch.arange(40).view(2, 20)
     with torch.no_grad():
         torch.testing.assert_close(published(idx), loaded.model(idx))
@@ -104,14 +106,46 @@ def test_a_tuned_model_can_be_chatted_with(models: Path) -> None:
 def test_a_run_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path, rank: int) -> None:
     flags = {"lora_rank": rank, "lora_dropout": 0.1 if rank else 0.0, "checkpoint_activations": not rank}
     finetune.train(config(models, **flags), on_cpu())
-    file = checkpoint_dir("tune", "made") / "step_000004" / "model.safetensors"
+    name = "adapter_model.safetensors" if rank else "model.safetensors"
+    file = checkpoint_dir("tune", "made") / "step_000004" / name
     straight = file.read_bytes()
     shutil.rmtree(base)
     finetune.train(config(models, **flags, stop_at=2), on_cpu())
     torch.manual_seed(99)
     finetune.train(config(models, **flags), on_cpu())
-    if not rank:  # dropout draws from a generator that does not resume
-        assert file.read_bytes() == straight
+    assert file.read_bytes() == straight
+
+
+def test_every_checkpoint_of_an_adapter_is_whole_so_a_finished_run_can_begin_again(models: Path) -> None:
+    finetune.train(config(models), on_cpu())
+    finetune.train(config(models, resume="none", seed=7), on_cpu())
+    (aside,) = checkpoint_dir("tune", "made").glob("set-aside-*")
+    for folder in (aside, checkpoint_dir("tune", "made")):
+        load_adapter(load_qwen(models / "qwen3", on_cpu()), folder / "step_000004")
+        assert not (folder / "step_000004" / "config.json").exists()
+
+
+def test_the_seed_draws_the_first_values_of_an_adapter(models: Path) -> None:
+    drawn = []
+    for seed in (1, 2, 1):
+        base = open_base(models / "qwen3", 48, LoraConfig(4), on_cpu(), seed)
+        base.fill()
+        drawn.append(next(value for name, value in base.model.named_parameters() if "lora_A" in name))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    first = []
+    for seed in (1, 2):
+        finetune.train(config(models, num_iterations=1, learning_rate=0.0, seed=seed, out_tag=f"seed{seed}"), on_cpu())
+        first.append((checkpoint_dir("tune", f"seed{seed}") / "step_000001" / "adapter_model.safetensors").read_bytes())
+    assert first[0] != first[1]
+
+
+def test_validation_does_not_drop_what_the_adapter_sees(models: Path) -> None:
+    flags = {"num_iterations": 1, "learning_rate": 0.0, "eval_every": 1}
+    found = []
+    for dropout in (0.0, 0.9):
+        finetune.train(config(models, **flags, lora_dropout=dropout, out_tag=f"dropout{dropout}"), on_cpu())
+        found.append(read_metrics(checkpoint_dir("tune", f"dropout{dropout}"))[-1]["val_bpb"])
+    assert found[0] == found[1]
 
 
 def a_run(compute: Compute, models: Path, flags: dict[str, Any]) -> None:
@@ -129,7 +163,8 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / mode))
         pool.run(2, a_run, models, {"lora_rank": rank, "shard": mode})
         assert losses() == pytest.approx(alone, abs=1e-4), mode
-        assert (checkpoint_dir("tune", "made") / "adapter_000004").exists() == bool(rank)
+        if rank:
+            load_adapter(load_qwen(models / "qwen3", on_cpu()), checkpoint_dir("tune", "made") / "step_000004")
 
 
 # --- data ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +11,58 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.files import new_folder
-from nanochat.checkpoint_manager.tensors import write_tensors
+from nanochat.checkpoint_manager.files import ADAPTER, MODEL, new_folder
+from nanochat.checkpoint_manager.tensors import read_tensors, write_tensors
 from nanochat.common import UserError, read_json, write_json
 from nanochat.device import local
 from nanochat.nn.lora import Linear, LoraConfig, adapted, matches
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."  # of peft's names
 # What an adapter of peft may ask for and this program does not compute -> the value that means "no".
 ABSENT = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
           "fan_in_fan_out": False, "trainable_token_indices": None, "target_parameters": None}  # fmt: skip
 
 
-def base_digest(model: Qwen) -> str:
-    """A mark of the base that an adapter was trained on: the SHA-256 of its norms. Every rank must call this."""
+def facts(model: nn.Module) -> dict[str, str]:
+    """What the file of an adapter says about itself: its format, and a mark of the base that it was trained on, the
+    SHA-256 of the base's norms. Every rank must call this."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             digest.update(parallel.whole(parameter.detach()).float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return {"format": "pt", "base": digest.hexdigest()}
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The values of all adapters under peft's names. Every rank must call this."""
-    values = {}
-    for name, _, first, second in adapted(model):
-        for half, module in (("A", first), ("B", second)):
-            values[f"{PREFIX}{name}.lora_{half}.weight"] = parallel.whole(module.weight.detach()).contiguous()
-    return values
+def write_settings(folder: Path, lora: Mapping[str, Any], base: str) -> None:
+    """Make a folder one of peft's: adapter_config.json, by the fields of a LoraConfig and the folder of the base.
 
-
-def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path, write: bool = True) -> None:
-    """Write the adapters of a model, whole or not at all, so that peft loads the folder.
-
-    Every rank must call this, and the one with `write` writes; `base` is the name or folder of the model that the
-    adapters belong to. UserError (code 2) if the folder exists.
+    No config.json stays, since a folder that has one passes for a whole model.
     """
-    values, mark = adapter_tensors(model), base_digest(model)
-    if not write:
-        return
+    (folder / "config.json").unlink(missing_ok=True)
+    write_json(folder / SETTINGS, {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora["rank"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
+        "target_modules": list(lora["targets"]), "use_rslora": lora["stabilised"], **ABSENT,
+    })  # fmt: skip
+
+
+def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> None:
+    """Write the adapters of an unsharded model, whole or not at all, so that peft loads the folder; `base` is the name
+    or folder of the model that they belong to. UserError (code 2) if the folder exists."""
+    values = {PREFIX + name: value.detach() for name, value in model.named_parameters() if ".lora_" in name}
     with new_folder(folder) as temporary:
-        write_json(temporary / SETTINGS, {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-            "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout,
-            "target_modules": list(config.targets), "use_rslora": config.stabilised, **ABSENT,
-        })  # fmt: skip
-        write_tensors(values, temporary / TENSORS, {"format": "pt", "base": mark})
+        write_settings(temporary, asdict(config), base)
+        write_tensors(values, temporary / ADAPTER, facts(model))
+
+
+def read_parameters(folder: Path) -> dict[str, Tensor]:
+    """The parameters in the folder of a step under our names: of the whole model, or of the adapter alone."""
+    if (folder / ADAPTER).is_file():
+        return {name.removeprefix(PREFIX): value for name, value in read_tensors(folder / ADAPTER).items()}
+    return read_tensors(folder / MODEL)
 
 
 def read_settings(folder: Path) -> tuple[LoraConfig, str]:
@@ -94,9 +98,9 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     """Freeze a model and give it the adapter of a folder, sharded or not. UserError if the adapter is of another base:
     it has the mark of one, or its matrices or their sizes are not the model's."""
     config, base = read_settings(folder)
-    path = folder / TENSORS
+    path = folder / ADAPTER
     if not path.is_file():
-        raise UserError(f"{folder} has no {TENSORS}. Copy the adapter again from its source", 2)
+        raise UserError(f"{folder} has no {ADAPTER}. Copy the adapter again from its source", 2)
     other = f"the adapter in {folder} belongs to another base, {base}"
     try:
         with safe_open(path, framework="pt") as file:
@@ -104,7 +108,7 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
             values = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as failure:
         raise UserError(f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2) from failure
-    if mark is not None and mark != base_digest(model):
+    if mark is not None and mark != facts(model)["base"]:
         raise UserError(f"{other}: its base has other norms than this model. Name the model that it was trained on", 2)
     _fit(model, config, values, other)
     for name, _, first, second in adapted(model):

@@ -45,7 +45,7 @@ class Base:
             parallel.load_whole(self.model, first_values(self.model, self.seed))
 
 
-def open_base(folder: Path, sequence_len: int, lora: LoraConfig | None, compute: Compute, seed: int = 42) -> Base:
+def open_base(folder: Path, sequence_len: int, lora: LoraConfig | None, compute: Compute, seed: int) -> Base:
     """The model in a folder, ready to be sharded and filled, with rows of `sequence_len` tokens.
 
     With an adapter the matrices are frozen in the compute dtype; without one all parameters are fp32 masters. UserError
