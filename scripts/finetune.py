@@ -12,7 +12,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.huggingface.base import open_base
-from nanochat.common import log
+from nanochat.common import UserError, log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.nn.lora import LoraConfig
@@ -57,6 +57,10 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """keep only the inputs of layers for the backward pass and compute each layer again: less memory, a third slower"""
     out_tag: Annotated[Free[str | None], arg(aliases=["--out"])] = None
     """name of the result; default: the names of the model and of the first file"""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise UserError("--data needs at least one file of conversations, got none: name one, such as a.jsonl", 2)
 
     @property
     def lora(self) -> LoraConfig | None:

@@ -107,9 +107,11 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
         param_dtype=compute.dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     compute.platform.prepare_sharding()
-    frozen = set() if mode == "full" else {p for p in model.parameters() if not p.requires_grad}
+    # Frozen parameters need no gradients, so only --shard=full splits them. Small ones stay whole, since sharding would
+    # cast them, and norms are fp32 on one device.
+    whole = {p for p in model.parameters() if not p.requires_grad and (mode != "full" or p.dim() == 1)}
     for module in [*groups, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full", ignored_params=frozen)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full", ignored_params=whole)
     setattr(model, _EVERY_PASS, mode == "full")
 
 

@@ -1,9 +1,12 @@
 """What runs on other machines: the scripts of runs/, the images, the examples for ModelArts and Kubernetes."""
 
 import json
+import os
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,50 @@ def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     assert lines[0] == "setup_ascend []"
     assert lines[-1].startswith("python -m scripts.base_train ") and lines[-1].endswith("--num_iterations=10000")
     assert clone.run("download_fineweb_data.sh", "8")[1] == ["setup_ascend []", "python -m nanochat.dataset -n 8"]
+
+
+def test_the_launcher_of_the_guides_takes_a_number_of_cards_and_flags(clone: Clone) -> None:
+    code, lines, errors = clone.run("train_distributed_npu.sh", "4", "--model", "./Qwen3-0.6B", "--lora_rank=8")
+    assert code == 0, errors
+    start = f"python {clone.root}/runs/launch_npu_training.py --npus=4 "
+    assert lines == ["setup_ascend []", f"{start}--model ./Qwen3-0.6B --lora_rank=8"]
+    assert clone.run("train_distributed_npu.sh")[1][-1].endswith("--npus=8")
+    assert clone.run("train_distributed_npu.sh", "9")[0] == 2
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
+    """The words of the command that runs/launch_npu_training.py becomes."""
+    became: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: became.extend(words))
+    monkeypatch.setattr(sys, "argv", ["launch_npu_training.py", *flags])
+    runpy.run_path(str(ROOT / "runs/launch_npu_training.py"), run_name="__main__")
+    return became
+
+
+def test_the_settings_of_the_guides_are_flags_and_the_command_line_overrides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = launched(monkeypatch, "--npus", "8", "--data", "a.jsonl", "b.jsonl", "--checkpoint-activations")
+    assert problem(["python", *words[1:]]) is None
+    assert words[1:4] == ["-m", "nanochat.runtime.launch", "--nproc_per_node=8"]
+    assert words.count("--data") == 1 and "--no-checkpoint_activations" not in words
+    for flag in ("--max_length=512", "--device_batch_size=6", "--learning_rate=1e-05", "--lora_rank=0"):
+        assert flag in words
+    assert launched(monkeypatch, "--npus=1")[1:3] == ["-m", "scripts.finetune"]
+    assert "--checkpoint_activations" not in launched(monkeypatch, "--npus=1", "--no-checkpoint-activations")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("[lora]\nrank = 8", r"holds the table \[lora\]"), ("rank 8", "cannot be read as TOML")]
+)
+def test_a_wrong_file_of_settings_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(content)
+    with pytest.raises(SystemExit, match=said):
+        launched(monkeypatch, "--npus=1", f"--config={tmp_path}/mine.toml")
+    with pytest.raises(SystemExit, match="2"):
+        launched(monkeypatch, "--npus=0")
 
 
 @pytest.mark.parametrize(

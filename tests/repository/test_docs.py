@@ -28,6 +28,8 @@ IN_HTML = re.compile(r'(?:href|src|srcset)="([^"]*)"')  # of <picture>, which Ma
 EMULATOR = "tests.emulated_npu"  # python -m tests.emulated_npu FLAGS -- COMMAND
 # Scripts that hand their flags on: to the module that is their first word, or to one of their own.
 HANDS_ON = {"runs/multinode_npu.sh": "", "runs/train_with_fineweb.sh": "scripts.base_train"}
+# Scripts that hand their flags to scripts.finetune after a number of cards; a file names the model and the data.
+TUNING = r"runs/(train_distributed_npu\.sh|launch_npu_training\.py)( \d+| --npus[ =]\d+)?"
 
 # Documents whose twin is not called X.zh.md, X.en.md or zh/X.md.
 TWINS = {
@@ -144,6 +146,9 @@ def problem(words: list[str]) -> str | None:
     if missing or not files:
         return f"no file {missing[0]}" if missing else None
     rest = words[words.index(files[0]) + 1 :]
+    if tuning := re.match(TUNING, " ".join(words[words.index(files[0]) :])):
+        rest = words[words.index(files[0]) + len(tuning[0].split()) :]
+        return problem(["python", "-m", "scripts.finetune", "--model=.", "--data", "chats.jsonl", *rest])
     if (handed := HANDS_ON.get(files[0].removeprefix("./"))) is not None:
         return problem(["python", "-m", *([handed] if handed else []), *rest])
     known = said_by(ROOT / files[0])
@@ -320,6 +325,9 @@ def test_flags_that_a_script_hands_on_are_looked_at() -> None:
     assert "refuses --width=2" in str(problem(["bash", "runs/multinode_npu.sh", "scripts.base_train", "--width=2"]))
     assert problem(["bash", "./runs/train_with_fineweb.sh", "--num_iterations=10"]) is None
     assert "refuses --width=2" in str(problem(["./runs/train_with_fineweb.sh", "--width=2"]))
+    for start in ("bash runs/train_distributed_npu.sh 8", "python runs/launch_npu_training.py --npus=8"):
+        assert problem([*start.split(), "--lora_rank=4"]) is None
+        assert "refuses" in str(problem([*start.split(), "--width=2"]))
 
 
 def test_variables_are_found_where_they_are_named() -> None:

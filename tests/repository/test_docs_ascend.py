@@ -13,6 +13,7 @@ from nanochat.planner.cards import rates_of
 from nanochat.planner.plan import batch_of, plan_of
 from nanochat.planner.work import size_of
 from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
+from scripts.finetune import Config
 from tests.repository.test_docs import read
 from tools_npu import versions
 
@@ -85,11 +86,15 @@ def test_what_the_start_prints_about_d12_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_what_does_not_work_yet_is_said(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for file in ("train_distributed_npu.sh", "launch_npu_training.py", "train_model_npu.py", "train_config_npu.py"):
-        assert not list(ROOT.rglob(file)) and text.count(file) >= 2
-    assert ("要等以后的版本" if name == MAIN[0] else "come in a later version") in text
+def test_the_flags_that_stand_beside_those_of_swift_are_ours(name: str) -> None:
+    listed = dict(row for row in rows((ROOT / name).read_text(encoding="utf-8")) if len(row) == 2)
+    start = list(listed).index("swift") + 1
+    ours = "".join(list(listed.values())[start : start + 15])
+    fields = Config.__dataclass_fields__
+    named = set(re.findall(r"--([a-z_]+)", ours)) - {"standalone", "nproc_per_node"}
+    assert len(named) > 12 and not [flag for flag in named if flag not in fields], named
+    same = next(key for key, value in listed.items() if value in ("同名", "the same names"))
+    assert all(flag in fields for flag in re.findall(r"--([a-z_]+)", same))
 
 
 @pytest.mark.parametrize("name", ["NPU使用技巧.md", "docs/en/npu-tips.md"])

@@ -64,7 +64,7 @@ def test_strings_of_a_file_are_found() -> None:
     assert {"a", "rank x：b"} <= set(strings("x = 'a'\ny = f'rank {x}：b'\n"))
 
 
-# What the published guides tell their readers to type, for nanochat itself; three files have moved to runs/.
+# What the published guides tell their readers to type, some files have moved to runs/.
 PUBLISHED = r"""
 bash setup_ascend.sh
 source setup_ascend.sh
@@ -89,10 +89,14 @@ python -m scripts.chat_web
 bash runs/download_fineweb_data.sh
 bash runs/quick_fineweb_test.sh
 bash runs/train_with_fineweb.sh
+bash runs/train_distributed_npu.sh 8
+bash runs/train_distributed_npu.sh 4
+python runs/launch_npu_training.py --npus 8
+python runs/launch_npu_training.py --npus 4
 """
 
 
 def test_the_commands_of_the_published_guides_are_understood() -> None:
     published = list(commands(PUBLISHED))
-    assert len(published) == 22
+    assert len(published) == 26
     assert [f"{words}: {why}" for words in published if (why := problem(words))] == []

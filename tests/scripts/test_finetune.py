@@ -252,6 +252,8 @@ def refused(models: Path, **given: Any) -> str:
 
 
 def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data needs at least one file"):
+        config(models, data=())
     assert "made for at most 256" in refused(models, max_length=1000)
     assert "names no matrix of this model" in refused(models, lora_targets=("q_proj", "c_attn"))
     assert "config.json" in refused(models, family="chats.jsonl")

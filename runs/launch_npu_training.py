@@ -1,0 +1,68 @@
+"""Fine-tunes Qwen on some cards of this host by the settings of a TOML file. Other flags go to scripts.finetune.
+
+python runs/launch_npu_training.py --npus 8
+python runs/launch_npu_training.py --npus 4 --config mine.toml --model ./Qwen3-0.6B --lora_rank=8 --shard=none
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SETTINGS = Path(__file__).with_name("npu_train_config.toml")
+
+
+def read_flags(path: Path, given: list[str]) -> list[str]:
+    """The flags of scripts.finetune that a TOML file asks for, without those that the command line gives itself.
+
+    SystemExit with one message if the file cannot be read or holds a table.
+    """
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        sys.exit(f"error: {path} cannot be read as TOML: {failure}. Correct it, or name another file with --config")
+    if tables := [name for name, value in settings.items() if isinstance(value, dict)]:
+        sys.exit(
+            f"error: {path} holds the table [{tables[0]}], and each setting must be a line of its own, such as "
+            "max_length = 512. Remove the table's line"
+        )
+    theirs = {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("--")}
+    theirs |= {f"--{word.removeprefix('--no-')}" for word in theirs if word.startswith("--no-")}
+    return [word for name, value in settings.items() if f"--{name.replace('_', '-')}" not in theirs
+            for word in as_flag(name, value)]  # fmt: skip
+
+
+def as_flag(name: str, value: Any) -> list[str]:
+    """A setting as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value}"]
+
+
+def main() -> None:
+    """Print the command that the settings make, and become it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.add_argument("--npus", type=int, required=True, help="number of cards; each gets a process")
+    parser.add_argument("--config", type=Path, default=SETTINGS, help=f"file of settings; default: {SETTINGS.name}")
+    asked, given = parser.parse_known_args()
+    if asked.npus < 1:
+        parser.error(f"--npus must be at least 1, got {asked.npus}")
+    flags = read_flags(asked.config, given) + given
+    launcher = ["-m", "nanochat.runtime.launch", f"--nproc_per_node={asked.npus}"] if asked.npus > 1 else []
+    command = [sys.executable, *launcher, "-m", "scripts.finetune", *(["--"] if launcher else []), *flags]
+    print("+", shlex.join(["python", *command[1:]]), flush=True)
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    main()
