@@ -31,7 +31,8 @@ def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune over the mixture, resuming from the newest checkpoint if there is one."""
     stage = Stage.after(cfg.source, cfg.source_step, "sft", cfg, compute)
     model, tokenizer = stage.load_parent()
-    T, parameters = model.config.sequence_len, model.parameter_counts()["total"]
+    T = model.config.sequence_len
+    parameters = model.parameter_counts()["total"]
     batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, model.config, parameters,
                                 stage.corpus, compute)  # fmt: skip
 
@@ -41,7 +42,8 @@ def train(cfg: Config, compute: Compute) -> None:
 
     stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):
-        stage.schedule(lrm=1 - stage.step / steps)
+        lrm = 1 - stage.step / steps
+        stage.schedule(lrm)
         stage.conclude(stage.update(examples))
 
 

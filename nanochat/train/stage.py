@@ -127,9 +127,10 @@ class Stage:
         self._module = self._fast = cast(nn.Module, model)  # update() runs the latter, which train_rows() compiles
         self.counts, self.flops = model.parameter_counts(), model.flops_per_token()
         shape = model.config
-        log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
-            f"{self.counts['total']:,} parameters, {self.flops:,} FLOPs a token")  # fmt: skip
         kept = sum(parameter.numel() for _, parameter in parallel.trained(self._module))
+        part = f" of which {kept:,} are trained," if kept < self.counts["total"] else ""
+        log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
+            f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token")  # fmt: skip
         sizes.check_disk(self.folder, kept, self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         if fill is not None:

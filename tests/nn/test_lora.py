@@ -113,3 +113,9 @@ def test_targets_that_name_no_matrix_are_refused() -> None:
         add_adapters(tiny_qwen("qwen3"), LoraConfig(targets=("c_attn", "q_proj")))
     with pytest.raises(UserError, match="rank of at least 1"):
         LoraConfig(rank=0)
+
+
+def test_a_frozen_matrix_costs_four_flops_an_entry_and_its_adapter_six() -> None:
+    model, full = with_adapter("qwen3", CONFIG), tiny_qwen("qwen3").flops_per_token()
+    counts = model.parameter_counts()
+    assert model.flops_per_token() == full - 2 * (counts["matrix"] + model.head.weight.numel()) + 6 * counts["adapter"]

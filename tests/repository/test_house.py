@@ -47,6 +47,10 @@ def test_shared_lines_count_in_order_and_against_the_shorter_file() -> None:
     assert house.shared('"""Only prose."""\n', longer) == 0.0
 
 
+def test_no_two_training_scripts_share_more_than_they_may() -> None:
+    assert {pair: share for pair, share in house.measure().shared.items() if share > house.MOST_SHARED} == {}
+
+
 def test_typed_is_the_share_of_parameters_with_a_type() -> None:
     methods = "class C:\n    def f(self, a: int, /, b, *, c: str): ...\n    @classmethod\n    def g(cls): ...\n"
     assert house.typed({"nanochat/a.py": methods, "nanochat/b.py": "async def h(d): ..."}) == pytest.approx(2 / 4)

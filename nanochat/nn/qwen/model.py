@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall, Spans
-from nanochat.nn.lora import Linear
+from nanochat.nn.lora import Linear, adapted
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import CHUNK, add_states
@@ -173,15 +173,18 @@ class Qwen(nn.Module):
         return counts
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward for one token: 6 for each entry of a matrix, and in each layer of attention 12
-        for each channel of a key that a query sees (PaLM, appendix B). A DeltaNet reads its memory twice and writes it
-        once for each token, and multiplies four times with the tokens of its chunk."""
+        """FLOPs of forward and backward for one token: 6 for each entry of a matrix, 4 if it is frozen and needs no
+        gradient, and in each layer of attention 12 for each channel of a key that a query sees (PaLM, appendix B). A
+        DeltaNet reads its memory twice and writes it once for each token, and multiplies four times with the tokens of
+        its chunk."""
         c = self.config
-        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
+        weights = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        weights += [half.weight for _, _, *halves in adapted(self) for half in halves]
+        matrices = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in [*weights, self.head.weight])
         attention = 12 * c.n_head * c.head_dim * c.sequence_len * c.kinds.count("A")
         head = 3 * c.delta_key_dim * c.delta_value_dim + 2 * CHUNK * (c.delta_key_dim + c.delta_value_dim)
         delta = 6 * c.delta_value_heads * head * c.kinds.count("D")
-        return 6 * (matrices + self.head.weight.numel()) + attention + delta
+        return matrices + attention + delta
 
 
 def _role(name: str, parameter: Tensor) -> Role:
