@@ -175,10 +175,10 @@ def try_operators(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     for group, trial in (((ATTENTION,), _attends), (NORMS, _norms), (ROTATIONS, _rotates), ((DECODING,), _decodes)):
         for operator in group:
             why = _why_not(operator, trial, device, dtype)
-            log(f"tried {operator}: {why or 'works'}")
             if not why:
                 works.append(operator)
                 break
+            log(f"{operator} cannot be used here: {why}")
     return tuple(works)
 
 

@@ -198,7 +198,8 @@ class Stage:
     def _announce(self) -> None:
         """Say how long the run will take, before its first step; warn if that is long."""
         left, seconds = self.total - self.step, self.meter.expected(self.step)
-        log(f"time: about {duration(seconds)} for {left:,} steps")
+        if seconds >= 60:  # a guess from the device's peak says nothing about shorter runs
+            log(f"time: about {duration(seconds)} for {left:,} steps")
         sizes.warn_of_time(seconds, self.compute)
 
     def begin(self) -> None:

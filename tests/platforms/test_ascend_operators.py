@@ -62,8 +62,9 @@ def test_an_unknown_chip_is_tried_and_every_refusal_is_logged() -> None:
     assert compute.operations.operators == {"npu_rms_norm", "npu_apply_rotary_pos_emb"}
     words = said.getvalue()
     assert "SoC 999 is not in the table of chips, so its operators are tried" in words
-    assert "tried npu_fusion_attention: call aclnn kernel" in words and "does not exist on Ascend999" in words
-    assert "tried npu_rms_norm: works" in words
+    assert "npu_fusion_attention cannot be used here: call aclnn kernel" in words
+    assert "does not exist on Ascend999" in words and "npu_rms_norm cannot" not in words
+    assert "kernels: listed (npu_rms_norm, npu_apply_rotary_pos_emb)" in words
     assert compute.chip is not None and (compute.chip.memory_gib, compute.chip.tflops) == (40, 0)
     flops, source = device.peak_flops(compute)
     assert flops > 0 and source.startswith("unknown peak; ")
