@@ -6,6 +6,7 @@ from typing import Literal
 
 from nanochat.common import UserError, base_dir, tr
 from nanochat.data.shards import read_about, shard_paths
+from nanochat.data.sources.table import SOURCES
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
@@ -63,7 +64,8 @@ def resolve(data: str | None) -> Corpus:
             raise UserError(f"{data} was imported as {names}; choose one with --data {imported[0].name}", 2)
         raise UserError(tr("{data} is not imported yet. Import it with: {command}", data=data,
                            command=f"python -m nanochat.dataset --data {data}"), 2)  # fmt: skip
-    make = {"tinyworld": MAKE_TINYWORLD, "fineweb": MAKE_FINEWEB}.get(data, "python -m nanochat.dataset --data DIR")
+    make = "python -m nanochat.dataset --data DIR"
+    make = MAKE_TINYWORLD if data == "tinyworld" else SOURCES[data].make(8) if data in SOURCES else make
     have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
     raise UserError(tr("there is no corpus or folder {data!r}; {have}. Make it with: {make}", data=data, have=have,
                        make=make), exit_code=2)  # fmt: skip

@@ -16,6 +16,7 @@ from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_j
 
 COLUMN = "text"
 ABOUT = "corpus.json"
+KEPT = ("dropped",)  # what corpus.json keeps when more shards are downloaded
 ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
 HELD_OUT = 50  # one document in 50 is held out for validation
@@ -346,16 +347,6 @@ def texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         for batch in batches(path):
             yield from batch
-
-
-def check_parquet(path: Path) -> None:
-    """Raise ValueError if a file is not parquet with a text column; only its footer is read."""
-    try:
-        names = pq.read_schema(path).names
-    except (pa.ArrowException, OSError) as failure:
-        raise ValueError(f"the downloaded file is not parquet: {str(failure).splitlines()[0]}") from failure
-    if COLUMN not in names:
-        raise ValueError(f"the downloaded file has no column {COLUMN!r} but {', '.join(names)}")
 
 
 def check_sha256(path: Path) -> None:
