@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from nanochat.common import UserError, base_dir, tr
+import numpy as np
+
+from nanochat.common import UserError, base_dir, sha256_of, tr
 from nanochat.data.shards import read_about, shard_paths
 from nanochat.data.sources.table import SOURCES
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
+
+DROPPED = "dropped"  # in corpus.json, and the folder with a list for each shard: the documents that are left out
 
 Split = Literal["train", "val"]
 
@@ -92,3 +96,29 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
             exit_code=2,
         )
     return paths[-1:] if split == "val" else paths[:-1]
+
+
+def list_of_dropped(shard: Path) -> Path:
+    """The file with the numbers of the documents of a shard that are left out."""
+    return shard.parent / DROPPED / f"{shard.stem}.npy"
+
+
+def dropped_of(shard: Path) -> dict[str, Any]:
+    """What corpus.json says about the documents of a shard that are left out: how many, and the SHA-256 of their list.
+    {} if all are kept."""
+    known = read_about(shard.parent).get(DROPPED, {}).get("shards", {}).get(shard.name, {})
+    return known if known.get("documents") else {}
+
+
+def dropped_documents(shard: Path) -> frozenset[int]:
+    """The numbers of the documents of a shard that are left out, counted as `batches` gives them. UserError if their
+    list is damaged."""
+    known, path = dropped_of(shard), list_of_dropped(shard)
+    if not known:
+        return frozenset()
+    if not path.exists() or sha256_of(path) != known["sha256"]:
+        raise UserError(
+            f"{path}, the list of the documents that are left out, is {'damaged' if path.exists() else 'missing'}. "
+            f"Make it again with: {read_about(shard.parent)[DROPPED]['make']}"
+        )
+    return frozenset(np.load(path).tolist())

@@ -102,7 +102,8 @@ def fetch_all(
     A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the next call resumes it.
     A file that the server gives no size for may fill the disk up to RESERVE; then nothing of it is kept.
     `check` raises ValueError for the wrong content, such as a login page, and UserError if no attempt can help.
-    `advance` gets counts of bytes as they arrive, negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error message.
+    `advance` gets counts of bytes as they arrive, negative when a part is discarded. `say` gets a line for each retry.
+    `hint` ends each error message.
     UserError if a file cannot be fetched. Ctrl-C leaves the parts.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)

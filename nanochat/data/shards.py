@@ -16,7 +16,6 @@ from nanochat.common import UserError, fsync_path, read_json, sha256_of, write_j
 
 COLUMN = "text"
 ABOUT = "corpus.json"
-KEPT = ("dropped",)  # what corpus.json keeps when more shards are downloaded
 ROWS_PER_GROUP = 1_000
 ROWS_PER_SHARD = 20_000
 HELD_OUT = 50  # one document in 50 is held out for validation

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, log, sha256_of, write_json
-from nanochat.data.corpora import MAKE_TINYWORLD, Corpus
+from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.download import Patience, Remote, check_space, fetch_all, part_size, probe_size
-from nanochat.data.shards import ABOUT, COLUMN, KEPT, read_about, shard_paths
+from nanochat.data.shards import ABOUT, COLUMN, read_about, shard_paths
 from nanochat.data.sources.hub import Host, hub_headers
 from nanochat.data.sources.source import Source
 
@@ -45,7 +45,7 @@ def download(
     missing = [remote for remote in remotes if not remote.path.exists()]
     files = {path.name: known.get(path.name, {"bytes": path.stat().st_size}) for path in shard_paths(corpus.folder)}
     files |= {remote.path.name: known.get(remote.path.name, {}) for remote in missing}
-    about = {name: there[name] for name in KEPT if name in there}
+    about = {DROPPED: there[DROPPED]} if DROPPED in there else {}
     about |= {"kind": "download", "make": source.make(len(files) - 1, host)}
     corpus.folder.mkdir(parents=True, exist_ok=True)
 
