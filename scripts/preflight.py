@@ -48,6 +48,8 @@ class Config:
     """Number of tokens in the vocabulary."""
     tokens: float = 0
     """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
+    conversations: str | None = None
+    """The corpus whose conversations the later stages learn from, as their --data. Default: that of --data."""
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""
@@ -80,7 +82,7 @@ def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
             except OSError:
                 place = ""
             yield tr("{corpus}, {count} shards", corpus=source.title, count=missing), place
-    yield from repos(cfg.data).items()
+    yield from repos(cfg.conversations or cfg.data).items()
 
 
 def check(cfg: Config, compute: Compute) -> None:
@@ -116,9 +118,10 @@ def check(cfg: Config, compute: Compute) -> None:
 
     tokens = cfg.tokens or 12 * counts["scaling"]
     peak, _ = device.peak_flops(compute)
-    seconds = expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices)
-    log(tr("time    about {time} to train on {tokens:,.0f} tokens; sampling and evaluating come on top",
-           time=duration(seconds), tokens=tokens))  # fmt: skip
+    each = model.flops_per_token()
+    seconds = expected_seconds(tokens, each, peak * cfg.devices)
+    log(tr("time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
+           "come on top", time=duration(seconds), tokens=tokens, flops=tokens * each))  # fmt: skip
     if problems:
         raise UserError(advice(problems, [what for what, place in found.items() if not place]), exit_code=2)
 
