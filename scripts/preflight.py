@@ -49,7 +49,7 @@ class Config:
     tokens: float = 0
     """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
     conversations: str | None = None
-    """The corpus whose conversations the later stages learn from, as their --data. Default: that of --data."""
+    """The corpus whose conversations the later stages learn from, as their --data. Default: the corpus of --data."""
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""

@@ -1,5 +1,6 @@
 """Finds corpora by name: each corpus is a folder of parquet shards in the base folder, made by dataset.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,16 @@ def dropped_of(shard: Path) -> dict[str, Any]:
     {} if all are kept."""
     known = read_about(shard.parent).get(DROPPED, {}).get("shards", {}).get(shard.name, {})
     return known if known.get("documents") else {}
+
+
+def told_of_dropped(those: Sequence[Corpus]) -> dict[str, str]:
+    """For the report: how many documents of each corpus are left out, of those that leave out any."""
+    about = {corpus.name: read_about(corpus.folder).get(DROPPED, {}) for corpus in those}
+    return {
+        f"left out of {name}": f"{one['documents']:,} of {one['of']:,} documents ({one['documents'] / one['of']:.2%})"
+        for name, one in about.items()
+        if one.get("documents")
+    }
 
 
 def dropped_documents(shard: Path) -> frozenset[int]:

@@ -7,6 +7,7 @@ similarity of their windows. Documents with an equal band of eight bins are comp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -16,10 +17,19 @@ BANDS = 16  # of BINS // BANDS bins each: of pairs with similarity 0.8, about 95
 SIMILAR = 0.75  # the share of equal bins from which on documents count as near-duplicates
 ENOUGH = 16 * BINS  # smallest hashes to look at; a longer document leaves out the windows that cannot be among them
 
-_LOWER = bytes(range(256)).lower()
-_DROPPED = bytes(byte for byte in range(128) if not chr(byte).isalnum())
-_FACTORS = np.random.default_rng(0).integers(1, 1 << 63, 3 + BINS // BANDS, np.uint64) * np.uint64(2) + np.uint64(1)
-_NONE = np.uint64((1 << 32) - 1)
+NONE = (1 << 32) - 1  # where a bin has no hash
+
+
+@cache
+def _factors() -> np.ndarray:
+    """Odd numbers that hashes multiply with, uint64: two for a window, one to mix, and one for each bin of a band."""
+    return np.random.default_rng(0).integers(1, 1 << 63, 3 + BINS // BANDS, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+@cache
+def _translation() -> tuple[bytes, bytes]:
+    """The lower case of every byte, and the bytes to leave out."""
+    return bytes(range(256)).lower(), bytes(byte for byte in range(128) if not chr(byte).isalnum())
 
 
 @dataclass(frozen=True)
@@ -38,29 +48,29 @@ class Signatures:
 def signatures(texts: Sequence[str]) -> Signatures:
     """The signatures of documents. Case, spaces and ASCII punctuation do not count."""
     smallest = np.stack([_smallest(text) for text in texts]) if texts else np.zeros((0, BINS), np.uint64)
-    full = np.where(smallest == _NONE, 2 * BINS, np.arange(BINS))
+    full = np.where(smallest == NONE, 2 * BINS, np.arange(BINS))
     ahead = np.minimum.accumulate(np.concatenate([full, full + BINS], axis=1)[:, ::-1], axis=1)[:, ::-1][:, :BINS]
     filled = np.take_along_axis(smallest, ahead % BINS, axis=1)
     banded = filled.reshape(len(texts), BANDS, BINS // BANDS)
-    bands = _mixed((banded * _FACTORS[3:]).sum(axis=2, dtype=np.uint64))
+    bands = _mixed((banded * _factors()[3:]).sum(axis=2, dtype=np.uint64))
     return Signatures(bands, filled.astype(np.uint8))
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    return (values ^ (values >> np.uint64(32))) * _FACTORS[2]
+    return (values ^ (values >> np.uint64(32))) * _factors()[2]
 
 
 def _smallest(text: str) -> np.ndarray:
-    """The smallest 32-bit hash of a text's windows in each bin, _NONE where a bin has none; (BINS,) uint64."""
-    kept = text.encode().translate(_LOWER, _DROPPED).ljust(WINDOW, b"\0")
+    """The smallest 32-bit hash of a text's windows in each bin, NONE where a bin has none; (BINS,) uint64."""
+    kept = text.encode().translate(*_translation()).ljust(WINDOW, b"\0")
     count = len(kept) - WINDOW + 1
     eight = np.ndarray((count + 8,), "<u8", kept, strides=(1,))  # the eight bytes from each place on
-    hashes = _mixed(eight[:count] * _FACTORS[0] + eight[8:] * _FACTORS[1])
+    hashes = _mixed(eight[:count] * _factors()[0] + eight[8:] * _factors()[1])
     begins = (np.frombuffer(kept, np.uint8, count) & 0xC0) != 0x80  # a window begins with a character
     if count > 2 * ENOUGH:
         begins &= hashes < np.uint64((ENOUGH << 64) // count)
     hashes = hashes[begins]
-    found = np.full(BINS, _NONE)
+    found = np.full(BINS, NONE, np.uint64)
     np.minimum.at(found, (hashes >> np.uint64(25) & np.uint64(BINS - 1)).astype(np.intp), hashes >> np.uint64(32))
     return found
 

@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,9 +25,19 @@ CHARACTERS = 50  # of which at least half are Han
 ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 SPLITS = ("test", "val", "dev", "eval")  # in the path of a file; a set without such files is read whole
 
-_WORDS_ONLY = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in bytes(range(256)).lower())
-_FACTORS = np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64) * np.uint64(2) + np.uint64(1)
 _MAP_BITS = 20
+
+
+@cache
+def _factors() -> np.ndarray:
+    """Odd numbers that hashes multiply with, uint64 (WORDS,)."""
+    return np.random.default_rng(1).integers(1, 1 << 63, WORDS, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+@cache
+def _words_only() -> bytes:
+    """Every byte in lower case, and a space for every ASCII character that is no letter or digit."""
+    return bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in bytes(range(256)).lower())
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,10 @@ def read_passages(folder: Path) -> Passages:
 
 def passages(text: str) -> np.ndarray:
     """The hashes of all passages of a text, uint64 (passages,). Case, spaces and ASCII punctuation do not count."""
-    words = np.fromiter(map(crc32, text.encode().translate(_WORDS_ONLY).split()), np.uint64)
+    words = np.fromiter(map(crc32, text.encode().translate(_words_only()).split()), np.uint64)
     count = max(len(words) - WORDS + 1, 0)
     english = np.zeros(count, np.uint64)
-    for number, factor in enumerate(_FACTORS):
+    for number, factor in enumerate(_factors()):
         english += words[number : number + count] * factor
     if text.isascii():
         return english
@@ -103,7 +113,7 @@ def _of_characters(text: str) -> np.ndarray:
     if count < 1:
         return np.zeros(0, np.uint64)
     # The hash of a window is that of its halves, so windows of 2, 4, ... characters lead to 50 = 32 + 16 + 2.
-    windows, size, powers = {1: points}, 1, {1: _FACTORS[:1]}
+    windows, size, powers = {1: points}, 1, {1: _factors()[:1]}
     while 2 * size <= CHARACTERS:
         half = windows[size]
         windows[2 * size] = half[: len(half) - size] * powers[size] + half[size:]
@@ -115,7 +125,7 @@ def _of_characters(text: str) -> np.ndarray:
             hashes = hashes * powers[part] + windows[part][at : at + count]
             at += part
     before = np.concatenate([[0], np.cumsum(han)])
-    return hashes[2 * (before[CHARACTERS:] - before[:count]) >= CHARACTERS] * _FACTORS[1]
+    return hashes[2 * (before[CHARACTERS:] - before[:count]) >= CHARACTERS] * _factors()[1]
 
 
 def _texts(path: Path) -> Iterator[str]:

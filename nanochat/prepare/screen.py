@@ -13,8 +13,6 @@ from nanochat.prepare.minhash import Signatures, signatures
 from nanochat.prepare.overlap import Passages, read_passages
 from nanochat.prepare.workers import Message, Say, serve
 
-NO_SIGNATURES = Signatures(np.zeros((0, 0), np.uint64), np.zeros((0, 0), np.uint8))
-
 
 def screen_shard(
     path: Path, out: Path, dedup: bool, against: Passages | None, advance: Callable[[int], None]
@@ -33,7 +31,7 @@ def screen_shard(
             hits += [(seen + number, one) for number, text in enumerate(texts) for one in against.sets_in(text)]
         seen += len(texts)
         advance(len(texts))
-    found = Signatures.joined(parts) if parts else NO_SIGNATURES
+    found = Signatures.joined(parts or [signatures([])])
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as temporary, open(temporary, "wb") as file:
         np.savez(file, bands=found.bands, bins=found.bins, hits=np.array(hits, np.int64).reshape(-1, 2), seen=seen)

@@ -104,5 +104,5 @@ def test_leaving_out_windows_of_long_texts_changes_no_full_bin(monkeypatch: pyte
     text = text_of(ENGLISH, 5, 5_000, " ")
     few = minhash._smallest(text)
     monkeypatch.setattr(minhash, "ENOUGH", 1 << 40)
-    full = few != minhash._NONE
+    full = few != minhash.NONE
     assert full.sum() >= BINS - 2 and (minhash._smallest(text) == few)[full].all()
