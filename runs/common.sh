@@ -39,3 +39,48 @@ launch() { # MODULE FLAGS...: run a module with one process on each device of th
         python -m "$1" "${@:2}"
     fi
 }
+
+stage() { # NAME COMMAND...: run a stage, count its costs, and stop the script if the stage was stopped or failed
+    local name=$1 code=0
+    shift
+    echo
+    echo "== $name"
+    interrupted=
+    trap 'interrupted=1' INT # on Ctrl-C a stage saves by itself and ends with code 0
+    python -m nanochat.runtime.cost "$name" -- "$@" || code=$?
+    trap - INT
+    if [ -n "$interrupted" ]; then
+        echo "stopped in the stage $name; type the same command again to resume" >&2
+        exit 130
+    elif [ $code -ne 0 ]; then
+        echo "the stage $name ended with code $code; when the cause is gone, type the same command again to resume" >&2
+        exit $code
+    fi
+}
+
+train() { # NAME MODULE FLAGS...: run a stage with one process on each device of this host
+    if [ "$devices" -gt 1 ]; then
+        stage "$1" python -m nanochat.runtime.launch --nproc_per_node="$devices" -m "$2" -- "${@:3}"
+    else
+        stage "$1" python -m "$2" "${@:3}"
+    fi
+}
+
+fetch() { # DATA SHARDS HOST: fetch every published corpus of a mixture, and make TinyWorld if it is part of it
+    local name
+    for name in ${1//,/ }; do
+        name=${name%%:*}
+        case $name in
+        tinyworld) stage "dataset $name" python -m nanochat.dataset --data tinyworld ;;
+        fineweb* | climbmix) stage "dataset $name" python -m nanochat.dataset --data "$name" -n "$2" --from "$3" ;;
+        esac
+    done
+}
+
+flag() { # NAME VALUE, as "$1" "${2-}": set the variable of a flag; 2 words are used up
+    if [ $# -lt 2 ] || [ -z "$2" ]; then
+        echo "error: --$1 needs a value; --help lists the flags" >&2
+        exit 2
+    fi
+    printf -v "$1" %s "$2"
+}

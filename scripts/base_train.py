@@ -10,6 +10,7 @@ import torch
 
 from nanochat import dataloader
 from nanochat.common import log
+from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
 from nanochat.gpt import GPT
@@ -78,7 +79,7 @@ def train(cfg: Config, compute: Compute) -> None:
     rows = dataloader.split_rows(corpus, tokenizer, "train", shape.sequence_len, cfg.seed)
     val_rows = dataloader.split_rows(corpus, tokenizer, "val", shape.sequence_len)
     read = steps * batch.rows_per_step
-    stage.facts = dataloader.mixture_table(corpus, rows, read)
+    stage.facts = dataloader.mixture_table(corpus, rows, read) | told_of_dropped(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
     warn_of_missing(corpus.name)
     for part in stage.facts.get("rows", []):

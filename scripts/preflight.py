@@ -12,8 +12,10 @@ import torch
 from nanochat import device
 from nanochat.checkpoint_manager.locate import STAGES
 from nanochat.common import UserError, base_dir, log, run, tr
+from nanochat.data.mixing import unweighted
 from nanochat.data.shards import shard_paths
-from nanochat.dataset import fineweb_urls
+from nanochat.data.sources.source import Source
+from nanochat.data.sources.table import SOURCES
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
@@ -24,17 +26,16 @@ from nanochat.train.meter import expected_seconds
 from tasks.common import carry_in
 from tasks.needs import answers, repos
 
-SHARD_BYTES = 100e6  # of a shard of FineWeb-Edu, and again of its tokens, which take two bytes each
-
 
 @dataclass(frozen=True)
 class Config:
     """What is going to be trained."""
 
     data: str = "tinyworld"
-    """Corpus to pretrain on, by name. Default: tinyworld, which needs no data from outside."""
+    """Corpus to pretrain on, by name, or a mixture. Default: tinyworld, which needs no data from outside."""
     shards: int = 0
-    """Training shards of FineWeb-Edu that the run downloads. Default: 0, for a corpus that is already here."""
+    """Training shards that the run downloads of each published corpus in --data.
+    Default: 0, for corpora that are already here."""
     depth: int = 20
     """Number of layers of the model."""
     model_dim: int | Auto = "auto"
@@ -47,6 +48,8 @@ class Config:
     """Number of tokens in the vocabulary."""
     tokens: float = 0
     """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
+    conversations: str | None = None
+    """The corpus whose conversations the later stages learn from, as their --data. Default: the corpus of --data."""
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""
@@ -63,16 +66,23 @@ def told(place: str) -> str:
     }[place]
 
 
+def published(cfg: Config) -> list[Source]:
+    """The published corpora that the run downloads."""
+    return [SOURCES[name] for name in unweighted(cfg.data).split(",") if cfg.shards and name in SOURCES]
+
+
 def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
     """Each set of data that the stages and evaluations read, and where this machine gets it; "" if it cannot."""
-    missing = cfg.shards + 1 - len(shard_paths(base_dir() / "base_data" / cfg.data))  # one more is for validation
-    if cfg.shards and missing > 0:
-        try:
-            place = "hub" if answers(fineweb_urls(1)[0]) else ""
-        except OSError:
-            place = ""
-        yield tr("FineWeb-Edu, {count} shards", count=missing), place
-    yield from repos(cfg.data).items()
+    for source in published(cfg):
+        here = shard_paths(base_dir() / "base_data" / source.name)
+        missing = cfg.shards + 1 - len(here)  # one more is for validation
+        if missing > 0:
+            try:
+                place = "hub" if answers(source.url(source.validation)) else ""
+            except OSError:
+                place = ""
+            yield tr("{corpus}, {count} shards", corpus=source.title, count=missing), place
+    yield from repos(cfg.conversations or cfg.data).items()
 
 
 def check(cfg: Config, compute: Compute) -> None:
@@ -90,8 +100,10 @@ def check(cfg: Config, compute: Compute) -> None:
     if cfg.shards and find_bundle() is None:
         log(tr("data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"))
 
+    # tokens take about as much as the shards: two bytes for four or five characters that are packed to half
+    shards = sum(2 * source.file_bytes * cfg.shards for source in published(cfg))
     # a stage writes one checkpoint more than it keeps, before it deletes the oldest
-    disk = len(STAGES) * (StageFlags.keep + 1) * sizes.SAVED_BYTES * counts["total"] + 2 * SHARD_BYTES * cfg.shards
+    disk = len(STAGES) * (StageFlags.keep + 1) * sizes.SAVED_BYTES * counts["total"] + shards
     free = shutil.disk_usage(base_dir()).free
     space = {"folder": base_dir(), "needed": amount(disk, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
@@ -106,9 +118,10 @@ def check(cfg: Config, compute: Compute) -> None:
 
     tokens = cfg.tokens or 12 * counts["scaling"]
     peak, _ = device.peak_flops(compute)
-    seconds = expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices)
-    log(tr("time    about {time} to train on {tokens:,.0f} tokens; sampling and evaluating come on top",
-           time=duration(seconds), tokens=tokens))  # fmt: skip
+    each = model.flops_per_token()
+    seconds = expected_seconds(tokens, each, peak * cfg.devices)
+    log(tr("time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
+           "come on top", time=duration(seconds), tokens=tokens, flops=tokens * each))  # fmt: skip
     if problems:
         raise UserError(advice(problems, [what for what, place in found.items() if not place]), exit_code=2)
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.conversation import Conversation, Message, Part, Task
-from nanochat.data.hub import endpoint, is_hub
+from nanochat.data.sources.hub import endpoint, is_hub
 from nanochat.data.shards import check_packing
 
 # File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell stays the text it is.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nanochat.common import rank, tr, warn
-from nanochat.data.hub import endpoint
+from nanochat.data.sources.hub import endpoint
 from tasks.common import Published, carry_in
 from tasks.mixtures import curriculum
 

@@ -10,11 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset
 from nanochat.common import UserError
 from nanochat.data.corpora import Corpus, corpora, resolve, shards
 from nanochat.data.download import Patience
-from nanochat.data.shards import texts
+from nanochat.data.shards import read_about, texts
+from nanochat.data.sources import folder as made_here
+from nanochat.data.sources.fetch import download
+from nanochat.data.sources.folder import quiet
+from nanochat.data.sources.table import SOURCES
 from nanochat.dataset import Config, import_folder, main, make_tinyworld
 
 
@@ -37,7 +40,7 @@ def own_files(folder: Path, count: int = 30) -> Path:
 def tinyworld(monkeypatch) -> types.SimpleNamespace:
     """A stand-in for TinyWorld, whose documents and version a test can change."""
     module = types.SimpleNamespace(documents=lambda: iter([f"fact {i}" for i in range(200)]), VERSION="1")
-    monkeypatch.setattr(dataset, "tinyworld", module)
+    monkeypatch.setattr(made_here, "tinyworld", module)
     return module
 
 
@@ -237,7 +240,7 @@ def test_only_missing_shards_are_fetched_and_fewer_never_removes(hub):
     assert {path for path, _ in hub.requests[asked:]} == {hub.requests[0][0].replace("00000", "00002")}
     main(Config(num_files=1))
     assert names(resolve("fineweb")) == [0, 1, 2, 1822]
-    assert dataset.read_about(resolve("fineweb").folder)["make"] == "python -m nanochat.dataset -n 3"
+    assert read_about(resolve("fineweb").folder)["make"] == "python -m nanochat.dataset -n 3"
 
 
 def test_an_incomplete_download_is_refused_until_it_is_resumed(hub):
@@ -254,7 +257,7 @@ def test_an_incomplete_download_is_refused_until_it_is_resumed(hub):
 def test_no_network_names_the_mirror_and_tinyworld(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError) as raised:
-        dataset.download_fineweb(2, patience=Patience(first_wait_seconds=0.01))
+        download(SOURCES["fineweb"], 2, quiet, patience=Patience(first_wait_seconds=0.01))
     assert corpora() == []
     for words in ("connection refused", "HF_ENDPOINT=https://hf-mirror.com", "--data tinyworld", "shard_00000"):
         assert words in str(raised.value)

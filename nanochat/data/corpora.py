@@ -1,14 +1,20 @@
 """Finds corpora by name: each corpus is a folder of parquet shards in the base folder, made by dataset.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from nanochat.common import UserError, base_dir, tr
+import numpy as np
+
+from nanochat.common import UserError, base_dir, sha256_of, tr
 from nanochat.data.shards import read_about, shard_paths
+from nanochat.data.sources.table import SOURCES
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
+
+DROPPED = "dropped"  # in corpus.json, and the folder with a list for each shard: the documents that are left out
 
 Split = Literal["train", "val"]
 
@@ -63,7 +69,8 @@ def resolve(data: str | None) -> Corpus:
             raise UserError(f"{data} was imported as {names}; choose one with --data {imported[0].name}", 2)
         raise UserError(tr("{data} is not imported yet. Import it with: {command}", data=data,
                            command=f"python -m nanochat.dataset --data {data}"), 2)  # fmt: skip
-    make = {"tinyworld": MAKE_TINYWORLD, "fineweb": MAKE_FINEWEB}.get(data, "python -m nanochat.dataset --data DIR")
+    make = "python -m nanochat.dataset --data DIR"
+    make = MAKE_TINYWORLD if data == "tinyworld" else SOURCES[data].make(8) if data in SOURCES else make
     have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
     raise UserError(tr("there is no corpus or folder {data!r}; {have}. Make it with: {make}", data=data, have=have,
                        make=make), exit_code=2)  # fmt: skip
@@ -90,3 +97,39 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
             exit_code=2,
         )
     return paths[-1:] if split == "val" else paths[:-1]
+
+
+def list_of_dropped(shard: Path) -> Path:
+    """The file with the numbers of the documents of a shard that are left out."""
+    return shard.parent / DROPPED / f"{shard.stem}.npy"
+
+
+def dropped_of(shard: Path) -> dict[str, Any]:
+    """What corpus.json says about the documents of a shard that are left out: how many, and the SHA-256 of their list.
+    {} if all are kept."""
+    known = read_about(shard.parent).get(DROPPED, {}).get("shards", {}).get(shard.name, {})
+    return known if known.get("documents") else {}
+
+
+def told_of_dropped(those: Sequence[Corpus]) -> dict[str, str]:
+    """For the report: how many documents of each corpus are left out, of those that leave out any."""
+    about = {corpus.name: read_about(corpus.folder).get(DROPPED, {}) for corpus in those}
+    return {
+        f"left out of {name}": f"{one['documents']:,} of {one['of']:,} documents ({one['documents'] / one['of']:.2%})"
+        for name, one in about.items()
+        if one.get("documents")
+    }
+
+
+def dropped_documents(shard: Path) -> frozenset[int]:
+    """The numbers of the documents of a shard that are left out, counted as `batches` gives them. UserError if their
+    list is damaged."""
+    known, path = dropped_of(shard), list_of_dropped(shard)
+    if not known:
+        return frozenset()
+    if not path.exists() or sha256_of(path) != known["sha256"]:
+        raise UserError(
+            f"{path}, the list of the documents that are left out, is {'damaged' if path.exists() else 'missing'}. "
+            f"Make it again with: {read_about(shard.parent)[DROPPED]['make']}"
+        )
+    return frozenset(np.load(path).tolist())

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import requests
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
-from nanochat.data.hub import HUB
+from nanochat.data.sources.hub import how_to_be_admitted
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
 RESERVE = 1 << 30  # bytes of the disk that stay free while a server sends a file without saying how large it is
@@ -28,16 +28,17 @@ SHA256 = re.compile(r'"?([0-9a-f]{64})"?$')
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch, and the path to save it to."""
+    """A file to fetch, the path to save it to, and its SHA-256 if it is known before."""
 
     url: str
     path: Path
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that was downloaded. `sha256` was promised by the server and has been checked; None if the server
-    promised nothing."""
+    """A file that was downloaded. `sha256` was known before or promised by the server and has been checked; None if
+    neither."""
 
     path: Path
     bytes: int
@@ -100,8 +101,9 @@ def fetch_all(
 
     A file under its final name counts as done. An incomplete file stays as `NAME.part`, and the next call resumes it.
     A file that the server gives no size for may fill the disk up to RESERVE; then nothing of it is kept.
-    `check` raises ValueError for the wrong content, such as a login page. `advance` gets counts of bytes as they
-    arrive, negative when a part is discarded. `say` gets a line for each retry. `hint` ends each error message.
+    `check` raises ValueError for the wrong content, such as a login page, and UserError if no attempt can help.
+    `advance` gets counts of bytes as they arrive, negative when a part is discarded. `say` gets a line for each retry.
+    `hint` ends each error message.
     UserError if a file cannot be fetched. Ctrl-C leaves the parts.
     """
     transfer = _Transfer(headers or {}, patience or Patience(), hint, check, advance, say)
@@ -236,13 +238,15 @@ def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
                 _note_etag(remote.path, response)
                 check_space(part.parent, (total or 0) - f.tell())
                 _receive(response, f, total, transfer)
-            promised = _promised_sha256(response)
+            promised = remote.sha256 or _promised_sha256(response)
         f.flush()
         os.fsync(f.fileno())
         if promised and sha256_of(part) != promised:
             raise _start_over(f, transfer, f"the downloaded file does not have the promised SHA-256 {promised}")
         try:
             transfer.check(part)
+        except UserError:  # no further attempt would help
+            raise
         except ValueError as problem:
             raise _start_over(f, transfer, str(problem)) from problem
         size = f.tell()
@@ -295,8 +299,8 @@ def _request(url: str, transfer: _Transfer, headers: dict[str, str]) -> requests
     response.close()
     if status in (408, 429) or status >= 500:
         raise _Retry(f"the server answered {status} {response.reason}", _retry_after(response))
-    token = f" If the data needs an account, set HF_TOKEN, which is sent only to {HUB}." if status in (401, 403) else ""
-    raise UserError(f"could not download {url}: the server answered {status} {response.reason}.{token} {transfer.hint}")
+    why = f"could not download {url}: the server answered {status} {response.reason}."
+    raise UserError(f"{why} {how_to_be_admitted(url) if status in (401, 403) else transfer.hint}".rstrip())
 
 
 # --- headers and notes ---------------------------------------------------------------------------

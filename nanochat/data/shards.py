@@ -348,16 +348,6 @@ def texts(paths: Iterable[Path]) -> Iterator[str]:
             yield from batch
 
 
-def check_parquet(path: Path) -> None:
-    """Raise ValueError if a file is not parquet with a text column; only its footer is read."""
-    try:
-        names = pq.read_schema(path).names
-    except (pa.ArrowException, OSError) as failure:
-        raise ValueError(f"the downloaded file is not parquet: {str(failure).splitlines()[0]}") from failure
-    if COLUMN not in names:
-        raise ValueError(f"the downloaded file has no column {COLUMN!r} but {', '.join(names)}")
-
-
 def check_sha256(path: Path) -> None:
     """Raise UserError if a shard does not have the SHA-256 in corpus.json. A shard without a SHA-256 there passes."""
     _check_size(path)

@@ -1,16 +1,20 @@
 """Tokenise a corpus ahead of training, or check its tokens. Without this command, training tokenises the corpus first.
 
+python -m nanochat.prepare --data NAME --dedup    # leave out near-duplicates, here and in training
+python -m nanochat.prepare --data NAME --dedup --check_against DIR --drop_contaminated
 python -m nanochat.prepare --data NAME
 python -m nanochat.prepare --data NAME --verify   # read every token file again and compare its SHA-256
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from nanochat.common import UserError, log, run
 from nanochat.data.mixing import resolve_data
+from nanochat.prepare.clean import clean, take_back
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.token_files import open_tokens
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
@@ -25,6 +29,16 @@ class Config:
     num_workers: Annotated[int | None, tyro.conf.arg(aliases=("-w",))] = None
     """How many processes to use, at most one per shard. Default: one per core, but fewer for a small corpus.
     Lower it if memory runs out."""
+    dedup: bool = False
+    """Leave out every document that nearly equals an earlier one, here and in training.
+    Documents of validation count as the earlier ones."""
+    check_against: str | None = None
+    """A folder with copies of evaluations, such as NANOCHAT_TASK_DIR names.
+    Counts the documents that hold a passage of an evaluation: 13 words, or 50 Chinese characters."""
+    drop_contaminated: bool = False
+    """Also leave out the documents that --check_against finds."""
+    all_documents: bool = False
+    """Take back what --dedup and --drop_contaminated left out earlier."""
     verify: bool = False
     """Also read every token file again and compare its SHA-256 with the recorded one."""
 
@@ -33,9 +47,19 @@ def main(cfg: Config) -> None:
     """Tokenise or check both splits of each corpus."""
     if cfg.num_workers is not None and cfg.num_workers < 1:
         raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
+    if cfg.drop_contaminated and cfg.check_against is None:
+        raise UserError("--drop_contaminated needs --check_against DIR, which says what to look for", exit_code=2)
+    cleans = cfg.dedup or cfg.check_against is not None
+    if cfg.all_documents and cleans:
+        raise UserError("--all_documents keeps every document, so it goes without --dedup and --check_against", 2)
     data = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(data.vocabulary))
     for corpus in data.corpora:
+        if cleans:
+            folder = Path(cfg.check_against) if cfg.check_against else None
+            clean(corpus, cfg.dedup, folder, cfg.drop_contaminated, cfg.num_workers)
+        elif cfg.all_documents:
+            take_back(corpus)
         for split in ("train", "val"):
             tokens = prepare_documents(corpus, tokenizer, split, cfg.num_workers)
             if cfg.verify:

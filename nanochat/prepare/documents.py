@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.common import read_json, warn, write_json
-from nanochat.data.corpora import Corpus, shards
+from nanochat.data.corpora import DROPPED, Corpus, dropped_of, shards
 from nanochat.data.shards import count_rows, read_about
 from nanochat.prepare import tokenise
 from nanochat.prepare.token_files import FORMAT, META, TokenSet, dtype_for, is_there, locked, open_tokens, read_meta
-from nanochat.prepare.workers import work
+from nanochat.prepare.workers import processes_for, work
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer, cores
-
-MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
-BYTES_THAT_PAY = 8_000_000  # of shards; a process with less to do takes longer to start than to tokenise
 
 
 def prepare_documents(
@@ -32,7 +29,17 @@ def prepare_documents(
     folder = (corpus.folder / f"tokens-{tokenizer.hash[:8]}" / split).absolute()
     paths = [path.absolute() for path in shards(corpus, split)]
     known = read_about(corpus.folder).get("shards", {})
-    sources = [{"bytes": path.stat().st_size, "sha256": known.get(path.name, {}).get("sha256")} for path in paths]
+    sources = [
+        {"bytes": path.stat().st_size, "sha256": known.get(path.name, {}).get("sha256")}
+        | ({"dropped": dropped["sha256"]} if (dropped := dropped_of(path)) else {})
+        for path in paths
+    ]
+    screened = read_about(corpus.folder).get(DROPPED)
+    if screened and (fresh := [path.name for path in paths if path.name not in screened["shards"]]):
+        warn(
+            f"{len(fresh)} shards of {corpus.name} came after its documents were screened, the first is {fresh[0]}: "
+            f"all of their documents are kept. Screen them too: {screened['make']}"
+        )
     wanted = {path.stem: source for path, source in zip(paths, sources, strict=True)}
 
     def is_done() -> bool:
@@ -98,9 +105,7 @@ def _tokenised(
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
     """Yield the description of each part when it is finished, in any order."""
-    if processes is None:
-        processes = min(cores(), MOST_PROCESSES, sum(source["bytes"] for _, source in shards) // BYTES_THAT_PAY)
-    processes = min(processes, len(shards))
+    processes = processes_for(sum(source["bytes"] for _, source in shards), len(shards), processes)
     if processes < 2:
         for path, source in shards:
             yield tokenise.tokenise_shard(path, folder, source, tokenizer, None, progress.advance)

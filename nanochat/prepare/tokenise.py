@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanochat.data.corpora import dropped_documents
 from nanochat.data.shards import batches, check_sha256
 from nanochat.prepare.token_files import dtype_for, token_writer
 from nanochat.prepare.workers import Message, Say, serve
@@ -18,7 +19,8 @@ def tokenise_shard(
     threads: int | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Check a shard, write its tokens into a folder and return their description.
+    """Check a shard, write its tokens into a folder and return their description. Documents that clean.py left out
+    are skipped.
 
     `advance` is called with the number of documents after every batch. UserError if the shard is damaged; then no
     token file appears.
@@ -26,8 +28,11 @@ def tokenise_shard(
     check_sha256(path)
     token_bytes = tokenizer.token_bytes()
     with token_writer(folder, path.stem, dtype_for(tokenizer.vocab_size), masked=False) as writer:
+        dropped, seen = dropped_documents(path), 0
         for texts in batches(path):
-            writer.add(*tokenizer.encode_joined(texts, threads), token_bytes)
+            kept = [text for number, text in enumerate(texts, seen) if number not in dropped] if dropped else texts
+            writer.add(*tokenizer.encode_joined(kept, threads), token_bytes)
+            seen += len(texts)
             advance(len(texts))
         return writer.finish(source)
 

@@ -15,13 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError
+from nanochat.tokenizer import cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+MOST_PROCESSES = 32  # by default, since each process holds a few hundred MB
+BYTES_THAT_PAY = 8_000_000  # of shards; a process with less to do takes longer to start than to read them
 Message = dict[str, Any]
 Say = Callable[[Message], None]
 
 
 # --- the parent ------------------------------------------------------------------------------------
+
+
+def processes_for(size: int, tasks: int, asked: int | None) -> int:
+    """How many processes to use for tasks that read `size` bytes of shards: what was asked for, or as many as save
+    time; at most one for each task."""
+    return min(asked or min(cores(), MOST_PROCESSES, size // BYTES_THAT_PAY), tasks)
 
 
 def work(

@@ -13,7 +13,7 @@ from nanochat.common import UserError, base_dir
 from nanochat.data.conversation import Conversation, assistant, chat, user
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.shards import shard_paths, texts, write_shards
-from nanochat.prepare import documents, tokenise
+from nanochat.prepare import documents, tokenise, workers
 from nanochat.prepare.__main__ import Config, main
 from nanochat.prepare.conversations import prepare_conversations
 from nanochat.prepare.documents import prepare_documents
@@ -97,14 +97,14 @@ def test_processes_make_the_same_files_as_one(capsys):
 def test_only_shards_that_are_worth_it_get_a_process(monkeypatch):
     corpus, asked = make_corpus(), []
     monkeypatch.setattr(documents, "work", lambda *given, **_: (asked.append(given[3]), (yield from ()))[0])
-    monkeypatch.setattr(documents, "cores", lambda: 2)
+    monkeypatch.setattr(workers, "cores", lambda: 2)
     tokens = prepare_documents(corpus, TOKENIZER, "train")
     assert not asked  # the shards are small
     size = sum(part["source"]["bytes"] for part in tokens.meta["parts"])
     shutil.rmtree(tokens.folder)
     for pay, expected in ((size // 3, 2), (size // 2 + 1, None), (1, 2)):
         asked.clear()
-        monkeypatch.setattr(documents, "BYTES_THAT_PAY", pay)
+        monkeypatch.setattr(workers, "BYTES_THAT_PAY", pay)
         if expected is None:
             prepare_documents(corpus, TOKENIZER, "train")
             assert not asked

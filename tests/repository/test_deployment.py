@@ -77,6 +77,67 @@ def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -
     assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model in training"
 
 
+CPU = {"FAKE_DEVICE": "cpu", "FAKE_CARDS": "1", "NANOCHAT_DEVICE": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "corpora"),
+    [
+        ("chinese.sh", [], ["fineweb-zh -n 16 --from hub", "fineweb -n 16 --from hub"]),
+        (
+            "chinese.sh",
+            [
+                "--data=fineweb-zh-v2.1:1,climbmix:2,mine:1",
+                "--shards",
+                "4",
+                "--from=modelscope",
+                "--mix",
+                "chats.jsonl",
+            ],
+            ["fineweb-zh-v2.1 -n 4 --from modelscope", "climbmix -n 4 --from modelscope"],
+        ),
+        ("chinese.sh", ["--preset", "tiny"], ["tinyworld"]),
+        ("runcpu.sh", [], ["fineweb -n 1 --from hub", "tinyworld"]),
+        ("runcpu.sh", ["--preset=tiny"], ["tinyworld"]),
+    ],
+)
+def test_the_recipes_run_every_stage_with_flags_that_exist(
+    clone: Clone, script: str, flags: list[str], corpora: list[str]
+) -> None:
+    for environment in (CPU, {}):
+        code, lines, errors = clone.run(script, *flags, **environment)
+        assert code == 0, errors
+        said = [
+            re.sub("^python -m nanochat.runtime.cost .*? -- ", "", line) for line in lines if line.startswith("pyth")
+        ]
+        assert [why for line in said if (why := problem(shlex.split(line)))] == []
+        fetched = [line.partition("--data ")[2] for line in said if "nanochat.dataset" in line]
+        assert fetched == corpora
+        modules = [line.partition("scripts.")[2].split()[0] for line in said if "scripts." in line]
+        assert modules[0] == "preflight" and modules[1] == "tok_train" and "chat_sft" in modules
+        data = next(line for line in said if "tok_train" in line).split()[4]
+        assert all(f"--data {data} " in line for line in said if "preflight" in line or "base_train" in line)
+
+
+@pytest.mark.parametrize("script", ["chinese.sh", "runcpu.sh"])
+def test_a_recipe_says_what_it_needs_before_it_starts(clone: Clone, script: str) -> None:
+    code, lines, _ = clone.run(script, "--plan", **CPU)
+    assert code == 0 and "scripts.preflight" in lines[-1]
+    for flags in (["--plans"], ["--preset", "none"], ["--data"], ["--data="]):
+        code, lines, errors = clone.run(script, *flags, **CPU)
+        assert (code, lines) == (2, []) and errors.startswith("error: ")
+    code, lines, _ = clone.run(script, "--help")
+    assert code == 0 and f"bash runs/{script}" in "\n".join(lines)
+
+
+def test_a_recipe_stops_at_the_stage_that_failed_and_says_how_to_resume(clone: Clone) -> None:
+    stub = PYTHON.replace('echo "${0##*/} $*"', 'case "$*" in *tok_train*) exit 3 ;; esac; echo "${0##*/} $*"')
+    (clone.stubs / "python").write_text(stub)
+    code, lines, errors = clone.run("chinese.sh", "--preset", "tiny", **CPU)
+    assert code == 3 and lines[-1] == "== tok_train"
+    assert "the stage tok_train ended with code 3" in errors and "type the same command again to resume" in errors
+
+
 def test_a_script_passes_its_flags_on_but_not_to_set_up(clone: Clone) -> None:
     _, lines, _ = clone.run("train_with_fineweb.sh", "--num_iterations=10000", NPROC_PER_NODE="1")
     assert lines[0] == "setup_ascend []"

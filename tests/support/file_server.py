@@ -12,7 +12,10 @@ SHA = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves CONTENT under every name; `faults` says what goes wrong with each request in turn."""
+    """Serves the body in `files` under its path, CONTENT under every other path.
+
+    `faults` says what goes wrong with each request in turn.
+    """
 
     server: "Server"
 
@@ -30,8 +33,11 @@ class Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 self.server.active -= 1
 
-    def whole(self, body: bytes = CONTENT, ranges: bool = True, etag: str = '"one"', upto: int | None = None) -> None:
+    def whole(
+        self, body: bytes | None = None, ranges: bool = True, etag: str = '"one"', upto: int | None = None
+    ) -> None:
         """Send the file or the range that was asked for, but only `upto` bytes."""
+        body = self.server.files.get(self.path, CONTENT) if body is None else body
         asked = self.headers.get("Range")
         matches = self.headers.get("If-Range", etag) == etag
         if asked and ranges and matches:
@@ -61,6 +67,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults: list[Callable[[Handler], None] | None] = []
+        self.files: dict[str, bytes] = {}
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.lock = threading.Lock()
         self.active = self.most_active = 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanochat.data.hub import hub_headers, is_hub
+from nanochat.data.sources.hub import hub_headers, is_hub
 
 
 @pytest.mark.parametrize(

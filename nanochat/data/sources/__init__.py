@@ -1,0 +1,1 @@
+"""Where documents come from: published corpora, lists of addresses and your own files, one file for each."""

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Trains a small model on the CPU of a laptop, on pages of FineWeb-Edu and on TinyWorld, which teaches the form of a chat.
+#   bash runs/runcpu.sh                                          4 layers of 256 channels, 12 million tokens
+#   bash runs/runcpu.sh --data fineweb-zh:0.5,tinyworld:0.5      Chinese pages instead
+#   bash runs/runcpu.sh --steps 4000                             longer: 8,192 tokens a step
+#   bash runs/runcpu.sh --plan                                   only says what the run needs
+#   bash runs/runcpu.sh --preset tiny                            every stage in minutes, on TinyWorld, to see that it works
+# Typed again after a stop, it resumes. For TinyWorld alone, type bash speedrun.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source runs/common.sh
+
+preset=full data=fineweb:0.5,tinyworld:0.5 steps=1500 shards=1 from=hub plan=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --preset | --data | --steps | --shards | --from) flag "${1#--}" "${2-}" && shift 2 ;;
+    --plan) plan=yes && shift ;;
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+    *)
+        echo "error: runs/runcpu.sh takes --preset full|tiny, --data, --steps, --shards, --from and --plan, got $1" >&2
+        exit 2
+        ;;
+    esac
+done
+if ! [[ $steps =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: --steps must be a number above 0, got $steps" >&2
+    exit 2
+fi
+tag=cpu vocabulary=8192 batch=8192 few=()
+size=(--depth=4 --model_dim=256 --head_dim=64 --max_seq_len=512)
+sft=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
+case $preset in
+full) ;;
+tiny)
+    data=tinyworld shards=0 tag=cpu-tiny vocabulary=1024 batch=2048 steps=20
+    size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
+    few=(--no_compile)
+    sft=(--target_examples_per_step=8 --num_iterations=10)
+    ;;
+*)
+    echo "error: --preset must be full or tiny, got $preset" >&2
+    exit 2
+    ;;
+esac
+
+export NANOCHAT_DEVICE=cpu
+prepare
+devices=1 # so small a model gains nothing from more processes
+cores=$(nproc 2>/dev/null || echo 2)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))}
+echo
+echo "== what the run needs: $data, files in $base"
+python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
+    --tokens $((steps * batch)) --conversations tinyworld
+if [ -n "$plan" ]; then exit 0; fi
+
+fetch "$data" "$shards" "$from"
+stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"
+train base_train scripts.base_train --data "$data" --model_tag $tag "${size[@]}" --window_pattern=L \
+    --total_batch_size=$batch --num_iterations="$steps" "${few[@]}"
+train base_loss scripts.base_loss --model_tag $tag --once
+train chat_sft scripts.chat_sft --source base --model_tag $tag --data tinyworld "${sft[@]}" "${few[@]}"
+python -m nanochat.report generate
+python -m nanochat.report show
+echo "Chat with it / 和它聊天：  source .venv/bin/activate && python -m scripts.chat_cli"

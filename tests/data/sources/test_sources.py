@@ -1,0 +1,228 @@
+"""Published corpora: their addresses, and downloads of files in their schemas from a server that misbehaves."""
+
+import hashlib
+import io
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.corpora import Corpus, resolve, shards
+from nanochat.data.download import Patience
+from nanochat.data.shards import read_about, texts
+from nanochat.data.sources.fetch import download
+from nanochat.data.sources.folder import quiet
+from nanochat.data.sources.hub import Host
+from nanochat.data.sources.source import Source
+from nanochat.data.sources.table import SOURCES
+from nanochat.dataset import Config, main
+from tests.support.file_server import Handler, Server, stall, status, truncate
+
+QUICK = Patience(attempts=3, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+TYPES = {"text": pa.string(), "score": pa.float64(), "source": pa.string()}
+ALL = list(SOURCES.values())
+Usage = namedtuple("Usage", "total used free")
+
+
+def published(source: Source, number: int, documents: int = 20) -> bytes:
+    """A small file in the schema that a source publishes."""
+    values = {
+        "text": [f"{source.name} file {number} document {i} 教育" for i in range(documents)],
+        "score": [0.8] * documents,
+        "source": ["CCI3"] * documents,
+    }
+    table = pa.table({name: pa.array(values[name], TYPES[name]) for name in source.columns})
+    body = io.BytesIO()
+    pq.write_table(table, body)
+    return body.getvalue()
+
+
+def path_of(server: Server, source: Source, number: int, host: Host = "hub") -> str:
+    return source.url(number, host).removeprefix(server.url)
+
+
+def serve(server: Server, source: Source, count: int, host: Host = "hub") -> None:
+    for number in source.numbers(count):
+        server.files[path_of(server, source, number, host)] = published(source, number)
+
+
+def fetch(source: Source, count: int, host: Host = "hub") -> Corpus:
+    return download(source, count, quiet, host, parallel=1, patience=QUICK)
+
+
+@pytest.mark.parametrize("source", ALL, ids=list(SOURCES))
+def test_a_source_becomes_a_corpus_with_its_held_out_file_last(server: Server, source: Source) -> None:
+    serve(server, source, 2)
+    corpus = fetch(source, 2)
+    assert resolve(source.name) == corpus
+    train, val = (list(texts(shards(corpus, split))) for split in ("train", "val"))
+    first, second, held_out = source.numbers(2)
+    assert [train[0], train[20], val[0]] == [
+        f"{source.name} file {number} document 0 教育" for number in (first, second, held_out)
+    ]
+    about = read_about(corpus.folder)
+    for number in source.numbers(2):
+        body = server.files[path_of(server, source, number)]
+        known = {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}  # although the server promised nothing
+        assert about["shards"][source.shard(number)] == known
+    assert about["make"] == source.make(2)
+    main(Config(data=source.name, verify=True))
+
+
+def test_the_addresses_are_those_that_the_hosts_use() -> None:
+    assert SOURCES["climbmix"].url(0) == (
+        "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main/shard_00000.parquet"
+    )
+    assert SOURCES["fineweb-zh-v2.1"].url(45, "modelscope") == (
+        "https://modelscope.cn/datasets/opencsg/Fineweb-Edu-Chinese-V2.1/resolve/master/4_5/000045.parquet"
+    )
+    assert [SOURCES[name].validation for name in ("fineweb", "climbmix", "fineweb-zh")] == [1822, 6542, 0]
+    assert len(SOURCES["climbmix"].numbers(-1)) == 6543
+
+
+def test_modelscope_serves_the_sets_that_are_there(server: Server) -> None:
+    source = SOURCES["fineweb-zh-v2.2"]
+    serve(server, source, 1, "modelscope")
+    corpus = fetch(source, 1, "modelscope")
+    assert {path.partition("/resolve/")[0] for path, _ in server.requests} == {
+        "/ms/datasets/opencsg/Fineweb-Edu-Chinese-V2.2"
+    }
+    assert read_about(corpus.folder)["make"].endswith("--data fineweb-zh-v2.2 -n 1 --from modelscope")
+    with pytest.raises(UserError, match="no copy of ClimbMix on ModelScope is known") as raised:
+        main(Config(data="climbmix", num_files=1, host="modelscope"))
+    assert raised.value.exit_code == 2
+
+
+def test_addresses_for_another_machine_name_the_shards(capsys: pytest.CaptureFixture[str], base: Path) -> None:
+    main(Config(data="fineweb-zh-v2.1", num_files=1, list_urls=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("/4_5/000001.parquet") and lines[1] == "  out=shard_00001.parquet"
+    assert lines[2].endswith("/4_5/000000.parquet") and lines[3] == "  out=shard_99999.parquet"
+    main(Config(data="climbmix", num_files=1, list_urls=True))
+    assert [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "shard_00000.parquet",
+        "shard_06542.parquet",
+    ]
+    assert not (base / "base_data").exists()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_all_files_of_a_set_that_nobody_counted_are_refused(count: int) -> None:
+    with pytest.raises(UserError, match="nobody has counted its files; got"):
+        SOURCES["fineweb-zh"].numbers(count)
+
+
+def test_a_server_that_breaks_off_stalls_ignores_ranges_and_is_busy_still_gives_every_byte(server: Server) -> None:
+    source = SOURCES["fineweb"]
+    bodies = {number: published(source, number, 40_000) for number in source.numbers(1)}
+    server.files = {path_of(server, source, number): body for number, body in bodies.items()}
+
+    def half(handler: Handler) -> None:
+        handler.whole(upto=20_000)
+
+    def no_ranges(handler: Handler) -> None:
+        handler.whole(ranges=False)
+
+    server.faults = [None, half, stall, status(429, {"Retry-After": "0"}), no_ranges, truncate, status(503), None]
+    corpus = fetch(source, 1)
+    for number, body in bodies.items():
+        assert (corpus.folder / source.shard(number)).read_bytes() == body
+
+
+def test_a_redirect_is_followed_and_its_promised_hash_is_kept(server: Server) -> None:
+    source = SOURCES["fineweb"]
+    serve(server, source, 1)
+    promised = {path: hashlib.sha256(body).hexdigest() for path, body in server.files.items()}
+    server.files |= {f"/cdn{path}": body for path, body in server.files.items()}
+
+    def redirect(handler: Handler) -> None:
+        headers = {"Location": f"/cdn{handler.path}", "X-Linked-ETag": f'"{promised[handler.path]}"'}
+        handler.answer(302, b"", headers)
+
+    server.faults = [redirect, None] * 3  # of the size, and of two files
+    fetch(source, 1)
+    assert [path.startswith("/cdn") for path, _ in server.requests] == [False, True] * 3
+
+
+def test_a_file_with_another_hash_than_promised_is_never_kept(server: Server, base: Path) -> None:
+    source = SOURCES["fineweb"]
+    serve(server, source, 1)
+
+    def lie(handler: Handler) -> None:
+        body = server.files[handler.path]
+        handler.answer(200, body, {"X-Linked-ETag": '"' + "0" * 64 + '"'})
+
+    server.faults = [lie] * 4
+    with pytest.raises(UserError, match="does not have the promised SHA-256 0000"):
+        fetch(source, 1)
+    assert not list((base / "base_data" / source.name).glob("*.parquet"))
+
+
+def test_a_shard_that_is_fetched_again_must_be_the_one_of_the_manifest(server: Server) -> None:
+    source = SOURCES["climbmix"]
+    serve(server, source, 1)
+    corpus = fetch(source, 1)
+    (corpus.folder / source.shard(0)).unlink()
+    right = server.files[path_of(server, source, 0)]
+    server.files[path_of(server, source, 0)] = published(source, 0, 21)
+    with pytest.raises(UserError, match=f"promised SHA-256 {hashlib.sha256(right).hexdigest()}"):
+        fetch(source, 1)
+    server.files[path_of(server, source, 0)] = right
+    assert (fetch(source, 1).folder / source.shard(0)).read_bytes() == right
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        (pa.table({"content": ["x"], "score": [1.0], "source": ["a"]}), "content (string), score (double)"),
+        (pa.table({"text": ["x"]}), "text (string)"),
+        (pa.table({"text": [b"x"], "score": [1.0], "source": ["a"]}), "text (binary)"),
+    ],
+)
+def test_a_changed_schema_is_refused_in_one_line_and_without_retries(
+    server: Server, table: pa.Table, found: str
+) -> None:
+    source = SOURCES["fineweb-zh-v2.1"]
+    body = io.BytesIO()
+    pq.write_table(table, body)
+    server.files = {path_of(server, source, number): body.getvalue() for number in source.numbers(1)}
+    with pytest.raises(UserError) as raised:
+        fetch(source, 1)
+    said = str(raised.value)
+    assert f"has the columns {found}" in said and "must have text, score, source" in said and "\n" not in said
+    assert len(server.requests) == 2  # the size, and one file once
+
+
+def test_a_parquet_file_that_was_cut_at_the_publisher_is_refused_in_one_line(server: Server) -> None:
+    source = SOURCES["climbmix"]
+    serve(server, source, 1)
+    for path, body in server.files.items():
+        server.files[path] = body[:-30]
+    with pytest.raises(UserError, match=r"the downloaded file is not parquet: .* \(3 attempts\)") as raised:
+        fetch(source, 1)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_gated_set_names_its_terms_and_the_token(server: Server, code: int) -> None:
+    server.faults = [status(code)] * 2
+    with pytest.raises(UserError) as raised:
+        fetch(SOURCES["fineweb-zh-v2.2"], 1)
+    page = "https://huggingface.co/datasets/opencsg/Fineweb-Edu-Chinese-V2.2"
+    assert f"accept its terms on {page}, and set HF_TOKEN" in str(raised.value)
+    with pytest.raises(UserError, match="needs an account of ModelScope: accept its terms on http://127"):
+        fetch(SOURCES["fineweb-zh-v2.2"], 1, "modelscope")
+
+
+def test_the_disk_is_checked_for_all_files_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SOURCES["fineweb"]
+    serve(server, source, 3)
+    one = len(published(source, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2 * one))  # enough for each file alone
+    with pytest.raises(UserError, match="the download needs about"):
+        fetch(source, 3)
+    assert len(server.requests) == 1

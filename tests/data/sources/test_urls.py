@@ -1,0 +1,89 @@
+"""Lists of addresses: fetched, checked, imported, and refused line by line."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.corpora import Corpus, shards
+from nanochat.data.download import Patience
+from nanochat.data.shards import read_about, texts
+from nanochat.data.sources.folder import quiet
+from nanochat.data.sources.urls import download_urls, read_list
+from nanochat.dataset import Config, main
+from tests.support.file_server import Server, status
+
+QUICK = Patience(attempts=3, stall_seconds=0.3, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+
+
+def lines(*documents: str) -> bytes:
+    return "".join(json.dumps({"body": text}) + "\n" for text in documents).encode()
+
+
+def everything(corpus: Corpus) -> set[str]:
+    return set(texts(shards(corpus, "train"))) | set(texts(shards(corpus, "val")))
+
+
+@pytest.fixture
+def listed(server: Server, tmp_path: Path) -> Path:
+    """A list of two addresses with one file name, the second with its SHA-256."""
+    server.files = {"/a/x.jsonl": lines("one", "two", "three"), "/b/x.jsonl?v=2": lines("four", "five")}
+    digest = hashlib.sha256(server.files["/b/x.jsonl?v=2"]).hexdigest()
+    path = tmp_path / "pages.txt"
+    path.write_text(f"# from a friend\n{server.url}/a/x.jsonl\n\n{server.url}/b/x.jsonl?v=2 {digest}\n")
+    return path
+
+
+def fetch(path: Path) -> Corpus:
+    return download_urls(path, None, "body", quiet, patience=QUICK)
+
+
+def test_every_file_of_a_list_is_in_the_corpus_and_fetched_once(server: Server, listed: Path) -> None:
+    corpus = fetch(listed)
+    assert corpus.name == "pages" and everything(corpus) == {"one", "two", "three", "four", "five"}
+    asked = len(server.requests)
+    fetch(listed)
+    assert len(server.requests) == asked
+    server.files["/c.jsonl"] = lines("six")
+    listed.write_text(listed.read_text() + f"{server.url}/c.jsonl\n")
+    assert "six" in everything(fetch(listed))
+    assert {path for path, _ in server.requests[asked:]} == {"/c.jsonl"}
+    assert f"--urls {listed}" in read_about(corpus.folder)["make"]
+
+
+def test_a_shorter_list_makes_a_smaller_corpus(server: Server, listed: Path) -> None:
+    fetch(listed)
+    listed.write_text(f"{server.url}/a/x.jsonl\n")
+    assert everything(fetch(listed)) == {"one", "two", "three"}
+
+
+def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Path) -> None:
+    server.files["/b/x.jsonl?v=2"] = lines("changed")
+    with pytest.raises(UserError, match="does not have the promised SHA-256"):
+        fetch(listed)
+    server.faults = [status(404)]
+    with pytest.raises(UserError, match="the server answered 404"):
+        fetch(listed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ftp://a/x.parquet", "x.parquet", "http://a/x.zip", "http://a/x.txt short", "http://a/.txt", "http://a/x.txt a b"],
+)
+def test_a_line_that_is_no_address_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "list"
+    path.write_text(f"http://a/good.txt\n{line}\n")
+    with pytest.raises(UserError, match=r"list line 2 must be the address of a \.parquet") as raised:
+        read_list(path, tmp_path)
+    assert raised.value.exit_code == 2
+
+
+def test_an_empty_or_missing_list_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nothing\n")
+    for name, why in (("empty", "names no address"), ("nowhere", "cannot be read")):
+        with pytest.raises(UserError, match=why):
+            main(Config(urls=str(tmp_path / name)))
+    with pytest.raises(UserError, match="goes without --data and -n"):
+        main(Config(urls="x", num_files=3))
