@@ -38,7 +38,7 @@ class Vocabulary(nn.Module):
         each: bool = False,
     ) -> Tensor:
         """The rows (..., C) of token ids. Of activations: fp32 logits (..., V); with targets the weighted sum of
-        losses, or with `each` the loss of every token, (...), without gradient."""
+        losses, or with `each` the loss of every token, (...)."""
         if not input.is_floating_point():
             return F.embedding(input, self.weight)
         if targets is None:
