@@ -157,6 +157,29 @@ class PackedRows(Rows):
             at += length + 1
 
 
+class PairRows(PackedRows):
+    """Rows of whole pairs: a preferred answer, then the other one, each with its prompt, as documents 2n and 2n + 1 of
+    the row. Targets are counted in pairs. `references` holds what a reference model says of the pairs of the plan, in
+    their order, float32 (pairs, 2)."""
+
+    extras = ("documents", "references")
+
+    def __init__(self, token_set: TokenSet, plan: Plan, bos: int, seed: int | None, masked: bool):
+        super().__init__(token_set, plan, bos, seed, masked)
+        self._targets = np.diff(self._first) // 2
+        self.folder, self.pair_starts = token_set.folder, self._first // 2
+        self.references = np.zeros((int(self.pair_starts[-1]), 2), np.float32)
+
+    def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """(inputs, targets, documents, references) of the given rows of the plan: three times int64 (B, T), and float32
+        (B, P, 2), where P is the largest number of pairs in a row."""
+        starts, counts = self.pair_starts[plan_rows], self._targets[plan_rows]
+        references = torch.zeros(len(plan_rows), int(counts.max(initial=0)), 2)
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            references[b, :count] = torch.from_numpy(self.references[start : start + count])
+        return *super().batch(plan_rows), references
+
+
 class MixedRows:
     """Several sets of rows as one endless sequence: of every sum(shares) rows, shares[k] come from set k.
 
@@ -313,17 +336,18 @@ def conversation_rows(
     seed: int | None,
     masked: bool,
     too_long: TooLong | None = None,
+    pairs: bool = False,
 ) -> Rows:
     """Rows of `length` tokens made of whole conversations; Rows describes `seed` and `masked`. With `too_long`, which
-    plan() describes, they are PackedRows.
+    plan() describes, they are PackedRows, and with `pairs` PairRows.
 
     The tokens are kept in `chat_data/<name>`. `key` names the content: `conversations` is called only if there are no
     tokens with this key.
     """
     folder = base_dir() / "chat_data" / name
     token_set = prepare_conversations(folder, _Lazy(conversations), tokenizer, key)
-    kind = PackedRows if too_long else Rows
-    return kind(token_set, plan(token_set, length + 1, False, too_long), tokenizer.bos, seed, masked)
+    kind = PairRows if pairs else PackedRows if too_long else Rows
+    return kind(token_set, plan(token_set, length + 1, False, too_long, pairs), tokenizer.bos, seed, masked)
 
 
 class ConversationSplits(Protocol):
@@ -339,12 +363,12 @@ class ConversationSplits(Protocol):
 
 def chat_rows(
     stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, length: int, seed: int, masked: bool,
-    too_long: TooLong | None = None,
+    too_long: TooLong | None = None, pairs: bool = False,
 ) -> tuple[Rows, Rows]:  # fmt: skip
     """The rows of a stage's conversations to train on and to validate on; see conversation_rows()."""
     parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))
     train, val = (
-        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked, too_long)
+        conversation_rows(name, part, conversations.key, tokenizer, length, seed, masked, too_long, pairs)
         for name, part in parts
     )
     return train, val

@@ -102,7 +102,7 @@ class Head(Linear):
         each: bool = False,
     ) -> Tensor:
         """Softcapped fp32 logits (..., V). With targets: the weighted sum of losses, or with `each` the loss of every
-        token, (...), without gradient."""
+        token, (...)."""
         if targets is None:
             return loss.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
@@ -349,7 +349,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss (...) in nats of every target (...), from normed activations (..., C), without gradient."""
+        """The loss (...) in nats of every target (...), from normed activations (..., C)."""
         return self.lm_head(x, targets, each=True)
 
     def forward(
@@ -359,7 +359,7 @@ class GPT(nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
     ) -> Tensor:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
         x = self.hidden(idx)
         if targets is None or reduction == "none":
             return self.lm_head(x, targets, each=True)

@@ -233,10 +233,12 @@ class Tokenizer:
         """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write.
 
         The assistant is trained to write its words, its tool calls with both marks, and the end mark. It is not
-        trained to write its start mark, which the program adds, or the output of a tool. UserError if the turns are
-        not in order.
+        trained to write its start mark, which the program adds, the output of a tool, or the turns that are given.
+        UserError if the turns are not in order.
         """
         ids, mask = [self.bos], [0]
+        turns = _turns(conversation)
+        given = conversation.given - (len(conversation.messages) - len(turns))
 
         def add(tokens: Sequence[int], trained: int) -> None:
             ids.extend(tokens)
@@ -245,19 +247,20 @@ class Tokenizer:
         def around(kind: str, text: str) -> list[int]:
             return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
 
-        for message in _turns(conversation):
+        for n, message in enumerate(turns):
             if message.role == "user":
                 add(around("user", message.text), 0)
                 continue
+            trained = int(n >= given)
             add([self.special("assistant_start")], 0)
             for part in message.parts:
                 if part.kind == "text":
-                    add(self.encode(part.text), 1)
+                    add(self.encode(part.text), trained)
                 elif part.kind == "python":
-                    add(around("python", part.text), 1)
+                    add(around("python", part.text), trained)
                 else:
                     add(around("output", part.text), 0)
-            add([self.special("assistant_end")], 1)
+            add([self.special("assistant_end")], trained)
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:

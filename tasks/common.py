@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.conversation import Conversation, Message, Part, Task
-from nanochat.data.sources.hub import endpoint, is_hub
 from nanochat.data.shards import check_packing
+from nanochat.data.sources.hub import endpoint, is_hub
 
 # File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell stays the text it is.
 _TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "tsv": ""}

@@ -1,14 +1,15 @@
 """Your own conversations, from JSON files in the layouts that people have: messages, ShareGPT, Alpaca."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanochat.common import UserError, parse_json
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, read_messages
 
+Record = TypeVar("Record")
 _SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 # The names that ShareGPT files and their descendants give the three roles.
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -31,10 +32,11 @@ def read_record(value: Any) -> Conversation:
         return read_messages(value["messages"])
     for name in ("conversations", "conversation"):
         if name in value:
-            return read_messages([*_system(value), *_sharegpt(value[name])])
+            return read_messages([*system_turn(value), *plain_turns(value[name])])
     for question, answer in (("instruction", "output"), ("query", "response")):
         if question in value and answer in value:
-            return read_messages([*_system(value), *_alpaca(value, question, answer)])
+            reply = {"role": "assistant", "content": value[answer]}
+            return read_messages([*system_turn(value), *alpaca_turns(value, question), reply])
     keys = ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
     raise ValueError(
         f'an object needs the key "messages", "conversations" (ShareGPT), or "instruction" and "output" (Alpaca); it '
@@ -42,12 +44,12 @@ def read_record(value: Any) -> Conversation:
     )
 
 
-def _system(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+def system_turn(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The system message of a ShareGPT or Alpaca record, which many records leave empty."""
     return [{"role": "system", "content": value["system"]}] if value.get("system") else []
 
 
-def _sharegpt(turns: Any) -> Iterator[Any]:
+def plain_turns(turns: Any) -> Iterator[Any]:
     """Turns of {"from", "value"} as messages; turns in another form stay as they are, and read_messages() checks
     them."""
     if not isinstance(turns, list):
@@ -61,17 +63,18 @@ def _sharegpt(turns: Any) -> Iterator[Any]:
             yield turn
 
 
-def _alpaca(value: Mapping[str, Any], question: str, answer: str) -> Iterator[dict[str, Any]]:
-    """The earlier exchanges of an Alpaca record, then its question and answer, as messages."""
+def alpaca_turns(value: Mapping[str, Any], question: str) -> Iterator[dict[str, Any]]:
+    """The earlier exchanges of an Alpaca record, then its question, as messages."""
     history = value.get("history") or []
     if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
         raise ValueError('"history" must be a list of [question, answer]')
     asked, more = value[question], value.get("input") or ""
     if not (isinstance(asked, str) and isinstance(more, str)):
         raise ValueError(f'"{question}" and "input" must be texts')
-    for said, replied in (*history, ("\n".join(filter(None, (asked, more))), value[answer])):
+    for said, replied in history:
         yield {"role": "user", "content": said}
         yield {"role": "assistant", "content": replied}
+    yield {"role": "user", "content": "\n".join(filter(None, (asked, more)))}
 
 
 def records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -117,35 +120,38 @@ def _over_lines(data: bytes) -> list[Any] | None:
     return None
 
 
-def _placed(place: str, value: Any) -> Conversation:
-    """The conversation of a record. ValueError, which names its place, if it breaks a rule."""
+def _placed(place: str, value: Any, read: Callable[[Any], Record]) -> Record:
+    """What `read` makes of a record. ValueError, which names its place, if it breaks a rule."""
     try:
-        return read_record(value)
+        return read(value)
     except ValueError as broken:
         raise ValueError(f"{place}: {broken}") from broken
 
 
-class CustomJSON(Ungraded):
-    """The conversations of a file in one of the layouts of read_record(), one JSON value per line or in one list.
+def read_file(filepath: str | Path, read: Callable[[Any], Record], what: str, shape: str) -> list[Record]:
+    """What `read` makes of every JSON value of a file, one value per line or in one list; `what` and `shape` name and
+    show such a value. The whole file is checked at once: UserError names the file, the line and the rule of the first
+    mistake."""
+    path = Path(filepath).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"there is no file {path}. Check the path; the file should hold one {what} per line: {shape}", 2
+        )
+    try:
+        found = [_placed(place, value, read) for place, value in records(path)]
+    except ValueError as broken:  # not UTF-8, not JSON, or against a rule of `read`
+        raise UserError(f"{path}, {broken}. A line should look like {shape}") from broken
+    if not found:
+        raise UserError(f"{path} holds no {what}. Write one {what} per line: {shape}")
+    return found
 
-    The whole file is checked at once. UserError names the file, the line and the rule of the first mistake.
-    """
+
+class CustomJSON(Ungraded):
+    """The conversations of a file in one of the layouts of read_record(). UserError as read_file() says."""
 
     def __init__(self, filepath: str | Path):
-        path = Path(filepath).expanduser()
-        self.name = path.stem
-        if not path.is_file():
-            raise UserError(
-                f"there is no file {path}. Check the path; the file should hold one conversation per line: {_SHAPE}", 2
-            )
-        self._conversations: list[Conversation] = []
-        try:
-            for place, value in records(path):
-                self._conversations.append(_placed(place, value))
-        except ValueError as broken:  # not UTF-8, not JSON, not a conversation
-            raise UserError(f"{path}, {broken}. A line should look like {_SHAPE}") from broken
-        if not self._conversations:
-            raise UserError(f"{path} holds no conversation. Write one conversation per line: {_SHAPE}")
+        self.name = Path(filepath).expanduser().stem
+        self._conversations = read_file(filepath, read_record, "conversation", _SHAPE)
 
     def __len__(self) -> int:
         return len(self._conversations)

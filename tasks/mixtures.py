@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
+from tasks.preferences import read_pairs
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
 from tasks.tinyworld import TinyWorld, measures, mental
@@ -47,12 +48,18 @@ HELD_OUT = 50  # one conversation in 50 is for validation
 MOST_TIMES = 1000  # that the conversations of a file may be repeated
 
 
-class Conversations(Protocol):
-    """Conversations that can be counted and indexed: a task or a list."""
+Item = TypeVar("Item", covariant=True)
+
+
+class Records(Protocol[Item]):
+    """What can be counted and indexed: a task or a list."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int, /) -> Conversation: ...
+    def __getitem__(self, i: int, /) -> Item: ...
+
+
+Conversations = Records[Conversation]
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Mix:
     name: str
     key: str
     load: Callable[[], Conversations]
+    together: int = 1  # how many conversations in a row, such as the two of a pair, are held out together or not
 
     @cached_property
     def conversations(self) -> Conversations:
@@ -71,12 +79,12 @@ class Mix:
     def train(self) -> Iterable[Conversation]:
         """All but every HELD_OUT-th conversation."""
         conversations = self.conversations
-        return (conversations[i] for i in range(len(conversations)) if i % HELD_OUT)
+        return (conversations[i] for i in range(len(conversations)) if i // self.together % HELD_OUT)
 
     def val(self) -> Iterable[Conversation]:
         """Every HELD_OUT-th conversation."""
         conversations = self.conversations
-        return (conversations[i] for i in range(0, len(conversations), HELD_OUT))
+        return (conversations[i] for i in range(len(conversations)) if not i // self.together % HELD_OUT)
 
 
 class WithYours:
@@ -125,17 +133,31 @@ def own_conversations(files: Sequence[str]) -> Mix:
     FILE:2 takes the conversations of a file twice, FILE:0.5 every second one. UserError names the file that cannot be
     read, the line and the rule.
     """
+    name, key, found = _weighted(files, CustomJSON, "conversations")
+    return Mix(name, sha256(key.encode()).hexdigest(), lambda: found)
+
+
+def own_pairs(files: Sequence[str]) -> Mix:
+    """The pairs of answers of your own files as conversations: the preferred one of a pair, then the other one.
+
+    Weights and errors are as in own_conversations().
+    """
+    name, key, found = _weighted(files, read_pairs, "pairs")
+    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: [one for pair in found for one in pair], 2)
+
+
+def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: str) -> tuple[str, str, list[Item]]:
+    """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says."""
     parts = [_with_weight(file) for file in files]
-    tasks = [CustomJSON(path) for path, _ in parts]
-    chosen = [(task, int(i / weight)) for task, (_, weight) in zip(tasks, parts, strict=True)
-              for i in range(max(int(len(task) * weight), 1))]  # fmt: skip
+    found = [read(path) for path, _ in parts]
+    chosen = [items[int(i / weight) % len(items)] for items, (_, weight) in zip(found, parts, strict=True)
+              for i in range(max(int(len(items) * weight), 1))]  # fmt: skip
     if len(chosen) < 2:
         raise UserError(
-            f"{files[0]} must hold at least 2 conversations, since one is for validation, got {len(chosen)}; add more"
+            f"{files[0]} must hold at least 2 {what}, since one is for validation, got {len(chosen)}; add more"
         )
     key = " + ".join(f"{weight:g} {_content(path)}" for path, weight in parts)
-    name = ", ".join(Path(path).name for path, _ in parts)
-    return Mix(name, sha256(key.encode()).hexdigest(), lambda: [task[i % len(task)] for task, i in chosen])
+    return ", ".join(Path(path).name for path, _ in parts), key, chosen
 
 
 def _with_weight(file: str) -> tuple[str, float]:

@@ -1,6 +1,6 @@
 """Conversations, and the protocol of a task that asks questions and grades replies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
@@ -33,6 +33,9 @@ class Conversation:
     """Turns in order: an optional system turn, then user and assistant turns that alternate."""
 
     messages: tuple[Message, ...]
+    # How many turns at the beginning the assistant is not trained to write; no part of the text, so that names of tasks
+    # that are made from it stay as they are.
+    given: int = field(default=0, repr=False)
 
     @property
     def prompt(self) -> "Conversation":

@@ -22,7 +22,17 @@ def token_losses(
     chunk: int = 2048,
     capped: bool = True,  # whether the logits are softcapped
 ) -> Tensor:  # (N,) fp32 nats, 0 where ignored
-    """The cross-entropy of each token, without gradient; only a chunk's logits exist at one time."""
+    """The cross-entropy of each token; only a chunk's logits exist at one time.
+
+    Where gradients are on, the backward pass computes every chunk's logits again. So a loss may be any function of the
+    losses of tokens, at the price of one more pass through the head than chunked_loss() takes.
+    """
+    if torch.is_grad_enabled():
+        return _TokenLosses.apply(x, weight, targets, vocab, chunk, capped)  # type: ignore[no-any-return]
+    return _token_losses(x, weight, targets, vocab, chunk, capped)
+
+
+def _token_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool) -> Tensor:
     weight = weight.to(x.dtype)
     scores = softcap if capped else Tensor.float
     losses = [
@@ -76,6 +86,54 @@ def _uncapped_chunk_loss(
     return (nll * scale).sum(), exponent.to(x.dtype)
 
 
+def _loss_and_gradients(
+    x: Tensor,  # (N, C)
+    weight: Tensor,  # (V', C)
+    targets: Tensor,  # (N,)
+    scale: Tensor,  # (N,) fp32 weight of each token, 0 = ignored
+    vocab: int,
+    chunk: int,
+    hidden: float,
+    capped: bool,
+    frozen: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The weighted loss, (), and its gradients with respect to x, and to the weight unless the head is frozen."""
+    head = weight.to(x.dtype)
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    weight_grad = None if frozen else torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
+    x_grads = []
+    for i in range(0, x.size(0), chunk):
+        part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
+        if capped:
+            chunk_loss, gradient = _chunk_loss(part, head, wanted, shares, vocab, hidden)
+        else:
+            chunk_loss, gradient = _uncapped_chunk_loss(part, head, wanted, shares)
+        loss = loss + chunk_loss
+        x_grads.append(gradient @ head)
+        if weight_grad is not None:
+            weight_grad += gradient.mT @ part
+    return loss, torch.cat(x_grads), None if weight_grad is None else weight_grad.to(weight.dtype)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """token_losses() with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, capped: bool
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, targets)
+        ctx.how = vocab, chunk, float("-inf"), capped, not ctx.needs_input_grad[1]
+        return _token_losses(x, weight, targets, vocab, chunk, capped)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets = ctx.saved_tensors
+        scale = (targets >= 0).float() * grads[0]
+        _, x_grad, weight_grad = _loss_and_gradients(x, weight, targets, scale, *ctx.how)
+        return x_grad, weight_grad, *[None] * 4
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """The loss and both gradients in one pass over chunks of tokens; only a chunk's logits exist at one time."""
 
@@ -91,22 +149,9 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: float,
         capped: bool,
     ) -> Tensor:
-        head = weight.to(x.dtype)
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        x_grads, weight_grad = [], None
-        if ctx.needs_input_grad[1]:  # a frozen head has no gradient
-            weight_grad = torch.zeros_like(weight, dtype=torch.float32)  # a sum of many chunks
-        for i in range(0, x.size(0), chunk):
-            part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
-            if capped:
-                chunk_loss, gradient = _chunk_loss(part, head, wanted, shares, vocab, hidden)
-            else:
-                chunk_loss, gradient = _uncapped_chunk_loss(part, head, wanted, shares)
-            loss = loss + chunk_loss
-            x_grads.append(gradient @ head)
-            if weight_grad is not None:
-                weight_grad += gradient.mT @ part
-        ctx.save_for_backward(torch.cat(x_grads), None if weight_grad is None else weight_grad.to(weight.dtype))
+        frozen = not ctx.needs_input_grad[1]
+        loss, *gradients = _loss_and_gradients(x, weight, targets, scale, vocab, chunk, hidden, capped, frozen)
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod

@@ -57,7 +57,7 @@ class Model(Protocol):
         reduction: Reduction = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
     ) -> Any:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
         ...
 
     def hidden(
@@ -76,7 +76,7 @@ class Model(Protocol):
         ...
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss (...) in nats of every target (...), from activations (..., C), without gradient."""
+        """The loss (...) in nats of every target (...), from activations (..., C)."""
         ...
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:

@@ -33,30 +33,35 @@ class Plan:
         return len(self.used)
 
 
-def plan(token_set: TokenSet, row_tokens: int, cut: bool, too_long: TooLong | None = None) -> Plan:
+def plan(token_set: TokenSet, row_tokens: int, cut: bool, too_long: TooLong | None = None, pairs: bool = False) -> Plan:
     """The rows of a token set, made once and kept beside it; safe to call from every rank at once.
 
     Use `cut` for documents: then every token is placed. Without `cut`, for conversations, each conversation stays
     whole; one that is longer than a row is cut before a user turn, and a single exchange that is longer than a row
     loses its end. `too_long` is for conversations without begin marks, whose own first token takes the place of the
-    mark: one that is longer than a row is cut to its beginning, or dropped. UserError if nothing is left.
+    mark: one that is longer than a row is cut to its beginning, or dropped. With `pairs`, which needs `too_long`, the
+    conversations 2n and 2n + 1 stand side by side in a row. If both together are longer than a row, each may keep half
+    a row, or what the other one leaves. Pairs are left out of which an answer has nothing left. UserError if no row is
+    left.
     """
-    folder = token_set.folder / f"plan-{row_tokens}-{'cut' if cut else 'whole'}{f'-{too_long}' if too_long else ''}"
+    assert too_long or not pairs
+    words = ["plan", str(row_tokens), "cut" if cut else "whole", *([too_long] if too_long else []), *["pairs"] * pairs]
+    folder = token_set.folder / "-".join(words)
     key = f"{token_set.key[:16]}-{folder.name}-{FORMAT}"
     made = _load_plan(folder, key, row_tokens)
     if made is None:
         with locked(token_set.folder / f".{folder.name}.lock"):
             made = _load_plan(folder, key, row_tokens)
             if made is None:
-                _make_plan(token_set, folder, row_tokens, cut, too_long, key)
+                _make_plan(token_set, folder, row_tokens, cut, too_long, pairs, key)
                 made = _load_plan(folder, key, row_tokens)
     assert made is not None
     if made.cut_conversations:
+        items = f"{token_set.documents // 2:,} pairs" if pairs else f"{token_set.documents:,} conversations"
         log(
-            f"{made.cut_conversations:,} of {token_set.documents:,} conversations were longer than a row of "
-            f"{row_tokens - 1:,} tokens and were {'dropped' if too_long == 'drop' else 'cut'}; "
-            f"{made.dropped_tokens:,} of {token_set.tokens:,} tokens were "
-            "left out"
+            f"{made.cut_conversations:,} of {items} were longer than a row of {row_tokens - 1:,} tokens and were "
+            f"{'dropped' if too_long == 'drop' else 'cut'}; {made.dropped_tokens:,} of {token_set.tokens:,} tokens "
+            "were left out"
         )
     return made
 
@@ -81,12 +86,16 @@ def _load_plan(folder: Path, key: str, row_tokens: int) -> Plan | None:
 
 
 def _make_plan(
-    token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, too_long: TooLong | None, key: str
+    token_set: TokenSet, folder: Path, row_tokens: int, cut: bool, too_long: TooLong | None, pairs: bool, key: str
 ) -> None:
     lengths = token_set.lengths()
     starts = np.cumsum(lengths) - lengths
     cut_conversations = dropped = 0
-    if not cut:
+    if pairs:
+        pair_starts, pair_lengths, cut_conversations = _cut_pairs(token_set, starts, lengths, row_tokens, too_long)
+        dropped = token_set.tokens - int(pair_lengths.sum())
+        starts, lengths = np.arange(len(pair_starts)), pair_lengths.sum(axis=1) - 1
+    elif not cut:
         room = row_tokens if too_long else row_tokens - 1
         starts, lengths, cut_conversations = _cut_conversations(token_set, starts, lengths, room, too_long)
         dropped = token_set.tokens - int(lengths.sum())
@@ -98,6 +107,10 @@ def _make_plan(
             "rows or more data"
         )
     packing = pack(starts, lengths, row_tokens, cut)
+    if pairs:  # the packing has placed pairs by their numbers: put the two conversations of each into its place
+        placed = packing.starts
+        halves = (pair_starts[placed] + 1).ravel(), (pair_lengths[placed] - 1).ravel().astype(np.int32)
+        packing = Packing(2 * packing.first, *halves)
     mask = token_set.parts[0].mask
     marked = packing.lengths if mask is None else count_marked(mask, packing.starts, packing.lengths)
     arrays = {
@@ -124,6 +137,21 @@ def _make_plan(
         fsync_path(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _cut_pairs(
+    token_set: TokenSet, starts: np.ndarray, lengths: np.ndarray, room: int, too_long: TooLong | None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The starts and lengths of the conversations of each pair, int64 (pairs, 2), of which `room` tokens hold both, and
+    how many pairs were cut. Pairs in which a conversation has no trained token are left out."""
+    starts, lengths = starts.reshape(-1, 2), lengths.reshape(-1, 2)
+    kept = np.minimum(lengths, np.maximum(room // 2, room - lengths[:, ::-1]))
+    cut = (kept < lengths).any(axis=1)
+    mask = token_set.parts[0].mask
+    assert mask is not None, "pairs are conversations"
+    marked = count_marked(mask, (starts + 1).ravel(), (kept - 1).ravel()).reshape(-1, 2)  # the first token is no target
+    left = (marked > 0).all(axis=1) & ~(cut & (too_long == "drop"))
+    return starts[left], kept[left], int(cut.sum())
 
 
 def _cut_conversations(

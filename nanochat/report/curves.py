@@ -10,6 +10,7 @@ LABELS = {
     "accuracy": "accuracy on\nheld-out problems",
     "loss": "training loss\nin nats",
     "val_bpb": "validation in\nbits per byte",
+    "val_accuracy": "preferences followed\non held-out pairs",
 }
 
 
@@ -30,12 +31,14 @@ def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    wanted = ("reward", "accuracy") if any("reward" in data for data in runs.values()) else ("loss", "val_bpb")
+    wanted = ("loss", "val_bpb", "val_accuracy")
+    if any("reward" in data for data in runs.values()):
+        wanted = ("reward", "accuracy")
     shown = [curve for curve in wanted if any(data.get(curve) for data in runs.values())]
     size = (7, 1.2 + 2 * len(shown))
     figure, axes = pyplot.subplots(len(shown), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
     for axis, curve in zip(axes[:, 0], shown, strict=True):
-        measured = curve in ("accuracy", "val_bpb")
+        measured = curve not in ("loss", "reward")  # now and then, and not in every step
         faint = curve == "reward"  # scatters from step to step
         for i, (name, data) in enumerate(runs.items()):
             color = f"C{i}" if len(runs) > 1 else ("C1" if measured else "C0")

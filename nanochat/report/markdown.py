@@ -16,6 +16,8 @@ MEANINGS = {
     "bits per byte of conversations": "the same after midtraining, on held-out conversations, which are easier text",
     "bits per byte of answers": "the same after fine-tuning, on the assistant's words alone; not comparable either",
     "bits per byte of answers of your own data": "how well the fine-tuned model predicts the answers it was not shown",
+    "preferences of your own data that the model follows": "the share of held-out pairs in which the preferred answer "
+    "has gained on the other one since before training",
     "bits per byte of the base corpus": "the same texts after every stage; a rise is what the stage has forgotten",
     "CORE": "the mean of 22 tasks without a chat, each scaled so that guessing gives 0 and perfection gives 1",
     "ChatCORE": "the mean of the chat tasks, scaled in the same way",

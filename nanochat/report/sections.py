@@ -9,6 +9,7 @@ from nanochat.data.mixing import unweighted
 from nanochat.runtime.profiling import report_rows
 from nanochat.runtime.tracking import read_metrics
 
+CURVES = ("val_bpb", "val_accuracy", "val_margin", "reward", "accuracy", "entropy", "length", "loss", "smooth_loss")
 COLUMNS = ("base", "mid", "sft", "rl", "tune")
 TITLES = {
     "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",
@@ -44,7 +45,7 @@ def training_section(stage: str, tag: str, folder: Path, settings: dict[str, Any
     measured = read_metrics(folder)
     lines = [line for line in measured if "loss" in line]  # RL also measures before its first step
     curves = {}  # leaves out figures that were not finite
-    for name in ("val_bpb", "reward", "accuracy", "entropy", "length", "loss", "smooth_loss"):
+    for name in CURVES:
         curves[name] = [[line["step"], line[name]] for line in measured if line.get(name) is not None]
     losses, smooth = curves.pop("loss"), curves.pop("smooth_loss")
     figures = {

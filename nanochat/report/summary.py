@@ -14,6 +14,7 @@ from nanochat.report.sections import COLUMNS
 # What bits per byte are measured on.
 VALIDATED = {"base": "documents", "mid": "conversations", "sft": "answers", "tune": "answers of your own data"}
 
+PREFERRED = "preferences of your own data that the model follows"
 KEPT = "bits per byte of the base corpus"
 
 
@@ -57,6 +58,8 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     for stage, text in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
         if measured := found.get(f"{stage}_train", {}).get("val_bpb"):
             rows[f"bits per byte of {text}"] = {stage: measured[-1][1]}
+    if measured := found.get("tune_train", {}).get("val_accuracy"):
+        rows[PREFERRED] = {"tune": measured[-1][1]}
     later = [stage for stage in COLUMNS[1:] if f"{stage}_loss" in found]
     for stage in ("base", *later):  # the same texts for all stages, so the row shows what later stages have forgotten
         measured = found.get(f"{stage}_loss", {})

@@ -38,7 +38,7 @@ from nanochat.train.flags import EpochFlags, Epochs, RunFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import OneRate, Optimizers, Rates
 from nanochat.train.sizes import Batch
-from nanochat.train.update import LossScale, MicroBatches, Outcome, Spikes, update
+from nanochat.train.update import CrossEntropy, LossScale, MicroBatches, Objective, Outcome, Spikes, measure, update
 
 Line = dict[str, Any]  # the figures of a step, as metrics.jsonl keeps them
 
@@ -76,6 +76,7 @@ class Stage:
         self.folder = checkpoint_dir(name, tag)
         self.settings = RunSettings.of(flags, **facts)
         self.parent: Parent | None = None
+        self.objective: Objective = CrossEntropy()
         self.step = self.total = 0  # updates done, and of the whole run
         self.facts: dict[str, Any] = {}  # what the report's section says besides; the script may add to them
         self.about: dict[str, Any] = {}  # what the meta.json of a checkpoint says besides; the script may add to it
@@ -140,21 +141,28 @@ class Stage:
 
     def train_rows(
         self, rows: Source, batch: Batch, steps: int, val_rows: Source, eval_every: int,
-        val_tokens: int | None = None, of_what: str = "",
+        val_tokens: int | None = None, of_what: str = "", objective: Objective | None = None,
     ) -> Iterator[Step]:  # fmt: skip
         """Resume, and get ready to train on rows of tokens; gives the batches of the steps to come.
 
-        Validation measures bits per byte on `val_tokens` tokens, by default 20 steps' worth. On an accelerator the
-        batch is fitted to its memory. The model is compiled where compilation pays.
+        Validation measures bits per byte, or the `objective` if one is given, on `val_tokens` tokens, by default 20
+        steps' worth. On an accelerator the batch is fitted to its memory. The model is compiled where compilation pays.
         """
+        self.objective = objective or self.objective
         tokens = val_tokens or 20 * batch.tokens_per_step
 
         def validate(line: Line) -> None:
             val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
             self._module.eval()  # without dropout
-            line["val_bpb"] = loss.bits_per_byte(self.model, val, self.tokenizer.token_bytes(), self.compute)
+            if objective is None:
+                line["val_bpb"] = loss.bits_per_byte(self.model, val, self.tokenizer.token_bytes(), self.compute)
+                words = f"{line['val_bpb']:.4f} bits per byte{of_what}"
+            else:
+                found = measure(objective, self._module, val, self.compute)
+                line |= {f"val_{name}": value for name, value in found.items()}
+                words = _listed(found)
             self._module.train()
-            log(f"step {line['step']:05d} | validation: {line['val_bpb']:.4f} bits per byte{of_what}")
+            log(f"step {line['step']:05d} | validation: {words}")
 
         work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
         self.resume(work)
@@ -239,7 +247,8 @@ class Stage:
 
     def update(self, step: MicroBatches) -> Outcome:
         """One optimizer update; see update.update()."""
-        return update(self._fast, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark)
+        return update(self._fast, self.optimizers, step, self.scale, self.compute, self.spikes, self.mark,
+                      self.objective)  # fmt: skip
 
     def mark(self, part: str) -> None:
         """Count the time from here on to a part of the step; without --profile nothing happens."""
@@ -248,12 +257,13 @@ class Stage:
     def conclude(self, outcome: Outcome, figures: Mapping[str, float] | None = None, words: str = "") -> None:
         """End a step: show it, save if a save is due, then measure and log.
 
-        `figures` join the step's line in metrics.jsonl; `words` are printed behind it. Saving comes before measuring,
-        which may fail. When a signal has asked for the end, even in the middle of a measurement, the step is saved and
-        the stage stops; the next run makes up the measurement.
+        `figures`, and those of the objective, join the step's line in metrics.jsonl; `words`, by default the
+        objective's figures, are printed behind it. Saving comes before measuring, which may fail. When a signal has
+        asked for the end, even in the middle of a measurement, the step is saved and the stage stops; the next run
+        makes up the measurement.
         """
-        line = {**self._tick(outcome), **(figures or {})}
-        if words:
+        line = {**self._tick(outcome), **outcome.figures, **(figures or {})}
+        if words := words or _listed(outcome.figures):
             log(f"step {self.step:05d} | {words}")
         asked = signals.agreed(self.compute)
         saved = self._save_due() or asked
@@ -323,6 +333,10 @@ class Stage:
             left_out.append(f"--resume={self.flags.resume}")
         how = f"leave {' and '.join(left_out)} out to resume" if left_out else "type the same command to resume"
         log(f"checkpoints: {self.folder}" + ("" if done else f" (stopped at step {self.step}; {how})"))
+
+
+def _listed(figures: Mapping[str, float]) -> str:
+    return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
 
 
 def launch(train: Callable[[Any, Compute], None], config: type[Any], description: str | None) -> None:

@@ -1,7 +1,7 @@
 """One optimizer update from a step's micro-batches, and what keeps one bad step from spoiling a run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.device import Compute
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, signals
 from nanochat.runtime.parallel import place_of, trained
 from nanochat.train import memory
 from nanochat.train.optim import Optimizers
@@ -37,14 +37,38 @@ class MicroBatches(Protocol):
         ...
 
 
+class Objective(Protocol):
+    """What an update minimises."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of the figures that are measured beside the loss."""
+        ...
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+        """Sums over the targets of a micro-batch: of the loss, with gradient, and of every figure, (1 + figures,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of every target, as the model itself sums it."""
+
+    figures: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+        return model(inputs, targets, "sum", **extras)[None]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one step did."""
 
-    loss: float  # mean nats per target over all ranks
+    loss: float  # mean per target over all ranks: nats, unless the objective says otherwise
     grad_norm: float
     skipped: bool  # nothing was changed
     reason: str = "not finite"  # why the step was skipped
+    figures: Mapping[str, float] = field(default_factory=dict)  # the objective's own, each a mean per target
 
 
 NO_UPDATE = Outcome(0.0, 0.0, skipped=False)  # the outcome of a step that had nothing to learn from
@@ -112,7 +136,7 @@ def unmarked(part: str) -> None:
 
 def update(
     model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
-    spikes: Spikes | None = None, mark: Callable[[str], None] = unmarked,
+    spikes: Spikes | None = None, mark: Callable[[str], None] = unmarked, objective: Objective = CrossEntropy(),
 ) -> Outcome:  # fmt: skip
     """Run forward, backward and one optimizer step over a step's micro-batches.
 
@@ -123,33 +147,34 @@ def update(
     """
     rows = [len(batch[0]) for batch in step.micro_batches]
     with memory.advising(max(rows, default=1), sum(rows)):
-        return _update(model, optimizers, step, scale, compute, spikes, mark)
+        return _update(model, optimizers, step, scale, compute, spikes, mark, objective)
 
 
 def _update(
     model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
-    spikes: Spikes | None, mark: Callable[[str], None],
+    spikes: Spikes | None, mark: Callable[[str], None], objective: Objective,
 ) -> Outcome:  # fmt: skip
     optimizers.zero_grad()
     device.clear_overflow(compute)
     # FSDP averages gradients over ranks. Every rank holds its part of the same sum, so the average is undone here.
     factor = scale.value * compute.world_size / max(step.num_targets, 1)
     batches = step.micro_batches
-    loss_sum = torch.zeros((), dtype=torch.float32, device=compute.device)
+    sums = torch.zeros(1 + len(objective.figures), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
         mark("forward")
         inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
-        loss = model(inputs, targets, "sum", **dict(zip(step.extras, more, strict=True)))
+        found = objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True)))
         mark("backward")
-        (loss * factor).backward()
-        loss_sum += loss.detach()
+        (found[0] * factor).backward()
+        sums += found.detach()
     mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
-    figures = torch.cat((compute.operations.square_sums(gradients), loss_sum[None], *device.overflows(compute)))
+    figures = torch.cat((compute.operations.square_sums(gradients), sums, *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
-    norm_square, loss_total, overflows = parallel.total(
-        [float(host[:count].sum()), float(host[count]), float(host[count + 1 :].sum())], compute
+    squares, summed, bad = host.split([count, len(sums), len(host) - count - len(sums)])
+    norm_square, overflows, loss_total, *others = parallel.total(
+        [float(squares.sum()), float(bad.sum()), *summed.tolist()], compute
     )
     norm_square /= place_of(next(trained(model))[1]).replicas  # replicas hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
@@ -165,4 +190,25 @@ def _update(
         reason = f"fp16 overflowed at a loss scale of {scale.value:g}, which is now {scale.value / 2:g}"
     scale.update(finite)
     optimizers.zero_grad()
-    return Outcome(mean, norm, spike or not finite, reason)
+    means = {name: value / max(step.num_targets, 1) for name, value in zip(objective.figures, others, strict=True)}
+    return Outcome(mean, norm, spike or not finite, reason, means)
+
+
+@torch.no_grad()
+def measure(
+    objective: Objective, model: nn.Module, steps: Iterable[MicroBatches], compute: Compute
+) -> dict[str, float]:  # fmt: skip
+    """The means of an objective over all targets of `steps`: `loss`, and its figures by their names.
+
+    Every rank must call it with the same number of steps, each with its own rows; all ranks get the same result.
+    signals.Stopped if the run is told to stop.
+    """
+    sums, count = [torch.zeros(1 + len(objective.figures), device=compute.device)], 0
+    for step in steps:
+        signals.check(compute)
+        count += step.num_targets
+        for batch in step.micro_batches:
+            inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
+            sums.append(objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True))))
+    totals = parallel.total(torch.stack(sums).double().sum(dim=0).tolist(), compute)
+    return {name: value / max(count, 1) for name, value in zip(("loss", *objective.figures), totals, strict=True)}

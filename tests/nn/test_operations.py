@@ -297,6 +297,27 @@ def test_token_losses_agree_with_the_chunked_loss() -> None:
     torch.testing.assert_close(total, (each * token_weights).sum(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("capped", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_token_losses_have_the_gradient_of_full_logits(capped: bool, frozen: bool) -> None:
+    x, weight, targets, token_weights = loss_case(37, 64, 64)
+    x, weight = x.requires_grad_(), weight.requires_grad_(not frozen)
+    found = []
+    for of_each in (
+        lambda: token_losses(x, weight, targets, 64, 10, capped),
+        lambda: F.cross_entropy(softcap(x @ weight.T) if capped else x @ weight.T, targets, ignore_index=-1,
+                                reduction="none"),
+    ):  # fmt: skip
+        each = of_each()
+        (each * token_weights).square().sum().backward()  # so that the weights of tokens depend on their losses
+        found.append((each.detach(), x.grad, weight.grad))
+        x.grad = weight.grad = None
+    assert (found[0][2] is None) == frozen
+    for ours, plain in zip(*found, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
 def test_softcap_bounds_logits_in_fp32() -> None:
     capped = softcap(torch.tensor([-1e4, 0.0, 0.1, 1e4], dtype=torch.bfloat16))
     assert capped.dtype == torch.float32

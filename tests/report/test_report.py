@@ -75,6 +75,13 @@ def test_a_tuned_published_model_has_a_column_of_its_own(base_folder: Path) -> N
     found, text = generated()
     assert set(found["sections"]) == {"tune_train"}
     assert "| measure | TUNE |" in text and "| bits per byte of answers of your own data | 0.5000 |" in text
+    (folder / "metrics.jsonl").write_text(line(1, val_accuracy=0.75))
+    training_section("tune", "mine", folder, {"parent": "Qwen3-0.6B abc", "corpus": "own"}, {"device": "a CPU"})
+    text = generated()[1]
+    assert (
+        "| preferences of your own data that the model follows | 0.7500 |" in text
+        and "bits per byte of ans" not in text
+    )
 
 
 def test_no_cell_breaks_its_table(base_folder: Path) -> None:

@@ -204,11 +204,12 @@ class FolderTokenizer:
 
     def render(self, conversation: Conversation) -> Rendered:
         """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write: its words,
-        and the mark that ends its turn. UserError if the template refuses the conversation or leaves out its words."""
+        and the mark that ends its turn, but not the turns that are given. UserError if the template refuses the
+        conversation or leaves out its words."""
         messages = [
-            {"role": message.role, "content": _marked(self._safe(message.text)) if message.role == "assistant"
-             else self._safe(message.text)}
-            for message in conversation.messages
+            {"role": message.role, "content": _marked(self._safe(message.text))
+             if message.role == "assistant" and n >= conversation.given else self._safe(message.text)}
+            for n, message in enumerate(conversation.messages)
         ]  # fmt: skip
         ids: list[int] = []
         mask: list[int] = []

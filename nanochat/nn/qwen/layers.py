@@ -38,7 +38,7 @@ class Vocabulary(nn.Module):
         each: bool = False,
     ) -> Tensor:
         """The rows (..., C) of token ids. Of activations: fp32 logits (..., V); with targets the weighted sum of
-        losses, or with `each` the loss of every token, (...), without gradient."""
+        losses, or with `each` the loss of every token, (...)."""
         if not input.is_floating_point():
             return F.embedding(input, self.weight)
         if targets is None:
@@ -46,7 +46,8 @@ class Vocabulary(nn.Module):
         flat, wanted, vocab = input.flatten(0, -2), targets.flatten(), self.weight.size(0)
         chunk = min(self.operations.loss_chunk, max(LOGITS // vocab, 64))
         if each:
-            return loss.token_losses(flat, self.weight, wanted, vocab, chunk, capped=False).view_as(targets)
+            losses = loss.token_losses(flat, self.weight, wanted, vocab, chunk, capped=False)
+            return losses.view_as(targets).clone()  # a sharded module must not return a view
         weights = None if weights is None else weights.flatten()
         return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False)
 

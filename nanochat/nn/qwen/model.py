@@ -140,7 +140,7 @@ class Qwen(nn.Module):
         return self.head(x)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss (...) in nats of every target (...), from normed activations (..., C), without gradient."""
+        """The loss (...) in nats of every target (...), from normed activations (..., C)."""
         return self.head(x, targets, each=True)
 
     def forward(
@@ -151,7 +151,7 @@ class Qwen(nn.Module):
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         documents: Tensor | None = None,  # (B, T) the number of each token's document, if rows hold several
     ) -> Tensor:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) without gradient for "none"."""
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
         x = self.hidden(idx, documents=documents)
         if targets is None or reduction == "none":
             return self.head(x, targets, each=True)

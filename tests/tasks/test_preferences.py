@@ -1,0 +1,104 @@
+"""Pairs of answers: every known layout is read alike, and a mistake is named with its place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import Conversation, assistant, system, user
+from tasks.mixtures import own_conversations, own_pairs
+from tasks.preferences import Pair, read_pair, read_pairs
+
+YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+ASKED, BEFORE = {"role": "user", "content": "is it?"}, {"role": "user", "content": "hello"}
+WISH = {"role": "system", "content": "be short"}
+
+
+def pair(*before: Any) -> Pair:
+    """The two answers yes and no after some turns."""
+    first, second = (Conversation((*before, assistant(word)), given=len(before)) for word in ("yes", "no"))
+    return first, second
+
+
+ALONE = pair(user("is it?"))
+LATER = pair(system("be short"), user("hello"), assistant("hi"), user("is it?"))
+HISTORY = [BEFORE, {"role": "assistant", "content": "hi"}]
+LAYOUTS: dict[str, tuple[dict[str, Any], Pair]] = {
+    "TRL, texts": ({"prompt": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
+    "TRL, messages": ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, ALONE),
+    "TRL, messages of several turns": ({"prompt": [WISH, *HISTORY, ASKED], "chosen": [YES], "rejected": [NO]}, LATER),
+    "TRL, messages that begin alike": ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, ALONE),
+    "TRL, texts that begin alike": ({"chosen": "is it? yes", "rejected": "is it? no"}, ALONE),
+    "UltraFeedback": ({"prompt": "is it?", "chosen": [ASKED, YES], "rejected": [ASKED, NO], "messages": []}, ALONE),
+    "HH-RLHF": (
+        {"chosen": "\n\nHuman: is it?\n\nAssistant: yes", "rejected": "\n\nHuman: is it?\n\nAssistant: no"}, ALONE,
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"},
+                           {"from": "human", "value": "is it?"}],
+         "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}, "system": "be short"},
+        LATER,
+    ),
+    "Alpaca": (
+        {"instruction": "is", "input": "it?", "chosen": "yes", "rejected": "no"}, pair(user("is\nit?")),
+    ),
+    "Alpaca with a history": (
+        {"instruction": "is it?", "history": [["hello", "hi"]], "system": "be short",
+         "chosen": "yes", "rejected": "no"},
+        LATER,
+    ),
+    "Orca": ({"system": "", "question": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
+    "ms-swift": ({"messages": [ASKED, YES], "rejected_response": "no"}, ALONE),
+    "ms-swift, messages": ({"messages": [ASKED, YES], "rejected_messages": [ASKED, NO]}, ALONE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_pair(layout: str) -> None:
+    value, wanted = LAYOUTS[layout]
+    assert read_pair(value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ([], "a pair of answers is an object, got list"),
+        ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
+        ({"prompt": "a", "chosen": 5, "rejected": "b"}, "a conversation is a list of messages, got int"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "chosen: a conversation must end with"),
+        ({"prompt": [NO], "chosen": [YES], "rejected": [NO]}, "chosen: message 1 must have role 'user'"),
+        ({"chosen": "yes", "rejected": "no"}, 'there is no "prompt", and chosen and rejected do not begin'),
+        ({"chosen": [ASKED, YES], "rejected": [BEFORE, NO]}, "must answer the same question"),
+        ({"messages": [ASKED, YES], "rejected_response": None}, "a conversation is a list of messages, got NoneType"),
+        ({"conversations": [{"from": "x", "value": ""}], "chosen": "a", "rejected": "b"}, "message 1 is \"from\" 'x'"),
+    ],
+)
+def test_a_record_that_is_no_pair_is_refused_with_file_line_and_rule(tmp_path: Path, value: Any, rule: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(LAYOUTS["TRL, texts"][0]) + "\n" + json.dumps(value))
+    with pytest.raises(UserError) as refused:
+        read_pairs(str(path))
+    text = str(refused.value)
+    assert f"{path}, line 2: " in text and rule in text and '{"prompt": "...", "chosen"' in text
+
+
+def test_both_answers_of_every_50th_pair_are_held_out_and_files_have_weights(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"q{i}", "chosen": "a", "rejected": "b"}) for i in range(120)))
+    mix = own_pairs([str(path)])
+    asked = [one.messages[0].text for one in mix.val()]
+    assert asked == ["q0", "q0", "q50", "q50", "q100", "q100"]
+    train = list(mix.train())
+    assert len(train) == 2 * 117 and [one.messages[1].text for one in train[:4]] == ["a", "b", "a", "b"]
+    twice = own_pairs([f"{path}:2"])
+    assert len([*twice.val(), *twice.train()]) == 480 and twice.key != mix.key
+    single = tmp_path / "single.jsonl"
+    single.write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
+    with pytest.raises(UserError, match="must hold at least 2 pairs, since one is for validation, got 1"):
+        own_pairs([str(single)])
+    both = tmp_path / "both.jsonl"  # the same file may hold conversations too, which are kept under another name
+    both.write_text("\n".join(json.dumps({"messages": [ASKED, YES], "rejected_response": "no"}) for _ in range(2)))
+    assert own_pairs([str(both)]).key != own_conversations([str(both)]).key
