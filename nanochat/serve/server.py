@@ -34,8 +34,15 @@ from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
-SCRIPTS = ("app.js", "client.js", "i18n.js", "kept.js", "phrases.js", "sse.js", "view.js", "words.js")
-ASSETS = {**dict.fromkeys(SCRIPTS, "text/javascript"), "style.css": "text/css", "favicon.svg": "image/svg+xml"}
+KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+FILES = (
+    "about.js", "app.js", "client.js", "sse.js", "words.js", "style.css", "favicon.svg",
+    "language/i18n.js", "language/phrases.js",
+    "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.css", "chats/panel.js",
+    "chats/store.js", "chats/tree.js",
+    "reply/dom.js", "reply/reply.css", "reply/turn.js",
+)  # fmt: skip
+ASSETS = {name: KINDS[name.rpartition(".")[2]] for name in FILES}  # of the page, with the media type of each
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
     app.add_exception_handler(ClientDisconnect, left)
     if settings.page:
         app.add_api_route("/", page)
-        app.add_api_route("/assets/{name}", asset)
+        app.add_api_route("/assets/{name:path}", asset)
     gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
     gets |= {"/v1/models": server.models, "/v1/models/{name}": server.model}
     posts = {

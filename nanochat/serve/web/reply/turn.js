@@ -1,26 +1,8 @@
-// Builds the elements of a conversation. Text from users and models becomes text nodes, never markup.
+// The turns of a conversation: a question, which can be edited, and the model's answer, which grows while it streams.
 
-import { say } from "./i18n.js";
-import { phrased, phrases } from "./phrases.js";
-
-const SVG = "http://www.w3.org/2000/svg";
-
-function make(tag, className = "", ...children) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  element.append(...children);
-  return element;
-}
-
-function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  const use = document.createElementNS(SVG, "use");
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  use.setAttribute("href", `#icon-${name}`);
-  svg.append(use);
-  return svg;
-}
+import { say } from "../language/i18n.js";
+import { phrased, phrases } from "../language/phrases.js";
+import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
 
 function speaker(key) {
   const name = make("span", "hidden");
@@ -28,16 +10,21 @@ function speaker(key) {
   return name;
 }
 
-export function userTurn(text) {
-  return make("article", "turn user", speaker("you"), make("div", "bubble", ...phrased(text)));
-}
-
+/** A line that says above which place the model no longer sees the messages. */
 export function forgottenLine(context) {
   const line = make("p", "forgotten");
   const text = make("span");
   say(text, "forgotten", { context });
   line.append(text);
   return line;
+}
+
+/** Arrows between the branches at one place, "2 / 3"; `go` gets the place of a branch among them. */
+function branchArrows(place, count, go) {
+  const [before, after] = [iconButton("earlier", "left", () => go(place - 1)), iconButton("later", "right", () => go(place + 1))];
+  before.disabled = place === 0;
+  after.disabled = place === count - 1;
+  return make("span", "branches", before, make("span", "", `${place + 1} / ${count}`), after);
 }
 
 /** A calculator call: shows the result at a glance, and an explanation when opened. */
@@ -51,51 +38,50 @@ function toolChip({ expression, result }) {
   return make("details", "tool", summary, text);
 }
 
-async function toClipboard(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const box = make("textarea", "hidden", text); // browsers offer no clipboard over plain http to another machine
-  document.body.append(box);
-  box.select();
-  const done = document.execCommand("copy");
-  box.remove();
-  if (!done) throw new Error("the browser refused");
-}
+/** The reader's turn. */
+export class UserTurn {
+  constructor(text) {
+    this.text = text;
+    this.bubble = make("div", "bubble", ...phrased(text));
+    this.tools = make("div", "tools");
+    this.element = make("article", "turn user", speaker("you"), this.bubble, this.tools);
+  }
 
-/** A button with an icon and a text below an answer. */
-function smallButton(key, image, press) {
-  const button = make("button", "quiet small", icon(image), make("span"));
-  button.type = "button";
-  say(button.lastChild, key);
-  button.addEventListener("click", press);
-  return button;
-}
+  /** Show arrows between the versions of the question, if there are several. */
+  branches(place, count, go) {
+    this.tools.querySelector(".branches")?.remove();
+    if (count > 1) this.tools.append(branchArrows(place, count, go));
+  }
 
-function copyButton(text) {
-  const show = (key, image) => {
-    say(button.lastChild, key);
-    button.firstChild.replaceWith(icon(image));
-  };
-  const button = smallButton("copy", "copy", async () => {
-    const done = await toClipboard(text()).then(() => true, () => false);
-    show(done ? "copied" : "copyFailed", done ? "check" : "copy");
-    setTimeout(() => show("copy", "copy"), 1600);
-  });
-  return button;
-}
+  /** Offer to edit the question; `send` gets the new text. */
+  offerEdit(send) {
+    this.tools.prepend(iconButton("edit", "edit", () => this.#edit(send)));
+  }
 
-/** The lines that describe the model, for the panel behind its name. */
-export function description(model, corpus) {
-  const { stage, tag, step, context_length: context, parameters, others = [] } = model;
-  const line = (key, values) => {
-    const text = make("p");
-    say(text, key, values);
-    return text;
-  };
-  const lines = parameters ? [line("size", { parameters: { about: parameters }, context })] : [];
-  if (corpus || stage === "published") lines.push(line(stage));
-  lines.push(line("place", { stage, tag, step }), line("keeping"));
-  if (others.length) lines.push(line("others"), make("ul", "", ...others.map((flags) => make("li", "", make("code", "", flags)))));
-  return lines;
+  #edit(send) {
+    const box = make("textarea", "edit");
+    const end = (text) => {
+      editor.remove();
+      this.bubble.hidden = this.tools.hidden = false;
+      if (text.trim() && text !== this.text) send(text);
+      else this.tools.querySelector("button").focus();
+    };
+    box.value = this.text;
+    box.rows = Math.min(8, this.text.split("\n").length + 1);
+    say(box, "editBox", {}, "label");
+    const editor = make("div", "editor", box, smallButton("editSend", "send", () => end(box.value)),
+      smallButton("cancel", "close", () => end("")));
+    box.addEventListener("keydown", (key) => {
+      if (key.isComposing || key.keyCode === 229) return;
+      if (key.key === "Escape" || (key.key === "Enter" && !key.shiftKey)) {
+        key.preventDefault();
+        end(key.key === "Enter" ? box.value : "");
+      }
+    });
+    this.bubble.hidden = this.tools.hidden = true;
+    this.element.append(editor);
+    box.focus();
+  }
 }
 
 /** The model's turn, which grows while the answer streams. */
@@ -104,10 +90,20 @@ export class ModelTurn {
     this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
+    this.used = 0; // tokens of the context, of the chat and this answer together
     this.body = make("div", "body streaming");
     this.meta = make("div", "meta");
     this.element = make("article", "turn model", speaker("model"), this.body, this.meta);
     this.open = null; // the text node that still grows
+  }
+
+  /** The turn of an answer that has ended, from its message in tree.js. */
+  static of({ parts, note, numbers, used }) {
+    const turn = new ModelTurn();
+    for (const part of parts) part.type === "tool" ? turn.addTool(part) : turn.addText(part.text);
+    [turn.numbers, turn.used] = [numbers, used];
+    turn.end(note);
+    return turn;
   }
 
   get text() {
@@ -177,7 +173,13 @@ export class ModelTurn {
     if (this.numbers) this.meta.append(this.#details());
   }
 
-  /** Offer to answer the question again; `withdraw` takes the offer back. */
+  /** Show arrows between the answers to one question, if there are several. */
+  branches(place, count, go) {
+    this.meta.querySelector(".branches")?.remove();
+    if (count > 1) this.meta.prepend(branchArrows(place, count, go));
+  }
+
+  /** Offer to answer the question again; `withdraw` takes the offers back. */
   offer(press) {
     this.withdraw();
     this.again = smallButton(this.error ? "retry" : "anew", "again", press);
