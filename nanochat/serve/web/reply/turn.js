@@ -1,8 +1,11 @@
 // The turns of a conversation: a question, which can be edited, and the model's answer, which grows while it streams.
 
 import { say } from "../language/i18n.js";
-import { phrased, phrases } from "../language/phrases.js";
+import { phrased } from "../language/phrases.js";
 import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
+import { draw, update } from "./draw.js";
+import { TOOL } from "./inline.js";
+import { readMarkdown } from "./markdown.js";
 
 function speaker(key) {
   const name = make("span", "hidden");
@@ -94,12 +97,13 @@ export class ModelTurn {
     this.body = make("div", "body streaming");
     this.meta = make("div", "meta");
     this.element = make("article", "turn model", speaker("model"), this.body, this.meta);
-    this.open = null; // the text node that still grows
+    this.tools = []; // the elements of the calculator calls
   }
 
   /** The turn of an answer that has ended, from its message in tree.js. */
   static of({ parts, note, numbers, used }) {
     const turn = new ModelTurn();
+    turn.whole = true;
     for (const part of parts) part.type === "tool" ? turn.addTool(part) : turn.addText(part.text);
     [turn.numbers, turn.used] = [numbers, used];
     turn.end(note);
@@ -118,29 +122,20 @@ export class ModelTurn {
     const last = this.parts.at(-1);
     if (last?.type === "text") last.text += text;
     else this.parts.push({ type: "text", text });
-    if (this.open === null) this.body.append((this.open = document.createTextNode("")));
-    this.open.appendData(text);
-    this.#settle(2); // the last words may still change as more characters come
-  }
-
-  /** Put a place for a line break between the words of the open text, except between its last `open` words. */
-  #settle(open) {
-    const found = phrases(this.open.data);
-    for (const word of found.slice(0, Math.max(0, found.length - open))) {
-      this.open.before(word, make("wbr"));
-      this.open.deleteData(0, word.length);
-    }
-  }
-
-  #close() {
-    if (this.open !== null) this.#settle(1);
-    this.open = null;
+    this.#draw(true);
   }
 
   addTool({ expression, result }) {
-    this.#close();
     this.parts.push({ type: "tool", expression, result });
-    this.body.append(toolChip({ expression, result }));
+    this.tools.push(toolChip({ expression, result }));
+    this.#draw(true);
+  }
+
+  /** Draw what has arrived. While the answer is `open`, what has begun counts as if it ended here. */
+  #draw(open) {
+    if (this.whole) return; // it will be drawn once
+    const texts = this.parts.map((part) => (part.type === "tool" ? TOOL : part.text.replaceAll(TOOL, "\ufffd")));
+    update(this.body, draw(readMarkdown(texts.join("").trim(), open), this.tools));
   }
 
   /** Keep how many tokens have arrived and how long that took; the details below the answer show both. */
@@ -162,7 +157,8 @@ export class ModelTurn {
   /** Finish the turn. `note` is a key in words.js, or null. */
   end(note) {
     this.note = note;
-    this.#close();
+    this.whole = false;
+    this.#draw(false);
     this.body.classList.remove("streaming");
     if (note) {
       const text = make("span", "note");
