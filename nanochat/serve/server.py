@@ -41,7 +41,8 @@ FILES = (
     "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.css", "chats/panel.js",
     "chats/store.js", "chats/tree.js",
     "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.css", "reply/markdown.js", "reply/reply.css",
-    "reply/turn.js",
+    "reply/tokens.js", "reply/turn.js",
+    "settings/drawer.js", "settings/settings.css", "settings/values.js",
 )  # fmt: skip
 ASSETS = {name: KINDS[name.rpartition(".")[2]] for name in FILES}  # of the page, with the media type of each
 

@@ -21,7 +21,8 @@ const outline = (node) => {
     if (node.className === "head") return node.firstChild.textContent && `[${node.firstChild.textContent}]`;
     if (["DIV", "TBODY", "THEAD"].includes(node.nodeName)) return inner;
     const name = node.nodeName.toLowerCase() + (node.start > 1 ? node.start : "") + (node.href ? ` ${node.href}` : "");
-    return `<${name}${node.className ? ` ${node.className}` : ""}>${inner}`.concat(["br", "hr"].includes(name) ? "" : "</>");
+    const start = `<${name}${node.className ? ` ${node.className}` : ""}>${inner}`;
+    return ["br", "hr"].includes(name) ? start : `${start}</>`;
 };
 const seen = (text, open) => draw(readMarkdown(text, open), []).map(outline).join("");
 """
@@ -124,8 +125,8 @@ HOSTILE = """async ([pieces, rounds]) => {
     const { draw, update } = await import("./assets/reply/draw.js");
     let state = 42;
     const random = (most) => (state = (state * 1103515245 + 12345) % 2 ** 31) % most;
-    const tags = new Set(("P H1 H2 H3 H4 H5 H6 UL OL LI BLOCKQUOTE PRE CODE TABLE THEAD TBODY TR TH TD HR BR WBR STRONG " +
-        "EM DEL A SPAN DIV BUTTON svg use").split(" "));
+    const tags = new Set(("P H1 H2 H3 H4 H5 H6 UL OL LI BLOCKQUOTE PRE CODE TABLE THEAD TBODY TR TH TD HR BR WBR " +
+        "STRONG EM DEL A SPAN DIV BUTTON svg use").split(" "));
     const attributes = { A: ["href", "title", "target", "rel"], OL: ["start"], svg: ["aria-hidden"], use: ["href"],
         BUTTON: ["type"], SPAN: ["data-i18n"] };
     const wrong = [];
@@ -144,18 +145,21 @@ HOSTILE = """async ([pieces, rounds]) => {
             for (const { name } of element.attributes) {
                 if (name !== "class" && !attributes[element.nodeName]?.includes(name)) wrong.push([name, text]);
             }
-            if (element.href?.baseVal === undefined && element.href && !/^https?:/.test(element.href)) wrong.push([element.href, text]);
+            const { href } = element;
+            if (typeof href === "string" && href && !/^https?:/.test(href)) wrong.push([href, text]);
         }
-        if (!/http|\\d|```|~~~/.test(text) && letters(box.textContent) !== letters(text)) wrong.push(["lost words", text, box.textContent]);
+        const words = letters(box.textContent);
+        if (!/http|\\d|```|~~~/.test(text) && words !== letters(text)) wrong.push(["lost words", text, words]);
     }
     return wrong.slice(0, 3);
 }"""
 PIECES = [
-    "*", "**", "***", "_", "__", "~~", "`", "```", "````", "~~~", "#", "## ", "> ", ">", "- ", "* ", "+ ", "1. ", "9) ", "\n",
-    "\n\n", "\n", " ", "  ", "    ", "\t", "|", "| a |", "|---|", "\n|-|-|\n", "---", "[", "]", "(", ")", "](", "![", "<b>",
-    "</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "[y](https://a.example)", "https://b.example/",
-    "JaVaScRiPt:x", "data:text/html,x", "\\", "\\*", "&lt;", "\x00", "\u202e", "\ud800", "企鹅", "世界", "word", "a", "B", "é",
-    "[z](http://[bad)", "\r\n", "\r", ":-:", "[w](vbscript:x)",
+    "*", "**", "***", "_", "__", "~~", "`", "```", "````", "~~~", "#", "## ", "> ", ">", "- ", "* ", "+ ", "1. ", "9) ",
+    "\n", "\n\n", "\n", " ", "  ", "    ", "\t", "|", "| a |", "|---|", "\n|-|-|\n", "---", "[", "]", "(", ")",
+    "](", "![", "<b>", "</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))",
+    "[y](https://a.example)", "https://b.example/", "JaVaScRiPt:x", "data:text/html,x", "\\", "\\*", "&lt;", "\x00",
+    "\u202e", "\ud800", "企鹅", "世界", "word", "a", "B", "é", "[z](http://[bad)", "\r\n", "\r", ":-:",
+    "[w](vbscript:x)",
 ]  # fmt: skip
 
 
@@ -166,7 +170,8 @@ def test_hostile_markdown_gives_only_known_elements_and_loses_no_words(page):
 @pytest.mark.parametrize(
     "text",
     ["*a " * 60_000, "**" * 90_000, "[" * 180_000, "[a](" * 45_000, "`" * 180_000, "` `` " * 40_000, "> " * 90_000,
-     "- " * 90_000, "|" * 180_000, "a|b\n" * 45_000, "\n" * 180_000, "_a" * 90_000, "http://" * 25_000, "  - a\n" * 30_000,
+     "- " * 90_000, "|" * 180_000, "a|b\n" * 45_000, "\n" * 180_000, "_a" * 90_000, "http://" * 25_000,
+     "  - a\n" * 30_000,
      " " * 180_000 + "x", "![" * 90_000, "\\" * 180_000, "#" * 180_000, "1. " * 60_000],
 )  # fmt: skip
 def test_a_long_pathological_text_is_drawn(page, text):

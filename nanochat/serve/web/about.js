@@ -23,9 +23,9 @@ export async function loadDescription(changed) {
   changed();
 }
 
-/** The longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
-export function answerTokens() {
-  return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
+/** Whether the model has learnt to follow a system message: those that are trained here from scratch have not. */
+export function knowsSystem() {
+  return [PUBLISHED, "tune"].includes(model?.stage);
 }
 
 /** Name the model in the bar, describe it in the panel behind the name, and say on the welcome page what it knows. */

@@ -8,6 +8,8 @@ import { keepChats } from "./chats/store.js";
 import { newChat } from "./chats/tree.js";
 import { currentLanguage, say, switchLanguage, translatePage } from "./language/i18n.js";
 import { phrased } from "./language/phrases.js";
+import { showTokens } from "./reply/tokens.js";
+import { SettingsDrawer } from "./settings/drawer.js";
 import { EXAMPLES } from "./words.js";
 
 const find = (id) => document.getElementById(id);
@@ -18,7 +20,7 @@ const conversation = new Conversation(log, {
   changed,
   follow,
   focus: focusPrompt,
-  described: showExamples,
+  described,
   giveBack(text) {
     prompt.value ||= text;
   },
@@ -42,12 +44,16 @@ const panel = new HistoryPanel({
   },
 });
 
+const drawer = new SettingsDrawer(showContext);
+showTokens(scroller, find("token-tip"));
+
 // --- keeping the chat ----------------------------------------------------------------------------
 
 /** Keep the chat in the history, or another one that was left, and show what has changed. */
 async function changed(chat = conversation.snapshot()) {
   welcome.hidden = !conversation.isEmpty;
   refreshComposer();
+  showContext();
   keepTab();
   if (chat.messages.length) await keepChats([chat]);
   panel.draw();
@@ -63,6 +69,18 @@ addEventListener("pagehide", () => {
   const chat = conversation.snapshot();
   if (chat.messages.length) keepChats([chat]);
 });
+
+/** Show how much of the context the chat takes, by the usage of its last answer. */
+function showContext() {
+  const { turn, forgotten, answer } = conversation.shown.at(-1) ?? {};
+  const [place, bar, text] = ["context", "context-bar", "context-text"].map(find);
+  place.hidden = !turn?.used;
+  if (place.hidden) return;
+  const context = model?.context_length || conversation.chat.messages[answer].context;
+  [bar.max, bar.value] = [context, Math.min(turn.used, context)];
+  place.classList.toggle("full", turn.used > 0.85 * context);
+  say(text, forgotten ? "contextDropped" : "contextUsed", { used: turn.used, context });
+}
 
 function startNewChat() {
   conversation.open(newChat());
@@ -129,7 +147,14 @@ function showLanguage() {
   say(find("language"), "otherLanguage");
   say(find("language"), "otherLanguageLabel", {}, "label");
   showExamples();
+  drawer.draw();
   panel.draw();
+}
+
+/** The model's description has been loaded, or could not be. */
+function described() {
+  showExamples();
+  showContext();
 }
 
 /** Examples in both languages, the current one first; in the current one only if nobody can say what the model knows. */
@@ -172,4 +197,4 @@ const { chat = newChat(), draft = "" } = kept() ?? {};
 prompt.value = draft;
 conversation.open(chat);
 focusPrompt();
-loadDescription(showExamples);
+loadDescription(described);

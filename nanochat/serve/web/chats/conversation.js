@@ -1,12 +1,12 @@
 // The open chat: shows the branch that the reader is on, and asks for at most one answer at a time.
 
-import { answerTokens, loadDescription, model } from "../about.js";
+import { loadDescription, model } from "../about.js";
 import { answer, ChatError } from "../client.js";
 import { hasWords } from "../language/i18n.js";
 import { forgottenLine, ModelTurn, UserTurn } from "../reply/turn.js";
+import { current, requestSettings, systemMessage } from "../settings/values.js";
 import { add, children, newChat, newestEnd, pathTo } from "./tree.js";
 
-const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
 const TOO_LONG = ["context_length_exceeded", "body_too_large"]; // trying again as it is would fail again
 
 /**
@@ -87,7 +87,11 @@ export class Conversation {
   }
 
   #offer() {
-    if (this.last && !this.last.turn.hopeless) this.last.turn.offer(() => this.again());
+    const { last } = this;
+    if (!last || last.turn.hopeless) return;
+    last.turn.offer(() => this.again());
+    const whole = last.turn.parts.at(-1)?.type === "text"; // not in the middle of a calculation
+    if (whole && ["length", "stopped"].includes(last.turn.note)) last.turn.offerMore(() => this.carryOn());
   }
 
   #showForgotten(exchanges, context) {
@@ -138,14 +142,29 @@ export class Conversation {
     this.running?.abort();
   }
 
-  async #reply({ asked, user, parent, old = null, lively = false }) {
-    const stop = (this.running = new AbortController());
-    const turn = new ModelTurn();
+  /** Continue the last answer, which was cut short. */
+  carryOn() {
+    const { last } = this;
+    if (this.running || !last) return;
+    last.turn.resume();
+    this.#run(last, { continue_final_message: true });
+    this.page.focus();
+  }
+
+  #reply({ asked, user, parent, old = null, lively = false }) {
+    const turn = new ModelTurn(current().logprobs);
     const forgotten = this.shown.at(-1)?.forgotten ?? 0;
     this.last?.turn.withdraw();
-    const last = (this.last = { asked, turn, user, parent, old, answer: null, forgotten });
     asked.element.classList.remove("unanswered");
     this.log.append(turn.element);
+    const before = old ? children(this.chat, user).length : 0;
+    this.#run({ asked, turn, user, parent, old, answer: null, forgotten }, {}, lively, before);
+  }
+
+  /** Ask for the answer of an exchange, or for more of it. `before` counts the answers that the question has. */
+  async #run(last, more, lively = false, before = 0) {
+    const stop = (this.running = new AbortController());
+    this.last = last;
     this.log.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
     this.page.changed();
     this.page.follow(true);
@@ -153,7 +172,8 @@ export class Conversation {
     try {
       if (model === null) await loadDescription(this.page.described);
       if (model === null) throw new ChatError("unreachable");
-      note = await this.#stream(last, answer(this.#messages(last), this.#settings(lively), stop.signal));
+      const settings = requestSettings(lively, before);
+      note = await this.#stream(last, answer(this.#messages(last), { ...settings, ...more }, stop.signal));
     } catch (failure) {
       if (stop.signal.aborted) note = "stopped";
       else this.#fail(failure, last);
@@ -161,23 +181,20 @@ export class Conversation {
     if (stop === this.running) this.#finish(note); // else the reader has opened another chat meanwhile
   }
 
-  #settings(lively) {
-    const temperature = lively ? Math.max(model.defaults.temperature, LIVELY) : undefined;
-    return { max_tokens: answerTokens(), temperature };
-  }
-
-  #messages({ asked, forgotten }) {
+  #messages({ asked, forgotten, answer: answered }) {
     const turns = this.shown.slice(forgotten).flatMap((entry) => [
       { role: "user", content: entry.asked.text },
       { role: "assistant", parts: entry.turn.parts },
     ]);
-    return [...turns, { role: "user", content: asked.text }];
+    const question = answered === null ? [{ role: "user", content: asked.text }] : [];
+    return [...systemMessage(), ...turns, ...question];
   }
 
   /** Show the pieces of an answer as they arrive; return the note to show below the answer, or null. */
   async #stream(last, pieces) {
     const { turn } = last;
     const start = performance.now();
+    const [tokens, seconds] = turn.numbers ?? [0, 0]; // of an answer that is continued
     let finish = null;
     for await (const piece of pieces) {
       if (piece.forgotten) {
@@ -186,7 +203,8 @@ export class Conversation {
       }
       if (piece.text) turn.addText(piece.text);
       if (piece.tool) turn.addTool(piece.tool);
-      if (piece.tokens) turn.count(piece.tokens, (performance.now() - start) / 1000);
+      if (piece.tokens) turn.count(tokens + piece.tokens, seconds + (performance.now() - start) / 1000);
+      if (piece.scores) turn.addScores(piece.scores);
       if (piece.used) turn.used = piece.used;
       if (piece.finish) finish = piece.finish;
       this.page.follow();
@@ -195,13 +213,13 @@ export class Conversation {
     return turn.saidSomething ? null : "noAnswer";
   }
 
-  #fail(failure, { turn, asked }) {
+  #fail(failure, { turn, asked, answer: answered }) {
     if (!(failure instanceof ChatError)) console.error(failure);
     const { code = "broken", detail = "", values = {} } = failure;
     const key = hasWords(code) ? code : "failed";
     turn.fail(key, { ...values, detail, context: model?.context_length });
     turn.hopeless = TOO_LONG.includes(code);
-    if (turn.hopeless) this.page.giveBack(asked.text); // to be made shorter
+    if (turn.hopeless && answered === null) this.page.giveBack(asked.text); // to be made shorter
     if (code === "unreachable") loadDescription(this.page.described);
   }
 
@@ -212,8 +230,8 @@ export class Conversation {
     this.running = null;
     if (last.turn.saidSomething) {
       old?.turn.element.remove();
+      if (last.answer === null) this.shown.push(last);
       record(this.chat, last);
-      this.shown.push(last);
       this.#arrows(last);
     } else if (old) {
       old.turn.element.hidden = false;
@@ -249,5 +267,7 @@ function record(chat, exchange, cut = null) {
   const { parts, numbers, used, error } = turn;
   const note = cut ?? (error ? "stopped" : turn.note);
   const message = { parent: exchange.user, role: "assistant", parts, note, numbers, used, forgotten };
-  exchange.answer = add(chat, { ...message, context: model?.context_length ?? 0 });
+  message.context = model?.context_length ?? 0;
+  if (exchange.answer === null) exchange.answer = add(chat, message);
+  else chat.messages[exchange.answer] = message;
 }

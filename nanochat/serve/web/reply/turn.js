@@ -6,6 +6,7 @@ import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
 import { draw, update } from "./draw.js";
 import { TOOL } from "./inline.js";
 import { readMarkdown } from "./markdown.js";
+import { TokenView } from "./tokens.js";
 
 function speaker(key) {
   const name = make("span", "hidden");
@@ -89,7 +90,9 @@ export class UserTurn {
 
 /** The model's turn, which grows while the answer streams. */
 export class ModelTurn {
-  constructor() {
+  /** If `scored`, the tokens are shown with their probabilities instead of as Markdown. */
+  constructor(scored = false) {
+    this.scores = scored ? new TokenView() : null;
     this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
@@ -128,12 +131,22 @@ export class ModelTurn {
   addTool({ expression, result }) {
     this.parts.push({ type: "tool", expression, result });
     this.tools.push(toolChip({ expression, result }));
+    if (this.scores) this.body.append(this.tools.at(-1));
     this.#draw(true);
+  }
+
+  /** Show tokens with their probabilities, as the API describes them; nothing if the turn shows Markdown. */
+  addScores(scores) {
+    if (this.scores) this.scores.add(scores, this.body);
   }
 
   /** Draw what has arrived. While the answer is `open`, what has begun counts as if it ended here. */
   #draw(open) {
     if (this.whole) return; // it will be drawn once
+    if (this.scores) {
+      this.body.classList.add("tokens");
+      return; // the scores of a text come after the text
+    }
     const texts = this.parts.map((part) => (part.type === "tool" ? TOOL : part.text.replaceAll(TOOL, "\ufffd")));
     update(this.body, draw(readMarkdown(texts.join("").trim(), open), this.tools));
   }
@@ -184,8 +197,24 @@ export class ModelTurn {
     else this.meta.insertBefore(this.again, this.meta.querySelector(".numbers"));
   }
 
+  /** Offer to continue an answer that was cut short. */
+  offerMore(press) {
+    this.more = smallButton("carryOn", "down", press);
+    this.meta.insertBefore(this.more, this.meta.querySelector(".numbers"));
+  }
+
   withdraw() {
     this.again?.remove();
+    this.more?.remove();
+  }
+
+  /** Grow again, after the turn has ended. */
+  resume() {
+    this.note = null;
+    this.error?.remove();
+    this.error = undefined;
+    this.meta.replaceChildren();
+    this.body.classList.add("streaming");
   }
 
   fail(key, values) {
