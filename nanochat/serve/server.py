@@ -34,17 +34,20 @@ from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
-KINDS = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-FILES = (
-    "about.js", "app.js", "client.js", "sse.js", "words.js", "style.css", "favicon.svg",
+SCRIPTS = (
+    "about.js", "app.js", "client.js", "sse.js", "words.js",
+    "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.js", "chats/store.js",
+    "chats/tree.js",
     "language/i18n.js", "language/phrases.js",
-    "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.css", "chats/panel.js",
-    "chats/store.js", "chats/tree.js",
-    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.css", "reply/markdown.js", "reply/reply.css",
-    "reply/tokens.js", "reply/turn.js",
-    "settings/drawer.js", "settings/settings.css", "settings/values.js",
+    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/tokens.js", "reply/turn.js",
+    "settings/drawer.js", "settings/values.js",
 )  # fmt: skip
-ASSETS = {name: KINDS[name.rpartition(".")[2]] for name in FILES}  # of the page, with the media type of each
+STYLES = ("style.css", "chats/panel.css", "reply/markdown.css", "reply/reply.css", "settings/settings.css")
+ASSETS = {
+    **dict.fromkeys(SCRIPTS, "text/javascript"),
+    **dict.fromkeys(STYLES, "text/css"),
+    "favicon.svg": "image/svg+xml",
+}
 
 
 @dataclass(frozen=True)

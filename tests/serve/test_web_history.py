@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from nanochat.serve.server import ASSETS, assets
-from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit
+from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit, wait_until_free
 from tests.support.fake_engine import FakeEngine, running
 
 pytestmark = pytest.mark.browser
@@ -121,6 +121,25 @@ def test_an_answer_that_is_left_in_the_middle_is_in_the_list(browser):
         chats(page).click()
         expect(answers(page)).to_have_text("你好")
         expect(page.locator(".meta")).to_contain_text("stopped")
+
+
+def test_a_chat_that_is_deleted_while_it_is_answered_does_not_come_back(browser):
+    engine = FakeEngine(REPLIES, gated=True, slots=1)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "hello")
+        engine.allow(1000)
+        finished(page)
+        show(page)
+        send(page, "sum")
+        page.get_by_role("button", name="Delete “hello”").press("Enter")
+        expect(page.locator("#welcome")).to_be_visible()
+        wait_until_free(url, 1)
+        engine.allow(1000)
+        send(page, "other")
+        finished(page)
+        expect(chats(page)).to_have_text(["other"])
+        page.reload()
+        expect(chats(page)).to_have_text(["other"])
 
 
 @pytest.mark.parametrize("locale", ["en-US", "zh-CN"])

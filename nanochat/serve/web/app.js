@@ -32,13 +32,13 @@ const panel = new HistoryPanel({
     focusPrompt();
   },
   renamed(chat) {
-    if (chat.id === conversation.chat.id) conversation.chat.title = chat.title;
-    keepTab();
+    if (chat.id !== conversation.chat.id) return;
+    conversation.chat.title = chat.title;
+    changed(); // the open chat may be newer than the one in the list
   },
   deleted({ id }) {
     if (id !== conversation.chat.id) return false;
-    conversation.stop();
-    conversation.chat.messages.length = 0; // so that nothing of it is kept again
+    conversation.discard();
     conversation.open(newChat());
     return true;
   },

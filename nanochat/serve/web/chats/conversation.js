@@ -42,6 +42,12 @@ export class Conversation {
     this.page.changed();
   }
 
+  /** Stop the answer in progress, and keep nothing of it. */
+  discard() {
+    this.running?.abort();
+    this.running = null;
+  }
+
   #draw() {
     const { chat } = this;
     chat.at = newestEnd(chat, chat.at);

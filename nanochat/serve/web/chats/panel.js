@@ -79,7 +79,9 @@ export class HistoryPanel {
     }
     if (!nodes.length) nodes.push(line(wanted.length ? "historyNothing" : "historyEmpty"));
     if (chats.length > SHOWN) nodes.push(line("historyMore", { count: chats.length - SHOWN }));
+    const held = this.list.contains(document.activeElement) && document.activeElement.closest(".chat")?.dataset.id;
     this.list.replaceChildren(...nodes);
+    if (held) this.#focus(held);
   }
 
   #item(chat) {
@@ -93,6 +95,7 @@ export class HistoryPanel {
     });
     if (chat.id === this.page.current().id) open.setAttribute("aria-current", "true");
     const item = make("li", "chat", open);
+    item.dataset.id = chat.id;
     const rename = iconButton("rename", "edit", () => this.#rename(chat, item), { title });
     item.append(rename, iconButton("delete", "bin", () => this.#delete(chat), { title }));
     return item;
@@ -118,16 +121,15 @@ export class HistoryPanel {
       if (key.isComposing || key.keyCode === 229 || !["Enter", "Escape"].includes(key.key)) return;
       key.preventDefault();
       key.stopPropagation();
-      end(key.key === "Enter").then(() => this.#focus(chat));
+      end(key.key === "Enter").then(() => this.#focus(chat.id));
     });
     box.addEventListener("blur", () => end(true));
     item.replaceChildren(box);
     box.select();
   }
 
-  #focus(chat) {
-    const items = [...this.list.querySelectorAll(".open")];
-    (items.find((item) => item.textContent === titleOf(chat)) ?? this.search).focus();
+  #focus(id) {
+    (this.list.querySelector(`[data-id="${id}"] .open`) ?? this.search).focus();
   }
 
   async #delete(chat) {
@@ -139,7 +141,7 @@ export class HistoryPanel {
       this.tell("restored", { title: titleOf(chat) });
       if (reopen) this.page.open(chat);
       await this.draw();
-      this.#focus(chat);
+      this.#focus(chat.id);
     });
     find("history-told").querySelector("button").focus();
   }
