@@ -34,8 +34,20 @@ from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
-SCRIPTS = ("app.js", "client.js", "i18n.js", "kept.js", "phrases.js", "sse.js", "view.js", "words.js")
-ASSETS = {**dict.fromkeys(SCRIPTS, "text/javascript"), "style.css": "text/css", "favicon.svg": "image/svg+xml"}
+SCRIPTS = (
+    "about.js", "app.js", "client.js", "sse.js", "words.js",
+    "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.js", "chats/store.js",
+    "chats/tree.js",
+    "language/i18n.js", "language/phrases.js",
+    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/tokens.js", "reply/turn.js",
+    "settings/drawer.js", "settings/values.js",
+)  # fmt: skip
+STYLES = ("style.css", "chats/panel.css", "reply/markdown.css", "reply/reply.css", "settings/settings.css")
+ASSETS = {
+    **dict.fromkeys(SCRIPTS, "text/javascript"),
+    **dict.fromkeys(STYLES, "text/css"),
+    "favicon.svg": "image/svg+xml",
+}
 
 
 @dataclass(frozen=True)
@@ -225,7 +237,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
     app.add_exception_handler(ClientDisconnect, left)
     if settings.page:
         app.add_api_route("/", page)
-        app.add_api_route("/assets/{name}", asset)
+        app.add_api_route("/assets/{name:path}", asset)
     gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
     gets |= {"/v1/models": server.models, "/v1/models/{name}": server.model}
     posts = {

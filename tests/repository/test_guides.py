@@ -20,7 +20,7 @@ CHINESE = (
     *sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("docs/zh/*.md")),
 )
 SCRIPTS = ("check_npu.py", "setup_ascend.sh", "setup_env.sh", "speedrun.sh", "speedrun_npu.sh")
-FOLDERS = ("tools_npu/*.py", "runs/*.sh", "nanochat/**/*.py", "scripts/*.py", "nanochat/serve/web/*.js")
+FOLDERS = ("tools_npu/*.py", "runs/*.sh", "nanochat/**/*.py", "scripts/*.py", "nanochat/serve/web/**/*.js")
 
 
 @pytest.mark.parametrize("name", TROUBLESHOOTING)

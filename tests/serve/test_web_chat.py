@@ -32,7 +32,7 @@ def heard(engine: FakeEngine) -> str:
 # --- a reload ------------------------------------------------------------------------------------
 
 
-def test_a_reload_keeps_the_chat_and_new_chat_deletes_it(browser):
+def test_a_reload_keeps_the_chat_and_new_chat_clears_the_tab(browser):
     engine = FakeEngine(REPLIES)
     with running(engine) as url, visit(browser, url) as page:
         for question in ("hello", "sum"):

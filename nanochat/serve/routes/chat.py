@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Part
+from nanochat.data.conversation import Conversation, Message, Part
 from nanochat.engine import Event
 from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, Said, count_usage, finite, spelling
@@ -18,7 +18,7 @@ from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {
     "messages", "max_tokens", "max_completion_tokens", "truncation", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "parallel_tool_calls",
+    "tool_choice", "parallel_tool_calls", "continue_final_message",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "service_tier": ("auto", "default")}
 
@@ -32,11 +32,15 @@ class ChatRequest:
     truncate: bool  # drop the oldest exchanges when the whole chat does not fit
     logprobs: bool
     tools: Tools
+    continued: bool = False  # the last message is the beginning of the reply
 
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """The prompt as requests to the engine, and the writer of the replies. ApiError 400 if it does not fit."""
         wanted = self.wanted
-        prompt, dropped = make_prompt(self.conversation, wanted.max_tokens, self.truncate, tokenizer, limits.context)
+        begun = reply_tokens(self.conversation.messages[-1], tokenizer) if self.continued else []
+        room = limits.context - len(begun)
+        prompt, dropped = make_prompt(self.conversation.prompt, wanted.max_tokens, self.truncate, tokenizer, room)
+        prompt = [*prompt, *begun]
         requests = wanted.requests(prompt, limits.context)
 
         def writer(number: str) -> ChatWriter:
@@ -64,8 +68,19 @@ def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
             raise invalid("a reply that must be a call has no response_format: leave one of them out", "tool_choice")
         more["schema"] = tools.schema
     wanted = read_wanted(fields, limits, defaults, integer(fields, longest, 1, limits.context), **more)
-    conversation = read_conversation(fields.get("messages"), tools.instructions)
-    return ChatRequest(conversation, wanted, truncation == "auto", logprobs, tools)
+    continued = flag(fields, "continue_final_message")
+    conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
+    return ChatRequest(conversation, wanted, truncation == "auto", logprobs, tools, continued)
+
+
+def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a reply without the mark that ends it, so that the model continues it."""
+    found: list[int] = []
+    for part in message.parts:
+        kind = {"python": "python", "python_output": "output"}.get(part.kind)
+        marks = [[tokenizer.special(f"{kind}_{side}")] if kind else [] for side in ("start", "end")]
+        found += [*marks[0], *tokenizer.encode(part.text), *marks[1]]
+    return found
 
 
 # --- replies -------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ SPEAKERS: dict[str, Role] = {
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text; the last two in the responses format
 
 
-def read_conversation(given: Any, instructions: str = "") -> Conversation:
+def read_conversation(given: Any, instructions: str = "", continued: bool = False) -> Conversation:
     """The conversation of a list of messages: an optional system message, then user and assistant in turn.
 
-    The user comes last. Results of tools count as the user's, and those that follow each other are one message.
-    `instructions` go in front of the system message. ApiError 400.
+    The user comes last, or the assistant in a chat whose last reply is to be `continued`. Results of tools
+    count as the user's, and those that follow each other are one message. `instructions` go in front of the system
+    message. ApiError 400.
     """
     if given is None:
         raise missing("messages", "a list of {role, content}")
@@ -46,7 +47,10 @@ def read_conversation(given: Any, instructions: str = "") -> Conversation:
                 f"messages[{i}].role must be {expected}, got {message.role}",
                 f"messages[{i}].role",
             )
-    if messages[-1][1].role != "user":
+    if continued and messages[-1][1].role != "assistant":
+        text = "continue_final_message needs a reply to continue: the last message must have the role assistant"
+        raise invalid(text, f"messages[{len(given) - 1}].role")
+    if not continued and messages[-1][1].role != "user":
         raise invalid("the last message must have the role user or tool", f"messages[{len(given) - 1}].role")
     return _instructed(tuple(message for _, message in messages), instructions)
 

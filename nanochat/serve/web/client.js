@@ -1,7 +1,7 @@
 // The client of the server's API: loads the model's description, and streams answers.
 
-import { words } from "./i18n.js";
-import { keepKey, keptKey } from "./kept.js";
+import { words } from "./language/i18n.js";
+import { keepKey, keptKey } from "./chats/kept.js";
 import { events } from "./sse.js";
 
 /** A failed request. i18n.js has a text for most codes; `detail` is the server's own message. */
@@ -53,17 +53,17 @@ export async function loadedModel() {
 }
 
 /**
- * Streams an answer. Yields {text}, {tool: {expression, result}} and {tokens} as they arrive, and {finish} at the end.
- * If the oldest messages did not fit into the model's context, {forgotten} comes first with their number.
- * To stop the answer, abort the signal: that closes the connection, and the server stops computing. `temperature` is
- * the server's default if undefined.
+ * Streams an answer. Yields {text}, {tool: {expression, result}} {tokens, used} and {scores} as they arrive, and
+ * {finish} at the end; `used` counts the tokens of prompt and answer together, and scores are the API's logprobs. If the oldest messages did not fit into the model's
+ * context, {forgotten} comes first with their number. To stop the answer, abort the signal: that closes the connection,
+ * and the server stops computing. `settings` are the API's fields, such as max_tokens; the server knows the defaults.
  */
-export async function* answer(messages, maxTokens, signal, temperature) {
+export async function* answer(messages, settings, signal) {
   const stream_options = { include_usage: true, continuous_usage_stats: true };
   const response = await request("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ messages, max_tokens: maxTokens, temperature, truncation: "auto", stream: true, stream_options }),
+    body: JSON.stringify({ messages, ...settings, truncation: "auto", stream: true, stream_options }),
     signal,
   });
   let [started, finished] = [false, false];
@@ -74,8 +74,11 @@ export async function* answer(messages, maxTokens, signal, temperature) {
       if (chunk.error) throw new ChatError(chunk.error.code, chunk.error.message);
       if (!started && chunk.truncated_messages) yield { forgotten: chunk.truncated_messages };
       started = true;
-      if (chunk.usage) yield { tokens: chunk.usage.completion_tokens };
+      if (chunk.usage) {
+        yield { tokens: chunk.usage.completion_tokens, used: chunk.usage.total_tokens };
+      }
       const choice = chunk.choices[0];
+      if (choice?.logprobs?.content) yield { scores: choice.logprobs.content };
       if (choice?.delta.content) yield { text: choice.delta.content };
       if (choice?.delta.tool) yield { tool: choice.delta.tool };
       if (choice?.finish_reason) {

@@ -4,7 +4,7 @@ const segmenter = "Segmenter" in Intl ? new Intl.Segmenter("zh", { granularity: 
 const HAN = /\p{Script=Han}/u;
 const CLINGS = /^[的地得了着过吗呢吧啊呀们里上下中内外后前时个条次步秒分点张位年月日号岁种]$/; // to the word before
 const LEADS = /^[和与或在把被从用对向跟给让比为是很太最更再不没未第请每各这那哪几它就都也还又才只若要会能可]$/; // to the word after
-const TERMS = /(词元|微调|续写|小模型|强化学习|标签页|上下文)/; // words that browsers do not know
+const TERMS = /(词元|服务器|浏览器|微调|续写|小模型|强化学习|标签页|上下文)/; // words that browsers do not know
 
 // style.css forbids breaks inside Chinese text only where this browser can say where the words end.
 document.documentElement.classList.toggle("phrases", segmenter !== null);

@@ -1,23 +1,25 @@
-// Keeps the chat of this tab, and the key of its server, in the browser, so that they survive a reload.
+// Keeps what belongs to this tab alone, the open chat and the key of its server, so that both survive a reload.
+
+import { readChat } from "./check.js";
 
 const KEY = "nanochat.chat";
 const API_KEY = "nanochat.key";
 let apiKey = ""; // of this page, where the browser forbids storage
 
-/** Keep a chat: {exchanges: [{question, parts, note, numbers}], seen, context, draft}. */
-export function keep(chat) {
+/** Keep the open chat and what stands in the input box. */
+export function keep(chat, draft) {
   try {
-    sessionStorage.setItem(KEY, JSON.stringify(chat));
+    sessionStorage.setItem(KEY, JSON.stringify({ chat, draft }));
   } catch {
     // the browser may forbid storage, or have no room left: then the chat lasts until the page is left
   }
 }
 
-/** The kept chat, or null. */
+/** The kept {chat, draft}, or null. */
 export function kept() {
   try {
-    const chat = JSON.parse(sessionStorage.getItem(KEY));
-    return chat.exchanges.every(isExchange) && chat.seen >= 0 && chat.seen <= chat.exchanges.length ? chat : null;
+    const { chat, draft } = JSON.parse(sessionStorage.getItem(KEY));
+    return { chat: readChat(chat), draft: typeof draft === "string" ? draft : "" };
   } catch {
     return null;
   }
@@ -40,8 +42,4 @@ export function keptKey() {
   } catch {
     return apiKey;
   }
-}
-
-function isExchange({ question, parts }) {
-  return typeof question === "string" && parts.every(({ type, text }) => type === "tool" || typeof text === "string");
 }

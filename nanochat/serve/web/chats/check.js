@@ -1,0 +1,59 @@
+// Reads chats that come from outside, a file or the browser's store, and lets nothing through that is no chat.
+
+const NOTES = ["stopped", "length", "noAnswer"];
+const LONGEST_TITLE = 200;
+
+function must(condition) {
+  if (!condition) throw new TypeError("no chat");
+}
+
+function text(value, longest = Infinity) {
+  must(typeof value === "string" && value.length <= longest);
+  return value;
+}
+
+function number(value, most = Number.MAX_SAFE_INTEGER) {
+  must(typeof value === "number" && value >= 0 && value <= most);
+  return value;
+}
+
+function count(value, most) {
+  must(Number.isInteger(value));
+  return number(value, most);
+}
+
+function readPart(part) {
+  if (part.type === "text") return { type: "text", text: text(part.text) };
+  must(part.type === "tool");
+  return { type: "tool", expression: text(part.expression), result: part.result === null ? null : text(part.result) };
+}
+
+function readMessage({ parent, role, ...rest }, place, all) {
+  must(Number.isInteger(parent) && parent >= -1 && parent < place);
+  const before = parent === -1 ? "assistant" : all[parent].role;
+  must(role === (before === "user" ? "assistant" : "user"));
+  if (role === "user") return { parent, role, text: text(rest.text) };
+  must(Array.isArray(rest.parts) && (rest.note === null || NOTES.includes(rest.note)));
+  must(rest.numbers === null || (Array.isArray(rest.numbers) && rest.numbers.length === 2));
+  return {
+    parent,
+    role,
+    parts: rest.parts.map(readPart),
+    note: rest.note,
+    numbers: rest.numbers?.map((value) => number(value)) ?? null,
+    used: count(rest.used),
+    forgotten: count(rest.forgotten, place),
+    context: count(rest.context),
+  };
+}
+
+/** A chat as tree.js describes it, with only the fields that belong there. TypeError if the value is no chat. */
+export function readChat(value) {
+  const { id, title, created, updated, messages, at } = value;
+  must(/^[0-9a-zA-Z-]{1,64}$/.test(text(id)) && Array.isArray(messages));
+  must(Number.isInteger(at) && at >= -1 && at < messages.length);
+  const read = messages.map(readMessage);
+  must(at === -1 || read[at].role === "assistant");
+  const times = [created, updated].map((time) => number(time, 8.64e15)); // the last moment that a Date can hold
+  return { id, title: text(title, LONGEST_TITLE), created: times[0], updated: times[1], messages: read, at };
+}

@@ -1,0 +1,228 @@
+// The turns of a conversation: a question, which can be edited, and the model's answer, which grows while it streams.
+
+import { say } from "../language/i18n.js";
+import { phrased } from "../language/phrases.js";
+import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
+import { draw, update } from "./draw.js";
+import { TOOL } from "./inline.js";
+import { readMarkdown } from "./markdown.js";
+import { TokenView } from "./tokens.js";
+
+function speaker(key) {
+  const name = make("span", "hidden");
+  say(name, key);
+  return name;
+}
+
+/** A line that says above which place the model no longer sees the messages. */
+export function forgottenLine(context) {
+  const line = make("p", "forgotten");
+  const text = make("span");
+  say(text, "forgotten", { context });
+  line.append(text);
+  return line;
+}
+
+/** Arrows between the branches at one place, "2 / 3"; `go` gets the place of a branch among them. */
+function branchArrows(place, count, go) {
+  const [before, after] = [iconButton("earlier", "left", () => go(place - 1)), iconButton("later", "right", () => go(place + 1))];
+  before.disabled = place === 0;
+  after.disabled = place === count - 1;
+  return make("span", "branches", before, make("span", "", `${place + 1} / ${count}`), after);
+}
+
+/** A calculator call: shows the result at a glance, and an explanation when opened. */
+function toolChip({ expression, result }) {
+  const failed = result === null || result === "error"; // the engine's answer to an invalid expression
+  const sum = make("code", "", failed ? `${expression} = ?` : `${expression} = ${result}`);
+  const summary = make("summary", "", icon("tool"), sum);
+  const text = make("p");
+  say(text, failed ? "toolFailed" : "toolText", { expression, result });
+  say(summary, "toolName", {}, "title");
+  return make("details", "tool", summary, text);
+}
+
+/** The reader's turn. */
+export class UserTurn {
+  constructor(text) {
+    this.text = text;
+    this.bubble = make("div", "bubble", ...phrased(text));
+    this.tools = make("div", "tools");
+    this.element = make("article", "turn user", speaker("you"), this.bubble, this.tools);
+  }
+
+  /** Show arrows between the versions of the question, if there are several. */
+  branches(place, count, go) {
+    this.tools.querySelector(".branches")?.remove();
+    if (count > 1) this.tools.append(branchArrows(place, count, go));
+  }
+
+  /** Offer to edit the question; `send` gets the new text. */
+  offerEdit(send) {
+    this.tools.prepend(iconButton("edit", "edit", () => this.#edit(send)));
+  }
+
+  #edit(send) {
+    const box = make("textarea", "edit");
+    const end = (text) => {
+      editor.remove();
+      this.bubble.hidden = this.tools.hidden = false;
+      if (text.trim() && text !== this.text) send(text);
+      else this.tools.querySelector("button").focus();
+    };
+    box.value = this.text;
+    box.rows = Math.min(8, this.text.split("\n").length + 1);
+    say(box, "editBox", {}, "label");
+    const editor = make("div", "editor", box, smallButton("editSend", "send", () => end(box.value)),
+      smallButton("cancel", "close", () => end("")));
+    box.addEventListener("keydown", (key) => {
+      if (key.isComposing || key.keyCode === 229) return;
+      if (key.key === "Escape" || (key.key === "Enter" && !key.shiftKey)) {
+        key.preventDefault();
+        end(key.key === "Enter" ? box.value : "");
+      }
+    });
+    this.bubble.hidden = this.tools.hidden = true;
+    this.element.append(editor);
+    box.focus();
+  }
+}
+
+/** The model's turn, which grows while the answer streams. */
+export class ModelTurn {
+  /** If `scored`, the tokens are shown with their probabilities instead of as Markdown. */
+  constructor(scored = false) {
+    this.scores = scored ? new TokenView() : null;
+    this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
+    this.note = null; // a key in words.js
+    this.numbers = null; // [tokens, seconds since the question was sent]
+    this.used = 0; // tokens of the context, of the chat and this answer together
+    this.body = make("div", "body streaming");
+    this.meta = make("div", "meta");
+    this.element = make("article", "turn model", speaker("model"), this.body, this.meta);
+    this.tools = []; // the elements of the calculator calls
+  }
+
+  /** The turn of an answer that has ended, from its message in tree.js. */
+  static of({ parts, note, numbers, used }) {
+    const turn = new ModelTurn();
+    turn.whole = true;
+    for (const part of parts) part.type === "tool" ? turn.addTool(part) : turn.addText(part.text);
+    [turn.numbers, turn.used] = [numbers, used];
+    turn.end(note);
+    return turn;
+  }
+
+  get text() {
+    return this.parts.filter((part) => part.type === "text").map((part) => part.text).join("");
+  }
+
+  get saidSomething() {
+    return this.parts.some((part) => part.type === "tool" || part.text.trim());
+  }
+
+  addText(text) {
+    const last = this.parts.at(-1);
+    if (last?.type === "text") last.text += text;
+    else this.parts.push({ type: "text", text });
+    this.#draw(true);
+  }
+
+  addTool({ expression, result }) {
+    this.parts.push({ type: "tool", expression, result });
+    this.tools.push(toolChip({ expression, result }));
+    if (this.scores) this.body.append(this.tools.at(-1));
+    this.#draw(true);
+  }
+
+  /** Show tokens with their probabilities, as the API describes them; nothing if the turn shows Markdown. */
+  addScores(scores) {
+    if (this.scores) this.scores.add(scores, this.body);
+  }
+
+  /** Draw what has arrived. While the answer is `open`, what has begun counts as if it ended here. */
+  #draw(open) {
+    if (this.whole) return; // it will be drawn once
+    if (this.scores) {
+      this.body.classList.add("tokens");
+      return; // the scores of a text come after the text
+    }
+    const texts = this.parts.map((part) => (part.type === "tool" ? TOOL : part.text.replaceAll(TOOL, "\ufffd")));
+    update(this.body, draw(readMarkdown(texts.join("").trim(), open), this.tools));
+  }
+
+  /** Keep how many tokens have arrived and how long that took; the details below the answer show both. */
+  count(tokens, seconds) {
+    this.numbers = [tokens, seconds];
+  }
+
+  #details() {
+    const [tokens, seconds] = this.numbers;
+    const [amount, speed, rate] = [make("span"), make("span"), tokens / Math.max(seconds, 1e-3)];
+    say(amount, tokens === 1 ? "oneToken" : "tokens", { count: tokens });
+    say(speed, "rate", { rate: rate < 10 ? Math.round(rate * 10) / 10 : Math.round(rate) });
+    const summary = make("summary", "quiet small", icon("numbers"));
+    say(summary, "numbers", {}, "label");
+    say(summary, "numbers", {}, "title");
+    return make("details", "numbers", summary, make("span", "", amount, " · ", speed));
+  }
+
+  /** Finish the turn. `note` is a key in words.js, or null. */
+  end(note) {
+    this.note = note;
+    this.whole = false;
+    this.#draw(false);
+    this.body.classList.remove("streaming");
+    if (note) {
+      const text = make("span", "note");
+      say(text, note);
+      this.meta.append(text);
+    }
+    if (this.text.trim()) this.meta.append(copyButton(() => this.text.trim()));
+    if (this.numbers) this.meta.append(this.#details());
+  }
+
+  /** Show arrows between the answers to one question, if there are several. */
+  branches(place, count, go) {
+    this.meta.querySelector(".branches")?.remove();
+    if (count > 1) this.meta.prepend(branchArrows(place, count, go));
+  }
+
+  /** Offer to answer the question again; `withdraw` takes the offers back. */
+  offer(press) {
+    this.withdraw();
+    this.again = smallButton(this.error ? "retry" : "anew", "again", press);
+    if (!this.error) say(this.again, "anewTitle", {}, "title");
+    if (this.error) this.error.append(this.again);
+    else this.meta.insertBefore(this.again, this.meta.querySelector(".numbers"));
+  }
+
+  /** Offer to continue an answer that was cut short. */
+  offerMore(press) {
+    this.more = smallButton("carryOn", "down", press);
+    this.meta.insertBefore(this.more, this.meta.querySelector(".numbers"));
+  }
+
+  withdraw() {
+    this.again?.remove();
+    this.more?.remove();
+  }
+
+  /** Grow again, after the turn has ended. */
+  resume() {
+    this.note = null;
+    this.error?.remove();
+    this.error = undefined;
+    this.meta.replaceChildren();
+    this.body.classList.add("streaming");
+  }
+
+  fail(key, values) {
+    const text = make("p");
+    say(text, key, values);
+    text.setAttribute("role", "alert");
+    this.error = make("div", "error", text);
+    this.meta.before(this.error);
+    if (!this.saidSomething) this.body.remove();
+  }
+}

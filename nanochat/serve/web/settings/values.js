@@ -1,0 +1,84 @@
+// The reader's settings, kept on the device: what a request asks for beyond the server's own defaults.
+
+import { knowsSystem, model } from "../about.js";
+
+const KEY = "nanochat.settings";
+const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
+const ALTERNATIVES = 5; // likeliest tokens to show beside each token
+
+/** The numbers: their names in the API, their bounds and the step of their input boxes. */
+export const NUMBERS = [
+  { name: "temperature", low: 0, high: 2, step: 0.05 },
+  { name: "top_k", low: 0, high: 1_000_000, step: 1 },
+  { name: "top_p", low: 0.01, high: 1, step: 0.01 },
+  { name: "min_p", low: 0, high: 1, step: 0.01 },
+  { name: "max_tokens", low: 1, high: 1_000_000, step: 1 },
+  { name: "seed", low: 0, high: 2 ** 31 - 1, step: 1 },
+];
+
+let settings = kept();
+
+function kept() {
+  try {
+    return readSettings(JSON.parse(localStorage.getItem(KEY)) ?? {});
+  } catch {
+    return {}; // the browser may forbid storage, or keep something else under this name
+  }
+}
+
+/** The settings of a value that are valid: the numbers by name, `system`, a text, and `logprobs`, true or absent. */
+export function readSettings(value) {
+  const read = {};
+  for (const { name, low, high, step } of NUMBERS) {
+    const number = value[name];
+    if (typeof number === "number" && number >= low && number <= high && (step < 1 || Number.isInteger(number))) read[name] = number;
+  }
+  if (typeof value.system === "string" && value.system.trim()) read.system = value.system;
+  if (value.logprobs === true) read.logprobs = true;
+  return read;
+}
+
+/** The settings that differ from the server's defaults. */
+export function current() {
+  return settings;
+}
+
+/** Change settings; undefined goes back to the default. */
+export function change(changes) {
+  settings = readSettings({ ...settings, ...changes });
+  try {
+    localStorage.setItem(KEY, JSON.stringify(settings));
+  } catch {
+    // without storage, they last until the page is left
+  }
+}
+
+/** Go back to the server's defaults. */
+export function reset() {
+  change(Object.fromEntries(Object.keys(settings).map((name) => [name, undefined])));
+}
+
+/** The longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
+export function defaultTokens() {
+  return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
+}
+
+/**
+ * The fields of a request. A `lively` answer draws its words although the first one may not have; a chosen seed moves
+ * on by the number of answers `before`, as it would give the same answer again.
+ */
+export function requestSettings(lively, before) {
+  const { system, logprobs, seed, max_tokens, temperature, ...numbers } = settings;
+  return {
+    ...numbers,
+    temperature: lively ? Math.max(temperature ?? model.defaults.temperature, LIVELY) : temperature,
+    seed: seed === undefined ? undefined : seed + before,
+    max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(),
+    ...(logprobs && { logprobs: true, top_logprobs: ALTERNATIVES }),
+  };
+}
+
+/** The system message of a chat, as a list of at most one message. */
+export function systemMessage() {
+  return settings.system && knowsSystem() ? [{ role: "system", content: settings.system }] : [];
+}
