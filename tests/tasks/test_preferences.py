@@ -10,6 +10,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, assistant, system, user
 from tasks.mixtures import own_conversations, own_pairs
 from tasks.preferences import Pair, read_pair, read_pairs
+from tests.support.tiny_model import tiny_tokenizer
 
 YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 ASKED, BEFORE = {"role": "user", "content": "is it?"}, {"role": "user", "content": "hello"}
@@ -102,3 +103,13 @@ def test_both_answers_of_every_50th_pair_are_held_out_and_files_have_weights(tmp
     both = tmp_path / "both.jsonl"  # the same file may hold conversations too, which are kept under another name
     both.write_text("\n".join(json.dumps({"messages": [ASKED, YES], "rejected_response": "no"}) for _ in range(2)))
     assert own_pairs([str(both)]).key != own_conversations([str(both)]).key
+
+
+@pytest.mark.parametrize("layout", ["TRL, texts", "ShareGPT"])  # without and with a system turn, which joins the next
+def test_our_own_tokenizer_trains_the_answers_alone(layout: str) -> None:
+    tokenizer = tiny_tokenizer()
+    for one in read_pair(LAYOUTS[layout][0]):
+        rendered = tokenizer.render(one)
+        assert rendered.ids == tokenizer.render(Conversation(one.messages)).ids
+        trained = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+        assert trained == [*tokenizer.encode(one.messages[-1].text), tokenizer.special("assistant_end")]

@@ -19,7 +19,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.train import compile as compiling
 from nanochat.train.meter import due
 from nanochat.train.optim import Optimizers, Rates
-from nanochat.train.update import LossScale, Outcome, update
+from nanochat.train.update import LossScale, Outcome, measure, update
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 FP16 = replace(CPU, dtype=torch.float16)
@@ -111,6 +111,34 @@ def test_due_is_the_one_predicate(step: int, every: int, last: bool, expected: b
 
 
 # --- the update ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Squares:
+    """An objective that is no weighted sum of losses: their squares; it also counts the losses above 4."""
+
+    figures: tuple[str, ...] = ("large",)
+
+    def __call__(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+        losses = model(inputs, targets, "none")
+        return torch.stack((losses.square().sum(), (losses > 4).sum().float()))
+
+
+@pytest.mark.parametrize("sizes", [[8], [5, 3]])
+def test_an_objective_may_be_any_function_of_the_losses_and_has_its_own_figures(sizes: list[int]) -> None:
+    inputs, targets, _ = rows()
+    model, reference = gpt(), gpt()
+    losses = torch.nn.functional.cross_entropy(reference(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1,
+                                               reduction="none")  # fmt: skip
+    count = int((targets >= 0).sum())
+    (losses.square().sum() / count).backward()
+    wanted = {"loss": losses.square().sum().item() / count, "large": (losses > 4).sum().item() / count}
+    batches, recorder = split((inputs, targets), sizes), Recorder(model)
+    assert measure(Squares(), model, [batches], CPU) == pytest.approx(wanted, rel=1e-4)
+    outcome = update(model, recorder, batches, LossScale(), CPU, objective=Squares())  # type: ignore[arg-type]
+    assert {"loss": outcome.loss, **outcome.figures} == pytest.approx(wanted, rel=1e-4)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(recorder.gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("sizes", [[8], [1] * 8, [5, 3], [3, 3, 2]])
