@@ -37,6 +37,8 @@ class Ahead:
     as_before: bool = False  # the steps so far were compiled, and the next must round as they did
 
 
+OnePass = Callable[[nn.Module], Tensor]  # the loss of one pass of a model
+
 # --- what compiling costs --------------------------------------------------------------------------
 
 
@@ -98,13 +100,19 @@ def _pays(ahead: Ahead, cost: float, time_pass: Callable[[], float], compute: Co
     return bool(parallel.agree(int(saved > cost), compute))
 
 
-def _timed_pass(model: nn.Module, tokens: Tensor, compute: Compute) -> float:
+def sum_of_losses(shape: tuple[int, int], compute: Compute) -> OnePass:
+    """A pass over zeros of shape (B, T). Targets are a clone, since aliased arguments would compile another graph."""
+    tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
+    return lambda model: model(tokens, tokens.clone(), "sum")
+
+
+def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
     """Seconds of an uncompiled pass, forward and backward; every rank must call it."""
     seconds = []
     for _ in range(2):  # the first also sets up
         device.synchronize(compute)
         start = time.monotonic()
-        model(tokens, tokens.clone(), "sum").backward()
+        one_pass(model).backward()
         device.synchronize(compute)
         seconds.append(time.monotonic() - start)
         model.zero_grad()
@@ -121,12 +129,15 @@ def compiled(
     compute: Compute,
     blocks: Sequence[nn.Module],
     ahead: Ahead | None = None,
+    one_pass: OnePass | None = None,
 ) -> nn.Module:
     """The model to train with: compiled if that works and pays, else the model itself, and a line that says why.
 
     `wanted` None means: wherever the device has a compiler and, with `ahead`, the steps to come repay it. The first
-    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched. With several ranks each
-    of `blocks` is compiled by itself. A signal ends the compilation at once: Stopped.
+    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched. `one_pass` gives the loss
+    of a pass just as training will call the model, since other arguments would compile another graph; by default the
+    sum of losses of a (B, T) batch. With several ranks each of `blocks` is compiled by itself. A signal ends the
+    compilation at once: Stopped.
     """
     why_not = "switched off" if wanted is False else device.compiler_missing(compute)
     if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
@@ -136,28 +147,29 @@ def compiled(
             raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
         log(f"not compiled: {why_not}")
         return model
-    tokens = torch.zeros(shape, dtype=torch.long, device=compute.device)
+    one_pass = one_pass or sum_of_losses(shape, compute)
     with signals.at_once(compute.pulse):
         with torch.no_grad():  # tables made while tracing would be traced again
-            model(tokens[:1])
+            model(torch.zeros((1, shape[1]), dtype=torch.long, device=compute.device))
         costs = _costs(model, shape, compute, blocks)
         cost, how = costs.estimate()
         if wanted is None and ahead is not None and not ahead.as_before:
             with memory.advising(shape[0], shape[0]):
-                pays = _pays(ahead, cost, lambda: _timed_pass(model, tokens, compute), compute)
+                pays = _pays(ahead, cost, lambda: _timed_pass(model, one_pass, compute), compute)
             if not pays:
                 log(
                     f"not compiled: {ahead.steps:,} steps left would not repay about {cost:.0f} s (--compile overrides)"
                 )
                 return model
         log(f"compiling {how}, about {cost:.0f} s ...")
-        return _compile(model, wanted, tokens, compute, blocks, costs)
+        return _compile(model, wanted, shape, compute, blocks, costs, one_pass)
 
 
 def _compile(
-    model: nn.Module, wanted: bool | None, tokens: Tensor, compute: Compute, blocks: Sequence[nn.Module], costs: Costs
-) -> nn.Module:
-    start, rows = time.monotonic(), len(tokens)
+    model: nn.Module, wanted: bool | None, shape: tuple[int, int], compute: Compute, blocks: Sequence[nn.Module],
+    costs: Costs, one_pass: OnePass,
+) -> nn.Module:  # fmt: skip
+    start, rows = time.monotonic(), shape[0]
     compute.platform.prepare_compiling()
     from torch._dynamo.utils import counters
 
@@ -169,9 +181,8 @@ def _compile(
             fast: Any = model
         else:
             fast = torch.compile(model, dynamic=False)
-        with compute.platform.saving_memory(tokens.numel()):
-            # The targets are a clone, since aliased arguments would compile another graph.
-            fast(tokens, tokens.clone(), "sum").backward()
+        with compute.platform.saving_memory(shape[0] * shape[1]):
+            one_pass(fast).backward()
     except Exception as failure:  # the edge to a foreign compiler, which raises anything; eager always works
         if compute.pulse.asked:  # the signal ended the compiler's processes, or another rank
             raise signals.Stopped from failure

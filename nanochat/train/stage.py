@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch.nn as nn
+from torch import Tensor
 
 from nanochat import dataloader, device
 from nanochat.checkpoint_manager.load import load_model
@@ -38,7 +39,17 @@ from nanochat.train.flags import EpochFlags, Epochs, RunFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import OneRate, Optimizers, Rates
 from nanochat.train.sizes import Batch
-from nanochat.train.update import CrossEntropy, LossScale, MicroBatches, Objective, Outcome, Spikes, measure, update
+from nanochat.train.update import (
+    CrossEntropy,
+    LossScale,
+    MicroBatches,
+    Objective,
+    Outcome,
+    Spikes,
+    forward,
+    measure,
+    update,
+)
 
 Line = dict[str, Any]  # the figures of a step, as metrics.jsonl keeps them
 
@@ -170,6 +181,7 @@ class Stage:
         T = rows.row_tokens - 1
         batch = probe.fit(batch, self._module, self.optimizers, T, self.compute)
         shape, groups = (batch.device_batch_size, T), self.model.compile_groups()
+        first = self.step * batch.rows_per_step
         left = min(self.flags.stop_at or steps, steps) - self.step
         least = self.flops * work.tokens_per_step / self.meter.peak  # seconds of a step at the device's peak
         before = self._state.get("compiled", self.step > 0)  # checkpoints without this entry compiled in any case
@@ -179,9 +191,13 @@ class Stage:
             self._fast = graphs.GraphedModel(self._module, shape, self.compute)
             self.optimizers.capture(self.compute.platform)
         else:
-            self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups, ahead)
+            trial = dataloader.make_step(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
+
+            def one_pass(model: nn.Module) -> Tensor:
+                return forward(model, trial.micro_batches[0], trial.extras, self.objective, self.compute)[0]
+
+            self._fast = compiled(self._module, self.flags.compile, shape, self.compute, groups, ahead, one_pass)
         self.begin()
-        first = self.step * batch.rows_per_step
         batches = dataloader.steps(rows, first, batch.rows_per_step, batch.device_batch_size, self.compute)
         while self.next_step():
             yield next(batches)

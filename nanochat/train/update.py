@@ -150,6 +150,14 @@ def update(
         return _update(model, optimizers, step, scale, compute, spikes, mark, objective)
 
 
+def forward(
+    model: nn.Module, batch: tuple[Tensor, ...], extras: tuple[str, ...], objective: Objective, compute: Compute
+) -> Tensor:  # fmt: skip
+    """The objective's sums over a micro-batch, which may lie on the host; `extras` names what follows the targets."""
+    inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
+    return objective(model, inputs, targets, **dict(zip(extras, more, strict=True)))
+
+
 def _update(
     model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
     spikes: Spikes | None, mark: Callable[[str], None], objective: Objective,
@@ -162,9 +170,8 @@ def _update(
     sums = torch.zeros(1 + len(objective.figures), dtype=torch.float32, device=compute.device)
     for number, batch in enumerate(batches):
         mark("forward")
-        inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
         parallel.sync_gradients(model, number == len(batches) - 1)
-        found = objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True)))
+        found = forward(model, batch, step.extras, objective, compute)
         mark("backward")
         (found[0] * factor).backward()
         sums += found.detach()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from nanochat import device
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
 from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
@@ -22,6 +24,7 @@ from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import LoraConfig
 from nanochat.runtime.tracking import read_metrics
+from nanochat.train import compile as compiling
 from scripts import finetune
 from tasks.mixtures import own_conversations
 from tests.support.qwens import VOCABULARY, write_folder
@@ -137,6 +140,27 @@ def test_the_seed_draws_the_first_values_of_an_adapter(models: Path) -> None:
         finetune.train(config(models, num_iterations=1, learning_rate=0.0, seed=seed, out_tag=f"seed{seed}"), on_cpu())
         first.append((checkpoint_dir("tune", f"seed{seed}") / "step_000001" / "adapter_model.safetensors").read_bytes())
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("loss", ["answers", "dpo"])
+def test_steps_compile_nothing_that_was_not_compiled_before_them(
+    models: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    real, compile_model, graphs = torch.compile, compiling._compile, []
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
+    monkeypatch.setattr(torch, "compile", lambda model, **rest: real(model, backend="eager", **rest))
+
+    def counted(*given: Any) -> Any:
+        fast = compile_model(*given)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return fast
+
+    monkeypatch.setattr(compiling, "_compile", counted)
+    pairs = models / "pairs.jsonl"
+    pairs.write_text("\n".join([json.dumps({"prompt": "the cat", "chosen": "sat", "rejected": "12"})] * 60))
+    data = str(models / "chats.jsonl") if loss == "answers" else str(pairs)
+    finetune.train(config(models, compile=True, loss=loss, data=(data,), eval_every=0), on_cpu())
+    assert graphs and counters["stats"]["unique_graphs"] == graphs[0] > 0
 
 
 def test_validation_does_not_drop_what_the_adapter_sees(models: Path) -> None:
