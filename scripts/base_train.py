@@ -1,4 +1,4 @@
-"""Pretraining: a GPT from random weights, on the documents of a corpus.
+"""Pretraining: a GPT, or a Qwen3, from random weights, on the documents of a corpus.
 
 python -m scripts.base_train --depth=4
 torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --total_batch_size=262144
@@ -6,14 +6,12 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth=12 --t
 
 from dataclasses import dataclass
 
-import torch
-
 from nanochat import dataloader
+from nanochat.checkpoint_manager.families import on_meta
 from nanochat.common import log
 from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
-from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import schedule, sizes
 from nanochat.train.flags import Auto, BatchFlags, Free, StageFlags
@@ -33,8 +31,10 @@ class Config(BatchFlags, StageFlags):
     """channels per head; auto: 128, or 64 below eight layers"""
     max_seq_len: int | Auto = "auto"
     """context length in tokens; auto: 2,048, on a CPU 512, for TinyWorld 256"""
-    window_pattern: str = "SSSL"
-    """attention windows, tiled over the layers: L sees the whole context, S a quarter of it"""
+    window_pattern: str = sizes.WINDOWS
+    """attention windows, tiled over the layers: L sees the whole context, S a quarter of it. A Qwen3 has L only"""
+    family: sizes.Kind = "gpt"
+    """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
     num_iterations: int | None = None
     """number of steps; overrides target_flops and target_param_data_ratio"""
     target_flops: float | None = None
@@ -62,9 +62,8 @@ def train(cfg: Config, compute: Compute) -> None:
 
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
-                               tokenizer.vocab_size, corpus.name, compute)  # fmt: skip
-    with torch.device("meta"):  # takes no memory until the model is known to fit
-        model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
+                               tokenizer.vocab_size, corpus.name, compute, cfg.family)  # fmt: skip
+    model = on_meta(shape, compute)  # takes no memory until it is known to fit
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]

@@ -7,13 +7,12 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanochat.checkpoint_manager.families import held_in
+from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.common import log
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
-from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.train import rollout, sizes
 from nanochat.train.flags import EpochFlags, Free
@@ -64,8 +63,9 @@ def train(cfg: Config, compute: Compute) -> None:
         "replies")  # fmt: skip
 
     # The sampler is a whole copy of the model in the compute dtype; the model that is trained may be sharded
-    sampler = GPT(model.config, dtype=compute.dtype, operations=compute.operations).to(compute.device).eval()
+    sampler = on_meta(model.config, compute).eval()
     held_in(sampler, compute.dtype)
+    sampler.to_empty(device=compute.device)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
 

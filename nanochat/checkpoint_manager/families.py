@@ -87,6 +87,12 @@ def build(meta: Mapping[str, Any], values: dict[str, Tensor], compute: Compute, 
     return family.model(shape, dtype=compute.dtype, operations=compute.operations)
 
 
+def on_meta(shape: GPTConfig | QwenConfig, compute: Compute) -> Any:
+    """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters."""
+    with torch.device("meta"):
+        return FAMILIES[family_of(shape)].model(shape, dtype=compute.dtype, operations=compute.operations)
+
+
 def held_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert matrices and tables to a number format, in place; the few scalars stay fp32, as in training."""
     for parameter in model.parameters():

@@ -7,10 +7,12 @@ from typing import Any
 
 from nanochat import device
 from nanochat.checkpoint_manager.files import new_folder
+from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import write_atomic, write_json
 from nanochat.data import bpe
+from nanochat.nn.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")
@@ -30,17 +32,17 @@ Trained with nanochat (stage {stage}, tag {tag}, step {step}). It loads without 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 chat = [{{"role": "user", "content": "Why is the sky blue?"}}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 
-`trust_remote_code` runs only `modeling_nanochat.py`. As is usual with transformers, text that spells a special token
-such as `<|user_end|>` becomes that token: remove such text from what users write. The calculator of nanochat's own
-chat is not part of this export.
+{code}As is usual with transformers, text that spells a special token such as `<|user_end|>` becomes
+that token: remove such text from what users write. The calculator of nanochat's own chat is not part of this export.
 """
+OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -55,19 +57,26 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     return {**json.loads(bpe.huggingface_json(ranks, tokenizer.regex, specials)), "post_processor": marks}
 
 
+def known(loaded: Loaded) -> bool:
+    """Whether transformers knows the model's family, so that it needs no code of ours."""
+    return isinstance(loaded.model.config, QwenConfig)
+
+
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     """The content of the JSON files beside the weights, by file name."""
     tokenizer, shape = loaded.tokenizer, loaded.model.config
     bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
     ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # the ends of a reply and of a document
+    marks = {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype}
+    cached = {} if known(loaded) else {"use_cache": False}
+    config = {"architectures": ["NanochatForCausalLM"], "model_type": "nanochat_ascend",
+              "auto_map": {"AutoConfig": "modeling_nanochat.NanochatConfig",
+                           "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM"},
+              "tie_word_embeddings": False, **asdict(shape)}  # fmt: skip
     return {
-        "config.json": {"architectures": ["NanochatForCausalLM"], "model_type": "nanochat_ascend", **asdict(shape),
-                        "auto_map": {"AutoConfig": "modeling_nanochat.NanochatConfig",
-                                     "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM"},
-                        "bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype,
-                        "tie_word_embeddings": False, "use_cache": False},
+        "config.json": {**(published(shape) if known(loaded) else config), **marks, **cached},
         "generation_config.json": {"bos_token_id": tokenizer.bos, "eos_token_id": ends, "pad_token_id": ends[0],
-                                   "use_cache": False},
+                                   **cached},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": end,
                                   "pad_token": end, "model_max_length": shape.sequence_len, "padding_side": "left",
                                   "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE},
@@ -80,9 +89,12 @@ def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     with new_folder(folder) as temporary:
         for name, content in _configs(loaded, dtype).items():
             write_json(temporary / name, content)
-        about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step)
+        trust, code = ("", "") if known(loaded) else (", trust_remote_code=True", OWN_CODE)
+        about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step, trust=trust,
+                              code=code)  # fmt: skip
         write_atomic(temporary / "README.md", about)
-        write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
+        if not known(loaded):
+            write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
         wanted = device.DTYPES[dtype]
         tensors = {name: value.detach().to(wanted) for name, value in loaded.model.named_parameters()}
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})

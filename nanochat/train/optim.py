@@ -63,6 +63,7 @@ class Rates:
             "x0": AdamWSettings(self.scalar_lr, (0.96, 0.95), 0.0, 1e-6),
             # 0.2 at the default, as upstream has it. Small batches need less, as x0 does: otherwise the backout runs
             # away to 1, where the middle of the network cancels its end (dev/LOG.md).
+            "scalar": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-8),  # weights of norms, and biases
             "smear": AdamWSettings(0.4 * self.scalar_lr, (0.8, 0.95), 0.0, 1e-6),
         }
         if self.matrix_optimizer == "adamw":

@@ -4,6 +4,7 @@ Says before the first step what a run needs: memory, disk, time, and how often i
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nanochat import device
 from nanochat.common import UserError, log, tr, warn
@@ -11,11 +12,15 @@ from nanochat.data.traits import traits
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.nn.model import ModelConfig
+from nanochat.nn.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import schedule
 from nanochat.train.flags import Auto
 from nanochat.train.memory import reachable
+
+Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
+WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for
 
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
 SAVED_BYTES = 12  # per parameter in a checkpoint, at most: fp32 values and two moments
@@ -26,9 +31,12 @@ ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer
 
 def model_config(
     depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
-    vocab_size: int, corpus: str, compute: Compute,
-) -> GPTConfig:  # fmt: skip
-    """The shape of a model from its depth and the sizes that override what follows from the depth."""
+    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt",
+) -> GPTConfig | QwenConfig:  # fmt: skip
+    """The shape of a model from its depth and the sizes that override what follows from the depth.
+
+    A Qwen3 gets an MLP of 8/3 of its channels, so that it has about as many parameters in its layers as a GPT.
+    """
     given = {"depth": depth, "model_dim": model_dim, "head_dim": head_dim, "max_seq_len": max_seq_len}
     for flag, size in given.items():
         if size != "auto" and size < 1:
@@ -45,7 +53,15 @@ def model_config(
             length, why = compute.platform.context
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
-    return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
+    if kind == "gpt":
+        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
+    if window_pattern not in (WINDOWS, "L"):
+        raise UserError(
+            f"a Qwen3 sees the whole context in every layer, got --window_pattern={window_pattern}: leave the flag out",
+            exit_code=2,
+        )
+    hidden = -(-8 * dim // (3 * 64)) * 64
+    return QwenConfig(length, vocab_size, depth, dim, heads, heads, head, hidden, rope_theta=10_000.0, tied=0)
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:

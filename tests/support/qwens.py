@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.data import bpe
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.model import Qwen
@@ -25,33 +26,6 @@ CONFIGS = {
         delta_key_heads=2, delta_value_heads=4, delta_key_dim=12, delta_value_dim=16, rope_theta=10_000_000.0,
     ),
 }  # fmt: skip
-
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
-
-
-def published(config: QwenConfig) -> dict[str, Any]:
-    """The config.json of a model, as its publisher would write it."""
-    name = "qwen3_5_text" if config.output_gate else "qwen3" if config.qk_norm else "qwen2"
-    content: dict[str, Any] = {
-        "model_type": name, "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "hidden_act": "silu",
-        "architectures": [ARCHITECTURES[name]],
-        "intermediate_size": config.n_hidden, "num_hidden_layers": config.n_layer, "rms_norm_eps": config.norm_eps,
-        "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim,
-        "max_position_embeddings": config.sequence_len, "tie_word_embeddings": bool(config.tied),
-        "rope_theta": config.rope_theta,
-    }  # fmt: skip
-    if name == "qwen2":
-        del content["head_dim"]
-    if name == "qwen3_5_text":
-        del content["rope_theta"]
-        content |= {
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, "mrope_section": [2, 1, 1],
-                                "partial_rotary_factor": config.rotary_dim / config.head_dim},
-            "linear_num_key_heads": config.delta_key_heads, "linear_num_value_heads": config.delta_value_heads,
-            "linear_key_head_dim": config.delta_key_dim, "linear_value_head_dim": config.delta_value_dim,
-            "linear_conv_kernel_dim": config.delta_width, "full_attention_interval": 4,
-        }  # fmt: skip
-    return content
 
 
 def tiny_qwen(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **given: Any) -> Qwen:

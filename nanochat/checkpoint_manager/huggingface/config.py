@@ -1,4 +1,4 @@
-"""Reads the config.json of a published model: which family it is of, and its shape."""
+"""Reads and writes the config.json of a published model: which family it is of, and its shape."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,3 +115,30 @@ def _layers(text: Mapping[str, Any]) -> str:
         return "".join(letters[kind] for kind in types)
     every = text.get("full_attention_interval", 4)
     return "".join("D" if (i + 1) % every else "A" for i in range(min(text["num_hidden_layers"], 1000)))
+
+
+def published(shape: QwenConfig) -> dict[str, Any]:
+    """The config.json of a model, as its publisher would write it; read_config() reads it back."""
+    name = "qwen3_5_text" if shape.output_gate else "qwen3" if shape.qk_norm else "qwen2"
+    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
+    content: dict[str, Any] = {
+        "architectures": [architecture[name]], "model_type": name, "vocab_size": shape.vocab_size,
+        "hidden_size": shape.n_embd, "hidden_act": "silu", "intermediate_size": shape.n_hidden,
+        "num_hidden_layers": shape.n_layer, "num_attention_heads": shape.n_head,
+        "num_key_value_heads": shape.n_kv_head, "head_dim": shape.head_dim, "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": shape.sequence_len, "tie_word_embeddings": bool(shape.tied),
+        "rope_theta": shape.rope_theta,
+    }  # fmt: skip
+    if name == "qwen2":
+        del content["head_dim"]  # which its readers compute
+    if name == "qwen3_5_text":
+        del content["rope_theta"]
+        content |= {
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": [2, 1, 1],
+                                "partial_rotary_factor": shape.rotated / shape.head_dim},
+            "linear_num_key_heads": shape.delta_key_heads, "linear_num_value_heads": shape.delta_value_heads,
+            "linear_key_head_dim": shape.delta_key_dim, "linear_value_head_dim": shape.delta_value_dim,
+            "linear_conv_kernel_dim": shape.delta_width,
+            "layer_types": ["full_attention" if kind == "A" else "linear_attention" for kind in shape.kinds],
+        }  # fmt: skip
+    return content

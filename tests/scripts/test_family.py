@@ -1,0 +1,90 @@
+"""A Qwen3 that is trained from nothing: every stage, resumed runs, chats, and an export that needs no code of ours."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir
+from nanochat.common import UserError
+from nanochat.data.conversation import chat
+from nanochat.engine import Engine
+from nanochat.export.huggingface import export
+from nanochat.generate.sampling import Sampling
+from nanochat.nn.qwen.model import Qwen
+from nanochat.runtime.tracking import read_metrics
+from tests.support.small_world import make_corpus, run_stage, shrink
+from tests.support.tiny_model import on_cpu
+
+OWN = {"base": {"family": "qwen3"}, "mid": {}, "sft": {}, "rl": {"num_iterations": 4, "eval_every": 2}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base folder in which a Qwen3 went through all stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        base = tmp_path_factory.mktemp("qwen")
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        make_corpus(base)
+        shrink(patch)
+        for stage, flags in OWN.items():
+            run_stage(stage, **flags)
+        yield base
+
+
+@pytest.fixture
+def trained(made: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That folder, as the base folder of a test."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+    return made
+
+
+def test_every_stage_trains_it_and_a_chat_answers(trained: Path) -> None:
+    for stage in OWN:
+        losses = [line["loss"] for line in read_metrics(checkpoint_dir(stage, "d2")) if "loss" in line]
+        assert len(losses) == OWN[stage].get("num_iterations", 20)
+        assert stage == "rl" or losses[-1] < losses[0] - 0.3, (stage, losses)
+    loaded = load_model("rl", "d2", None, on_cpu())
+    assert isinstance(loaded.model, Qwen)
+    prompt = loaded.tokenizer.render_prompt(chat("the capital of France"))
+    (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=4))
+    assert reply.tokens
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(trained: Path) -> None:
+    for tag, stops in (("straight", [None]), ("stopped", [7, None])):
+        for stop in stops:
+            run_stage("base", family="qwen3", model_tag=tag, stop_at=stop, eval_every=0)
+    straight, stopped = (
+        checkpoint_dir("base", tag) / "step_000020" / "model.safetensors" for tag in ("straight", "stopped")
+    )
+    assert straight.read_bytes() == stopped.read_bytes()
+
+
+def test_windows_are_refused(trained: Path) -> None:
+    with pytest.raises(UserError, match="a Qwen3 sees the whole context in every layer, got --window_pattern=SL"):
+        run_stage("base", family="qwen3", window_pattern="SL", model_tag="windows")
+    assert not checkpoint_dir("base", "windows").exists()
+
+
+def test_transformers_loads_its_export_without_code_of_ours(trained: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = load_model("sft", "d2", None, on_cpu(), torch.float32)
+    export(loaded, tmp_path / "mine", "float32")
+    assert not [name for name in os.listdir(tmp_path / "mine") if name.endswith(".py")]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    asked = [{"role": "user", "content": "What is the capital of France? 巴黎"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids == loaded.tokenizer.render_prompt(chat(asked[0]["content"]))
+    idx = torch.tensor([ids])
+    with torch.no_grad():
+        assert (theirs(idx).logits - loaded.model(idx)).abs().max() <= 1e-5
+    made = theirs.generate(idx, max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+    (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([ids], Sampling(0.0, max_tokens=12))
+    own = reply.forced.index(True) if True in reply.forced else len(reply.tokens)  # what follows is the calculator's
+    assert own >= 2 and made[:own] == reply.tokens[:own]
