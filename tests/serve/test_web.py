@@ -1,25 +1,18 @@
 """The page in a real browser: streaming, stopping, writing, and what an answer looks like."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from tests.support.browsing import REPLIES, answers, chromium, finished, say_hello, send, visit, wait_until_free
+from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit, wait_until_free
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
 NASTY = '<img src="https://example.com/x.png" onerror="document.title=1"><script>document.title=2</script>&lt; <b>x</b>'
 STORY = "第一天，小模型学会了说话。And it spoke. " * 40
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 # --- streaming -----------------------------------------------------------------------------------

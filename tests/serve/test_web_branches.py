@@ -2,25 +2,18 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.browsing import REPLIES, answers, chromium, finished, say_hello, send, visit
+from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
 PUBLISHED = replace(SETTINGS, stage="published", tag="qwen")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 def heard(engine: FakeEngine) -> str:

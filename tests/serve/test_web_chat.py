@@ -1,27 +1,20 @@
 """The page in a real browser: the chat survives a reload, questions are answered again, the model is described."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Dialog, expect
+from playwright.sync_api import Dialog, expect
 
 from nanochat.data.conversation import Part
 from nanochat.data.traits import TINYWORLD
-from tests.support.browsing import REPLIES, answers, chromium, finished, say_hello, send, visit
+from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit
 from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
 KNOWN = replace(SETTINGS, about=ABOUT)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 def heard(engine: FakeEngine) -> str:

@@ -1,25 +1,18 @@
 """The page in a real browser: errors in plain words, both languages, phones, keyboards and screen readers."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.responses import JSONResponse
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit, wait_until_free
+from tests.support.browsing import REPLIES, answers, finished, send, visit, wait_until_free
 from tests.support.fake_engine import ABOUT, CHAT, SETTINGS, FakeEngine, running
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 # --- when something is wrong ---------------------------------------------------------------------

@@ -1,25 +1,18 @@
 """The page's history in a real browser: the list of chats, search, rename, delete and undo, and the file of chats."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from nanochat.serve.server import ASSETS, assets
-from tests.support.browsing import REPLIES, answers, chromium, finished, send, visit, wait_until_free
+from tests.support.browsing import REPLIES, answers, finished, send, visit, wait_until_free
 from tests.support.fake_engine import FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 def chats(page: Page) -> Any:
@@ -127,10 +120,12 @@ def test_a_chat_that_is_deleted_while_it_is_answered_does_not_come_back(browser)
     engine = FakeEngine(REPLIES, gated=True, slots=1)
     with running(engine) as url, visit(browser, url) as page:
         send(page, "hello")
-        engine.allow(1000)
+        engine.allow(len("".join(map(str, REPLIES["hello"])).encode()) + 1)  # and no step of the next answer
         finished(page)
         show(page)
         send(page, "sum")
+        engine.allow(2)
+        expect(answers(page).last).to_have_text("37")
         page.get_by_role("button", name="Delete “hello”").press("Enter")
         expect(page.locator("#welcome")).to_be_visible()
         wait_until_free(url, 1)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.families import held_in
+from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.common import UserError, log, read_json
 from nanochat.device import Compute, local
@@ -131,8 +131,7 @@ def load_weights(model: Qwen, folder: Path) -> None:
 def qwen_on_meta(folder: Path, compute: Compute, dtype: torch.dtype, sequence_len: int | None = None) -> Qwen:
     """The model of a published folder without values, matrices and tables in `dtype`; its files are checked before any
     memory is taken."""
-    with torch.device("meta"):
-        model = Qwen(read_config(folder, sequence_len), compute.dtype, compute.operations)
+    model = on_meta(read_config(folder, sequence_len), compute)
     with open_weights(folder, model):
         pass
     held_in(model, dtype)
