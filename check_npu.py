@@ -146,13 +146,16 @@ def show_processes(pids: Sequence[int], force: bool, language: str) -> int:
     return 0 if processes.end(pids, listed, force) else 1
 
 
-def share(python: str) -> int:
-    """Print what --bench has measured; returns the exit code."""
+def share(python: str, language: str) -> int:
+    """Print what --bench has measured; returns the exit code. Only errors are in `language`."""
     if not python:
-        print("error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh", file=sys.stderr)
+        english = "error: neither this Python nor .venv/bin/python has torch; run bash setup_ascend.sh"
+        chinese = "错误：当前的 Python 和 .venv/bin/python 都没有 torch；运行 bash setup_ascend.sh"
+        print(chinese if language == "zh" else english, file=sys.stderr)
         return 1
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([python, "-m", "tools_npu.bench"], env=dict(os.environ, PYTHONPATH=path)).returncode
+    env = dict(os.environ, PYTHONPATH=path, NANOCHAT_LANG=language)
+    return subprocess.run([python, "-m", "tools_npu.bench"], env=env).returncode
 
 
 def log_file(base: Path) -> Path:
@@ -197,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.root:
         os.environ["ASCEND_ROOT_PREFIX"] = options.root
     if options.share:
-        return share(python_with_torch())
+        return share(python_with_torch(), language)
     if options.processes or options.end:
         return show_processes(options.end, options.force, language)
     log = log_file(host_checks.base_folder(os.environ))

@@ -1,11 +1,12 @@
 """Makes the README's pictures from a finished run, small enough to commit, and prints the rows of its table of results.
 
-python -m dev.pictures --base ~/.cache/nanochat                              # the chat page and the curves
+python -m dev.pictures --base ~/.cache/nanochat                              # the pages and the curves
 python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # and the bars of bench.tokenizer
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
-docs/pictures/ then holds chat.png, curves.png and tokenizer.png for light pages, and NAME-dark.png for dark ones. The
-chat needs Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed when it was given --against.
+docs/pictures/ then holds chat.png, curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark
+ones. The pages need Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed when it was given
+--against.
 """
 
 import argparse
@@ -30,6 +31,8 @@ MOST_BYTES = 300_000  # all pictures of the README together, the floor plan incl
 
 QUESTIONS = ("What is the capital of France?", "法国的首都是哪里？", "What is 37 * 48?")
 WIDTH, LEAST_HEIGHT = 860, 560  # of the page, in CSS pixels
+RUNS_WIDTH = 1060
+TO_THE_FOURTH_CHART = "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
 SCALE = 2  # pixels of a picture to one of its page
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
@@ -77,9 +80,9 @@ def save(name: str, png: bytes, colours: int) -> None:
 
 
 @contextmanager
-def serving(base: Path, tag: str | None) -> Iterator[str]:
-    """The address of a chat server with the latest model of a base folder."""
-    command = [sys.executable, "-u", "-m", "scripts.chat_web", "--port", "0", *(["-g", tag] if tag else [])]
+def serving(base: Path, *flags: str) -> Iterator[str]:
+    """The address of chat_web with these flags on a base folder."""
+    command = [sys.executable, "-u", "-m", "scripts.chat_web", "--port", "0", *flags]
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True) as server:  # fmt: skip
@@ -105,24 +108,33 @@ def ask(page: Any, question: str, number: int) -> None:
     expect(page.locator(".body.streaming")).to_have_count(0, timeout=60_000)
 
 
-def chat(base: Path, tag: str | None) -> None:
-    """Photograph a chat in both languages, with the calculator's call unfolded."""
+def pages(url: str, width: int, scale: int) -> Iterator[tuple[Theme, Any]]:
+    """A page of a server in a fresh browser, in every theme."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not on the PATH; install it: apt-get install chromium fonts-wqy-zenhei")
-    with serving(base, tag) as url, sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in THEMES:
             context = browser.new_context(
-                viewport={"width": WIDTH, "height": LEAST_HEIGHT},
-                device_scale_factor=SCALE,
+                viewport={"width": width, "height": LEAST_HEIGHT},
+                device_scale_factor=scale,
                 color_scheme=theme.scheme,
                 locale="en-US",
             )
             page = context.new_page()
             page.goto(url)
+            yield theme, page
+            context.close()
+        browser.close()
+
+
+def chat(base: Path, tag: str | None) -> None:
+    """Photograph a chat in both languages, with the calculator's call unfolded."""
+    with serving(base, *(["-g", tag] if tag else [])) as url:
+        for theme, page in pages(url, WIDTH, SCALE):
             for number, question in enumerate(QUESTIONS):
                 ask(page, question, number)
             if page.locator("details.tool summary").count():
@@ -131,8 +143,20 @@ def chat(base: Path, tag: str | None) -> None:
             page.set_viewport_size({"width": WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
             page.wait_for_timeout(500)  # fades and the scroll come to rest
             save(f"chat{theme.suffix}", page.screenshot(), 64)
-            context.close()
-        browser.close()
+
+
+def runs(base: Path) -> None:
+    """Photograph the page of training runs, with the curves of all stages."""
+    with serving(base, "--runs_only") as url:
+        for theme, page in pages(f"{url}/runs", RUNS_WIDTH, 1):
+            page.locator(".chart .curve").first.wait_for()
+            for box in page.get_by_role("checkbox").all()[: len(STAGES)]:
+                box.check()
+            page.evaluate("() => document.activeElement.blur()")
+            page.wait_for_timeout(3000)  # the figures of all runs have come
+            page.set_viewport_size({"width": RUNS_WIDTH, "height": page.evaluate(TO_THE_FOURTH_CHART)})
+            page.wait_for_timeout(500)
+            save(f"runs{theme.suffix}", page.screenshot(), 128)
 
 
 # --- the curves ----------------------------------------------------------------------------------
@@ -318,8 +342,9 @@ def percent(score: dict[str, float]) -> str:
 
 
 def size() -> int:
-    """The bytes of all pictures of the README together."""
-    return sum(file.stat().st_size for file in [*FOLDER.glob("*.png"), *FOLDER.parent.glob("architecture-*.svg")])
+    """The bytes of all pictures of the README together; the page of training runs is in docs/runs.md."""
+    files = [*FOLDER.glob("*.png"), *FOLDER.parent.glob("architecture-*.svg")]
+    return sum(file.stat().st_size for file in files if not file.name.startswith("runs"))
 
 
 def main() -> None:
@@ -328,13 +353,15 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base folder of the run")
     parser.add_argument("--tag", help="tag of the model, such as speedrun; default: the newest")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="output of bench.tokenizer, with its JSON line")
-    parser.add_argument("--only", choices=("chat", "curves", "tokenizer"), help="make this picture alone")
+    parser.add_argument("--only", choices=("chat", "curves", "runs", "tokenizer"), help="make this picture alone")
     asked = parser.parse_args()
     base = asked.base.expanduser()
     if asked.only in (None, "chat"):
         chat(base, asked.tag)
     if asked.only in (None, "curves"):
         curves(base, asked.tag)
+    if asked.only in (None, "runs"):
+        runs(base)
     if asked.tokenizer and asked.only in (None, "tokenizer"):
         tokenizer(asked.tokenizer)
     print("\n".join(results(base)))

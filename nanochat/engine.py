@@ -177,12 +177,12 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         samples: int = 1,
-        done: Callable[[int], None] | None = None,
+        done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt `samples` times; return all samples of the first prompt, then of the second, ...
 
         The seed of a sample depends only on the given seed, the sample's number and the prompt, so a reply is the
-        same whatever else runs, on any number of ranks. `done` is called with the index of each finished completion.
+        same whatever else runs, on any number of ranks. `done` is called with each finished completion and its index.
         Raises UserError like submit().
         """
         if self.busy:
@@ -195,9 +195,10 @@ class Engine:
                     index[self.submit(prompt, sample_settings(sampling, prompt, sample))] = i * samples + sample
             while self.busy:
                 for event in self.step():
-                    completions[index[event.request]].add(event)
+                    at = index[event.request]
+                    completions[at].add(event)
                     if event.finish and done:
-                        done(index[event.request])
+                        done(at, completions[at])
         finally:
             for request in index:  # after an error or Ctrl-C, leave no request behind
                 self.cancel(request)

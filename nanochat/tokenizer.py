@@ -18,14 +18,18 @@ from nanochat.data.conversation import Conversation, Message, user
 # How text is cut into pieces before merging. To add a pattern, add it here: `--pattern NAME` then accepts it. A pattern
 # must match every character of any text; a test checks that.
 _ENDINGS, _WORD = r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+"
-_REST = r"|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_PAIR = r"|\p{N}{1,2}"
+_REST = r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 PATTERNS = {
     # The shape of GPT-4's pattern, but at most two digits to a piece, so that numbers do not fill a small vocabulary.
-    "nanochat": _ENDINGS + "|" + _WORD + r"\p{L}+" + _REST,
+    "nanochat": _ENDINGS + "|" + _WORD + r"\p{L}+" + _PAIR + _REST,
     # A run of Han letters is a separate piece, so that no punctuation mark sticks to it.
-    "han": _ENDINGS + r"|\p{Han}+|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
+    "han": _ENDINGS + r"|\p{Han}+|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _PAIR + _REST,
     # The same, with at most four letters in a piece.
-    "han4": _ENDINGS + r"|\p{Han}{1,4}|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _REST,
+    "han4": _ENDINGS + r"|\p{Han}{1,4}|" + _WORD + r"(?:(?!\p{Han})\p{L})+" + _PAIR + _REST,
+    # The pieces of Qwen2 and 3, where each digit is a piece: programs that know those models by name, such as llama.cpp
+    # and Ollama, split text like this. Spelled so that rustbpe knows it by hand.
+    "qwen2": _ENDINGS + "|" + _WORD + r"\p{L}+|\p{N}{1,1}" + _REST,
 }
 DEFAULT_PATTERN = "nanochat"
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from nanochat import device
 from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import log, run
 from nanochat.data.mixing import resolve_data
 from nanochat.device import Compute
@@ -18,6 +19,7 @@ from nanochat.evals import loss as loss_eval
 from nanochat.evals.domains import evaluate_domains
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
+from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import sections, write_section
 from nanochat.runtime import parallel
 
@@ -103,6 +105,8 @@ def evaluate(cfg: Config, compute: Compute) -> dict[str, Any]:
         for prompt, said in section["samples"].items():
             log(f"{prompt}|{said}")
         write_section(f"{cfg.source}_loss", section)
+        said = (Sample(loaded.step, "base_loss", *both) for both in section["samples"].items())
+        keep_samples(checkpoint_dir(loaded.stage, loaded.tag), said)
     return section
 
 

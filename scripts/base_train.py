@@ -63,6 +63,9 @@ def train(cfg: Config, compute: Compute) -> None:
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
                                tokenizer.vocab_size, corpus.name, compute, cfg.family)  # fmt: skip
+    if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
+        log("llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
+            "train the tokenizer with --pattern qwen2")  # fmt: skip
     model = on_meta(shape, compute)  # takes no memory until it is known to fit
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)

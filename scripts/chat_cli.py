@@ -25,9 +25,9 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_temperature
 from nanochat.serve.chosen import ModelFlags, choose
-from nanochat.serve.remote import Remote
-from nanochat.serve.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
-from nanochat.serve.transcript import instructions, read_transcript, write_transcript
+from nanochat.serve.cli.remote import Remote
+from nanochat.serve.cli.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
+from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 
 
 @dataclass(frozen=True)

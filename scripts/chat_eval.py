@@ -14,12 +14,14 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log, read_json, run, warn
 from nanochat.data.conversation import Part, Task
 from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, words
 from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
+from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import report_dir, write_section
 from nanochat.runtime import parallel
 from tasks.catalogue import chat_tasks, use_task_data
@@ -151,6 +153,9 @@ def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], 
     section = {**before, "tasks": {**before["tasks"], **tasks}}
     core = before["chat_core"] if core is None else core
     write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
+    rows = ((name, row) for name, found in tasks.items() for row in found["samples"])
+    said = (Sample(loaded.step, name, row["question"], row["reply"], row["grade"]) for name, row in rows)
+    keep_samples(checkpoint_dir(loaded.stage, loaded.tag), said)
 
 
 def measure(

@@ -14,17 +14,22 @@ from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
 from nanochat.runtime import parallel
-from nanochat.train import rollout, sizes
-from nanochat.train.flags import EpochFlags, Free
+from nanochat.train import sizes
+from nanochat.train.flags import EpochFlags, Free, named_after
+from nanochat.train.rl import rollout
+from nanochat.train.rl.policy import PolicyFlags
 from nanochat.train.stage import Stage, Work, launch
 from nanochat.train.update import NO_UPDATE
 from tasks.mixtures import rl_tasks
 
 
 @dataclass(frozen=True)
-class Config(EpochFlags):
+class Config(PolicyFlags, EpochFlags):
     """Flags of reinforcement learning."""
 
+    problems: str | None = None
+    """JSONL file of your own problems, such as {"question": "...", "answer": "42"}, used instead of the corpus's.
+    Every tenth one is held out to measure accuracy"""
     source: Free[Literal["sft", "mid"]] = "sft"
     """stage whose model to start from"""
     source_step: Free[int | None] = None
@@ -51,16 +56,21 @@ class Config(EpochFlags):
     shuffle_rewards: bool = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
 
+    def saved_as(self, tag: str) -> str:
+        """As in EpochFlags; a model that learns your own problems is kept beside the one that learned the corpus's."""
+        return self.out_tag or named_after(tag, self.problems)
+
 
 def train(cfg: Config, compute: Compute) -> None:
     """Train over the problems, resuming from the newest checkpoint if there is one."""
     stage = Stage.after(cfg.source, cfg.source_step, "rl", cfg, compute)
     sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
+    cfg.check(cfg.max_new_tokens)
     model, tokenizer = stage.load_parent()
-    task, held_out = rl_tasks(stage.corpus)
-    steps = cfg.steps(len(task), cfg.examples_per_step)
-    log(f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {cfg.examples_per_step} x {cfg.num_samples} "
-        "replies")  # fmt: skip
+    task, held_out = rl_tasks(stage.corpus, cfg.problems)
+    sampled = cfg.examples_per_step * cfg.oversample  # problems of a step
+    steps = cfg.steps(len(task), sampled)
+    log(f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
 
     # The sampler is a whole copy of the model in the compute dtype; the model that is trained may be sharded
     sampler = on_meta(model.config, compute).eval()
@@ -74,22 +84,24 @@ def train(cfg: Config, compute: Compute) -> None:
         line["accuracy"] = score.accuracy
         log(f"step {line['step']:05d} | {score}")
 
-    replies, key = cfg.examples_per_step * cfg.num_samples, rollout.task_key(task)
+    replies, key = sampled * cfg.num_samples, rollout.task_key(task)
+    stage.objective = cfg.objective
     stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
-    stage.resume(Work(steps, replies, cfg.examples_per_step, key, cfg.eval_every, measure, measures_first=True))
+    stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))
     parallel.refresh(sampler, model)
     stage.begin()
     while stage.next_step():
-        first = stage.step * cfg.examples_per_step
-        numbers = epoch_numbers(len(task), cfg.seed, first, cfg.examples_per_step).tolist()
+        numbers = epoch_numbers(len(task), cfg.seed, stage.step * sampled, sampled).tolist()
         stage.mark("sampling")
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
-            cfg.device_batch_size, sampler, tokenizer, compute, cfg.shuffle_rewards,
+            cfg.device_batch_size, sampler, tokenizer, compute, cfg, cfg.shuffle_rewards,
         )  # fmt: skip
         gap = rollout.sampler_gap(samples, model, compute)
         stage.schedule(lrm=1 - stage.step / steps)
-        outcome = stage.update(rolled) if rolled.num_targets else NO_UPDATE
+        outcome = NO_UPDATE
+        for _ in range(cfg.updates_per_rollout if rolled.num_targets else 0):
+            outcome = stage.update(rolled)
         stage.mark("sampler's copy")
         parallel.refresh(sampler, model)
         stage.conclude(outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}")

@@ -4,6 +4,8 @@ python -m scripts.chat_web                      # the model that was trained las
 python -m scripts.chat_web -i sft -g d20        # stage sft of the model with tag d20
 python -m scripts.chat_web --host 0.0.0.0 --api_key SECRET    # other machines can use it too, with this key
 python -m scripts.chat_web --headless           # the API without the page
+python -m scripts.chat_web -i rl -g d4 --also sft/d4          # two models, which a request names
+python -m scripts.chat_web --runs               # training seen live at /runs, also before a model is trained
 """
 
 import errno
@@ -16,16 +18,18 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
-from nanochat.common import UserError, log, run, tr, warn
+from nanochat.checkpoint_manager.locate import trained
+from nanochat.common import UserError, base_dir, log, run, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
-from nanochat.generate.sampling import chat_temperature
-from nanochat.serve.chosen import ModelFlags, choose
+from nanochat.generate.sampling import Temperature, chat_temperature
+from nanochat.serve.chosen import Chosen, ModelFlags, choose, choose_also
+from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
-from nanochat.serve.listening import serve
-from nanochat.serve.server import Settings, create_app
-from nanochat.serve.terminal import harmless
+from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.listening import App, serve
+from nanochat.serve.server import Settings, create_app, create_runs_app
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
 
@@ -34,6 +38,9 @@ KEY_VARIABLE = "NANOCHAT_API_KEY"
 class Config(ModelFlags):
     """Chat with a trained model in the browser."""
 
+    also: tuple[str, ...] = ()
+    """Further models to serve: STAGE/TAG such as sft/d4, STAGE/TAG/STEP, or NAME=FOLDER.
+    A folder holds a published model, or an adapter for the model of --model. Each model has its own memory and slots"""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
     A request may set its own."""
@@ -61,6 +68,11 @@ class Config(ModelFlags):
     Addresses take turns in any case. Leave it at 0 behind a proxy, which is one address."""
     headless: bool = False
     """Serve the API without the web page."""
+    runs: bool = False
+    """Show the training runs at /runs: curves and samples, updated while a training writes them.
+    If no model is trained yet, the server shows only the runs."""
+    runs_only: bool = False
+    """Show the training runs and load no model. Use it on the machine that trains, which needs its memory for that."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names under which browsers reach this server, such as the name of a proxy in front of it."""
 
@@ -69,7 +81,7 @@ def check(cfg: Config) -> None:
     """Raise UserError (code 2) for settings out of range."""
     if cfg.num_gpus != 1:
         raise UserError(
-            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs one model on one device, which answers "
+            f"--num_gpus must be 1, got {cfg.num_gpus}: this server runs on one device, where each model answers "
             f"{cfg.slots} chats at once. To use more devices, start one server per device, each with its own --port.",
             exit_code=2,
         )
@@ -85,8 +97,29 @@ def check(cfg: Config) -> None:
         value = getattr(cfg, name)
         if value != "auto" and not low <= value <= high:
             raise UserError(f"--{name} must be from {low} to {high:,}, got {value}", exit_code=2)
+    if cfg.headless and (cfg.runs or cfg.runs_only):
+        raise UserError("--headless serves no page, and --runs is one: leave one of them out", exit_code=2)
+    if cfg.runs_only and names_model(cfg):
+        raise UserError("--runs_only loads no model: leave out the flags that name one, or use --runs", exit_code=2)
     if not all(" " < letter != "\x7f" for letter in key_of(cfg)):
         raise UserError("the key of --api_key must have no spaces or control characters: choose another", exit_code=2)
+
+
+def names_model(cfg: Config) -> bool:
+    """Whether a flag says which model to load."""
+    named = (cfg.source, cfg.model_tag, cfg.step, cfg.model, cfg.adapter)
+    return bool(cfg.also) or any(flag is not None for flag in named)
+
+
+def only_runs(cfg: Config) -> bool:
+    """Whether to show the runs without a model: as the flags say, or because there is none yet."""
+    if cfg.runs_only or not cfg.runs or names_model(cfg):
+        return cfg.runs_only
+    try:
+        trained()
+    except UserError:
+        return True
+    return False
 
 
 def key_of(cfg: Config) -> str:
@@ -168,49 +201,91 @@ def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
     return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
 
 
-def settings_of(cfg: Config, loaded: Loaded, temperature: float, others: list[str]) -> Settings:
-    """The server's settings, from the flags and the loaded model."""
-    return Settings(
-        model=loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}",
+def loadable(name: str, chosen: Chosen, cfg: Config) -> tuple[Loadable, Temperature]:
+    """A chosen model with an engine, as the server takes it, and its temperature with the reason."""
+    loaded = chosen.loaded
+    temperature = chat_temperature(cfg.temperature, loaded.corpus)
+    announced = Announced(
+        model=name,
         stage=loaded.stage,
         tag=loaded.tag,
         step=loaded.step,
-        temperature=temperature,
+        temperature=temperature.value,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
+        about=about(loaded, chosen.others),
+    )
+    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots, length=chosen.context)
+    return Loadable(engine, loaded.tokenizer, announced), temperature
+
+
+def settings_of(cfg: Config) -> Settings:
+    """The server's settings, from the flags."""
+    return Settings(
         per_address=cfg.per_address,
         api_key=key_of(cfg),
         page=not cfg.headless,
-        hosts=(cfg.host, socket.gethostname(), *cfg.allowed_hosts),
+        hosts=hosts_of(cfg),
         caps=Caps(connections=max(Caps.connections, 4 * cfg.slots), per_address=max(Caps.per_address, 2 * cfg.slots)),
-        about=about(loaded, others),
+        runs=base_dir() if cfg.runs else None,
     )
 
 
+def hosts_of(cfg: Config) -> tuple[str, ...]:
+    """The host names that the server answers to."""
+    return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
+
+
 def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
-    """Load the model and serve it until Ctrl-C."""
-    chosen = choose(cfg, cfg.dtype, compute)
-    loaded, others = chosen.loaded, chosen.others
-    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots, length=chosen.context)
-    temperature = chat_temperature(cfg.temperature, loaded.corpus)
-    app = create_app(engine, loaded.tokenizer, settings_of(cfg, loaded, temperature.value, others))
-    tag = harmless(loaded.tag)
-    log(f"模型 / model: stage {loaded.stage}, tag {tag}, step {loaded.step}, context of {engine.length} tokens")
-    if chosen.latest:
-        log(f"这是最近训练的模型 / this is the model that was trained last: {chosen.latest}")
-    if others:
-        log(f"其他模型 / other models, newest first: {harmless(' | '.join(others))}")
-    log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
+    """Load the models and serve them until Ctrl-C."""
+    first = choose(cfg, cfg.dtype, compute)
+    loaded = first.loaded
+    name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
+    chosen = {name: first}
+    for words in cfg.also:
+        name, further = choose_also(words, cfg, cfg.dtype, compute)
+        if name in chosen:
+            raise UserError(f"--also {words} names a model that is served already, as {name}: leave it out", 2)
+        chosen[name] = further
+    models = []
+    for name, each in chosen.items():
+        model, temperature = loadable(name, each, cfg)
+        models.append(model)
+        tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
+        called = f", in the API {harmless(name)}" if cfg.also else ""
+        log(f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}")
+        if each.latest:
+            log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
+        log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
+    if first.others and not cfg.also:
+        log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.others))}")
+    app = create_app(models, settings_of(cfg))
+    serve_until_stopped(cfg, app, listener)
+
+
+def show_runs(cfg: Config, listener: socket.socket) -> None:
+    """Show the training runs without a model until Ctrl-C."""
+    log(f"训练记录 / training runs under: {harmless(str(base_dir()))}")
+    if not cfg.runs_only:
+        log("还没有训练好的模型，因此只显示训练过程 / no model is trained yet, so there are only the runs to see")
+    serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)
+
+
+def serve_until_stopped(cfg: Config, app: App, listener: socket.socket) -> None:
+    """Say where the server can be reached, and serve."""
     if not is_local(cfg.host) and not key_of(cfg):
+        what = "see the training runs" if not app.threads else "use the model"
         warn(
-            f"--host {cfg.host} lets everyone who can reach this machine use the model, without a key, and all "
-            "messages travel unencrypted. To ask for a key, set --api_key. To serve only this machine, leave --host out"
+            f"--host {cfg.host} lets everyone who can reach this machine {what}, without a key, and all messages "
+            "travel unencrypted. To ask for a key, set --api_key. To serve only this machine, leave --host out"
         )
     for address in addresses(listener, cfg.host):
         if cfg.headless:
             log(f"API 地址 / the API is at: {address}/v1")
-        else:
+        elif app.threads:
             log(f"在浏览器中打开 / open in a browser: {address}")
+        if cfg.runs or cfg.runs_only:
+            log(f"查看训练 / watch training at: {address}/runs")
     log("按 Ctrl-C 停止 / Ctrl-C stops")
     serve(app, listener)
     log("已停止 / stopped")
@@ -220,6 +295,8 @@ def main(cfg: Config) -> None:
     """Check the flags, open the port, and serve."""
     check(cfg)
     with listen(cfg.host, cfg.port) as listener:
+        if only_runs(cfg):
+            return show_runs(cfg, listener)
         compute = compute_init(cfg.device_type or None)
         try:
             chat_web(cfg, compute, listener)

@@ -304,13 +304,15 @@ class Ungraded:
 
 
 class Subset:
-    """Every `step`-th problem of a task from `start` to `stop`."""
+    """Every `step`-th problem of a task from `start` to `stop`, or those that `numbers` lists."""
 
-    def __init__(self, task: Task, start: int = 0, stop: int | None = None, step: int = 1):
+    def __init__(
+        self, task: Task, start: int = 0, stop: int | None = None, step: int = 1, numbers: Sequence[int] | None = None
+    ):
         self.task = task
         self.name = task.name
         self.kind: Literal["choice", "generative"] = task.kind
-        self._numbers = range(len(task))[start:stop:step]
+        self._numbers = range(len(task))[start:stop:step] if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self._numbers)

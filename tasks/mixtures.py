@@ -21,6 +21,7 @@ from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.mmlu import MMLU
 from tasks.preferences import read_pairs
+from tasks.problems import Problems
 from tasks.smoltalk import SmolTalk
 from tasks.spellingbee import SimpleSpelling, SpellingBee
 from tasks.tinyworld import TinyWorld, measures, mental
@@ -178,9 +179,18 @@ def _content(file: str) -> str:
     return sha256_of(Path(file).expanduser())
 
 
-def rl_tasks(corpus: str) -> tuple[Task, Task]:
-    """The task that RL trains on for a corpus, and the task that RL is measured on."""
-    return curriculum(corpus).rl()
+def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
+    """The task that RL trains on for a corpus, and the task that RL is measured on.
+
+    `problems` names your own JSONL file to use instead, of which every tenth problem is for measuring.
+    """
+    if problems is None:
+        return curriculum(corpus).rl()
+    own = Problems(problems)
+    if len(own) < 2:
+        raise UserError(f"{problems} must hold at least 2 problems, since one is held out, got {len(own)}; add more")
+    kept = [number for number in range(len(own)) if number % 10]
+    return Subset(own, numbers=kept), Subset(own, step=10)
 
 
 # --- curricula -----------------------------------------------------------------------------------

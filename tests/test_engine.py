@@ -277,7 +277,7 @@ def test_an_impossible_engine_is_refused(model, wrong):
 def test_generate_after_an_interruption_finds_an_empty_engine(model):
     engine = Engine(model, TOKENIZER, slots=2)
 
-    def interrupt(index: int) -> None:
+    def interrupt(index: int, completion: Completion) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -8,21 +8,27 @@ waited for measures its launch and a cool card. The file is card_bench.json in t
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tools_npu.lines import PASS, Line
+from tools_npu.lines import PASS, Line, language_of
 
 if TYPE_CHECKING:
     from nanochat.planner.calibration import Bench
 
 SECONDS = 3.0  # of each measurement
 SLOW_SECONDS = 0.2  # on a card where a small matmul takes longer than SLOW, which is an emulated card
-SLOW = 5e-3
+SLOW = 1e-3  # seconds of 512^3: 0.3 TFLOP/s, a hundredth of the slowest chip that trains
 SHAPES = ((8192, 8192, 8192), (16384, 1536, 6144), (4096, 4096, 4096))  # of matmuls: rows, inner, columns
 SLOW_SHAPES = ((256, 256, 256), (512, 128, 512))
+
+NOTHING = (
+    "error: nothing has been measured on this host yet; on cards that can train, run python check_npu.py --bench",
+    "错误：这台主机还没有测量过；在能训练的卡上运行 python check_npu.py --bench",
+)
 
 
 def average(work: Callable[[], Any], seconds: float, wait: Callable[[], None]) -> float:
@@ -153,18 +159,24 @@ def save(figures: dict[str, float], link: float | None, cards: int, chip: str, d
     return Line("bench file", PASS, english, chinese)
 
 
+def digits(figure: float) -> str:
+    """A figure with three significant digits: 0.0547, 12.3, 1,230."""
+    rounded = float(f"{figure:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
+
+
 def shared(bench: Bench) -> str:
     """The measurements and what the planner makes of them as Markdown, without names of hosts, users or folders."""
     from nanochat import device
     from nanochat.planner import calibration, tables
 
-    link = "one card" if bench.link_gb_per_s is None else f"{bench.link_gb_per_s:.1f} GB/s"
+    link = "one card" if bench.link_gb_per_s is None else f"{digits(bench.link_gb_per_s)} GB/s"
     rows = [
-        (f"matmul in {bench.number_format}, best shape", f"{bench.matmul_tflops:.1f} TFLOP/s"),
-        ("matmul in float32, best shape", f"{bench.full_tflops:.1f} TFLOP/s"),
-        ("attention, causal, forward and backward", f"{bench.attention_tflops:.1f} TFLOP/s"),
-        ("element-wise operators", f"{bench.vector_gb_per_s:.0f} GB/s"),
-        ("launch of an operator", f"{bench.launch_us:.1f} us"),
+        (f"matmul in {bench.number_format}, best shape", f"{digits(bench.matmul_tflops)} TFLOP/s"),
+        ("matmul in float32, best shape", f"{digits(bench.full_tflops)} TFLOP/s"),
+        ("attention, causal, forward and backward", f"{digits(bench.attention_tflops)} TFLOP/s"),
+        ("element-wise operators", f"{digits(bench.vector_gb_per_s)} GB/s"),
+        ("launch of an operator", f"{digits(bench.launch_us)} us"),
         ("all_reduce, a card", link),
     ]
     text = [
@@ -191,7 +203,7 @@ def main() -> int:
         print(f"error: {mistake}", file=sys.stderr)
         return 1
     if bench is None:
-        print("error: nothing has been measured on this host yet; run python check_npu.py --bench", file=sys.stderr)
+        print(NOTHING[language_of(os.environ) == "zh"], file=sys.stderr)
         return 1
     print(shared(bench))
     return 0

@@ -25,6 +25,14 @@ MATMUL_SECONDS = 1.0  # the most that one matmul of the speed test may take, bec
 
 UPDATE = ("update CANN and torch_npu; until then set NANOCHAT_KERNELS=plain",
           "升级 CANN 和 torch_npu；升级之前可以先设 NANOCHAT_KERNELS=plain")  # fmt: skip
+UNKNOWN = ("nothing if the lines below pass: training tries each fused operator of this chip first",
+           "如果下面各项都通过，不用处理：训练会先逐个试用这种芯片的融合算子")  # fmt: skip
+IN_CHINESE = {
+    "data sheet": "数据手册",
+    "estimate": "估计值",
+    "one die": "单个 die",
+    ", ": "，",
+}  # parts of chips' sources
 
 
 class Output:
@@ -115,11 +123,12 @@ def open_card(out: Output) -> int:
     chip = ascend_chips.chip_of(soc)
     known = chip.name if chip else "not in the table of chips"
     status = FAIL if total != 4950 else PASS if chip else WARN
-    data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1)}
+    data = {"name": name, "soc": soc, "chip": known, "count": count, "memory_gib": round(memory / 2**30, 1),
+            "trains": chip is None or chip.trains}  # fmt: skip
     what = f"{name} (SoC {soc}, {known}), {memory / 2**30:.0f} GiB, {free / 2**30:.0f} free"
     english = what + ("" if total == 4950 else f"; it computed 0 + ... + 99 = {total:g} instead of 4950")
     chinese = what + ("" if total == 4950 else f"；在卡上算 0 + ... + 99 得到 {total:g}，应为 4950")
-    out.line(Line("npu:0", status, english, chinese, "npu-smi info", data))
+    out.line(Line("npu:0", status, english, chinese, UNKNOWN if status == WARN else "npu-smi info", data))
     if words := ascend_errors.in_use(0, free, memory, "en"):
         chinese = ascend_errors.in_use(0, free, memory, "zh")
         out.line(Line("npu:0 memory", WARN, words, chinese, "python check_npu.py --processes"))
@@ -221,10 +230,16 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
     seconds = min(seconds, seconds_of(lambda: torch.mm(a, b), 3))
     tflops = 2 * size**3 / seconds / 1e12
     known = chip is not None and chip.tflops > 0
-    peak = f", {100 * tflops / chip.tflops:.0f} % of {chip.tflops:g} ({chip.source})" if known else ", peak unknown"
-    text = f"{tflops:.3g} TFLOP/s in {short}, {size}^3{peak}"
+    english, chinese = ", peak unknown", "，峰值未知"
+    if known:
+        share, source = 100 * tflops / chip.tflops, chip.source
+        for word, other in IN_CHINESE.items():
+            source = source.replace(word, other)
+        english = f", {share:.0f} % of {chip.tflops:g} ({chip.source})"
+        chinese = f"，是峰值 {chip.tflops:g} 的 {share:.0f} %（{source}）"
     slow = known and tflops < 0.4 * chip.tflops
-    out.line(Line("matmul speed", WARN if slow else PASS, text, text,
+    out.line(Line("matmul speed", WARN if slow else PASS, f"{tflops:.3g} TFLOP/s in {short}, {size}^3{english}",
+                  f"{short} {tflops:.3g} TFLOP/s，{size}^3{chinese}",
                   ("check power, temperature and other processes with `npu-smi info`",
                    "用 npu-smi info 查看功耗、温度，以及有没有其他进程"),
                   {"tflops": tflops, "size": size, "peak": chip.tflops if known else None}))  # fmt: skip
@@ -318,7 +333,12 @@ def main() -> None:
         dtype = torch.bfloat16 if bf16 else torch.float16
         check_numerics(out, chip, dtype)
         check_speed(out, chip, dtype)
-        figures = benchmark.measure(out.begin, out.line, dtype) if bench and (chip is None or chip.trains) else None
+        figures = None
+        if bench and (chip is None or chip.trains):
+            figures = benchmark.measure(out.begin, out.line, dtype)
+        elif bench:
+            out.line(Line("bench", SKIP, "the planner plans training, and this card is for inference",
+                          "规划器只规划训练，而这是推理卡"))  # fmt: skip
         link = check_collectives(out, count, 256 if bench else 16)
         if figures:
             name = chip.name if chip else f"SoC {int(torch.npu.get_soc_version())}"

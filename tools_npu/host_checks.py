@@ -88,7 +88,9 @@ def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line
         yield Line("cann", WARN, f"{where}: the version of CANN cannot be read", f"{where}：读不出 CANN 的版本",
                    "bash setup_ascend.sh --torch-npu VERSION")  # fmt: skip
     else:
-        yield Line("cann", PASS, where, where, data={"version": cann.version, "home": cann.home})
+        yield Line(
+            "cann", PASS, where, f"{cann.version}，位于 {cann.home}", data={"version": cann.version, "home": cann.home}
+        )
     if setup.is_sourced(cann, env):
         yield Line("variables of CANN", PASS, "set in this shell", "当前 shell 中已设置")
     else:

@@ -61,6 +61,13 @@ def not_shown(lines: Sequence[Line]) -> list[str]:
     return [name for name in NEEDED if not any(one == name or one.startswith(f"{name} ") for one in good)]
 
 
+def inference_only(lines: Sequence[Line]) -> bool:
+    """Whether the first card cannot train, and all that was not shown to work is what such a card lacks."""
+    skipped = [line.name for line in lines if line.status == SKIP]
+    lacking = all(any(one == name or one.startswith(f"{name} ") for one in skipped) for name in not_shown(lines))
+    return lacking and any(line.name == "npu:0" and line.data.get("trains") is False for line in lines)
+
+
 def summary(lines: list[Line], language: str) -> str:
     """The last line: how many checks have each status, which failed, and whether this host is ready to train."""
     counts = count(lines)
@@ -69,6 +76,9 @@ def summary(lines: list[Line], language: str) -> str:
     unknown = ", ".join(not_shown(lines))
     if failed:
         end = ("; failed: {}", "；未通过：{}")
+    elif inference_only(lines):
+        end = ("; an inference card: chat_cli, chat_web and chat_eval work here, training does not",
+               "；这是推理卡：可以运行 chat_cli、chat_web 和 chat_eval，不能训练")  # fmt: skip
     else:
         end = ("; not ready to train, not shown to work: {}", "；不能训练，以下项目未通过验证：{}") if unknown else (
             "; ready to train", "；可以训练")  # fmt: skip

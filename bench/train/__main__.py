@@ -21,6 +21,7 @@ from bench.ranks.group import D4, wire_bytes_per_parameter
 from bench.train import quality
 from bench.train.rows import check_rows, make_rows, standard_library
 from bench.train.worker import Measured, Plan, Variant, measure
+from bench.upstream import check_checkout
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
 from nanochat.gpt import GPTConfig
@@ -146,19 +147,7 @@ def check(cfg: Config) -> None:
         raise UserError(f"--scales must be one or more numbers above 0, got {cfg.scales}", exit_code=2)
     if cfg.upstream is None:
         return
-    if not cfg.upstream.is_dir():
-        raise UserError(
-            f"--upstream must name a folder with a checkout of karpathy/nanochat, got {cfg.upstream}, which is no "
-            "folder. Clone the repository, and give the folder of the clone.",
-            exit_code=2,
-        )
-    missing = [name for name in ("nanochat/gpt.py", "nanochat/optim.py") if not (cfg.upstream / name).is_file()]
-    if missing:
-        raise UserError(
-            f"--upstream must name a checkout of karpathy/nanochat of 2026, got {cfg.upstream}, which has no "
-            f"{' and no '.join(missing)}. Give the folder that holds its README.",
-            exit_code=2,
-        )
+    check_checkout("--upstream", cfg.upstream)
 
 
 def variants(cfg: Config, compiler_missing: str, default: str = "bfloat16") -> list[Variant]:

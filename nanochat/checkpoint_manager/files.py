@@ -122,9 +122,9 @@ def set_aside(folder: Path, after: int) -> Path | None:
         number += 1
         target = base.with_name(f"{base.name}-{number}")
     target.mkdir()
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        shutil.copy2(metrics, target)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (folder / name).exists():
+            shutil.copy2(folder / name, target)
     for step in reversed(later):  # after a kill in between, a run resumes from the older steps that are left
         os.rename(step_dir(folder, step), step_dir(target, step))
     fsync_path(target)

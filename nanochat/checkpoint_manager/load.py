@@ -44,16 +44,16 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def _over_base(meta: dict[str, Any], where: Path, compute: Compute) -> Qwen:
-    """The published model that an adapter was trained on, with an adapter that has no values yet. UserError if that
-    model is gone or is not the one it was."""
+def _over_base(meta: dict[str, Any], where: Path, compute: Compute, dtype: torch.dtype | None) -> Qwen:
+    """The published model that an adapter was trained on, in `dtype`, with an adapter that has no values yet. UserError
+    if that model is gone or is not the one it was."""
     base = Path(meta["base"]["folder"])
     if not (base / "config.json").is_file() or folder_mark(base) != meta["base"]["mark"]:
         raise UserError(
             f"{where} is an adapter of the model in {base}, which is {'another one now' if base.is_dir() else 'gone'}. "
             "Put that model back, or train the adapter again with `python -m scripts.finetune`"
         )
-    model = load_qwen(base, compute)
+    model = load_qwen(base, compute, dtype)
     add_adapters(model, LoraConfig(**{**meta["lora"], "targets": tuple(meta["lora"]["targets"])}))
     return model
 
@@ -80,13 +80,14 @@ class Loaded:
         return weights_hash(self.meta)
 
 
-def load_published(folder: Path, adapter: Path | None, compute: Compute) -> Loaded:
+def load_published(folder: Path, adapter: Path | None, compute: Compute, dtype: torch.dtype | None = None) -> Loaded:
     """Load a model as its publisher gives it, with the adapter of a folder merged into it, ready for inference.
 
-    UserError if files are missing, damaged, of an unknown kind, or do not fit each other.
+    `dtype` is the number format of matrices and tables (default: the compute dtype). UserError if files are missing,
+    damaged, of an unknown kind, or do not fit each other.
     """
     folder = folder.expanduser().resolve()
-    model = load_qwen(folder, compute)
+    model = load_qwen(folder, compute, dtype)
     tag, mark = folder.name, folder_mark(folder)
     if adapter is not None:
         adapter = adapter.expanduser().resolve()
@@ -124,7 +125,7 @@ def load_model(
     values = read_parameters(where)
     model: Any  # of any family
     if "base" in meta:
-        model = _over_base(meta, where, compute)
+        model = _over_base(meta, where, compute, dtype)
     else:
         model = build(meta, values, compute, str(where / "meta.json"))
     tokenizer = load_tokenizer(where, model.config.vocab_size)

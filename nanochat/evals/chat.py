@@ -3,14 +3,15 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, Task
 from nanochat.device import Compute
-from nanochat.engine import Engine
+from nanochat.engine import Completion, Engine
 from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
@@ -22,6 +23,7 @@ from nanochat.tokenizer import Tokenizer
 GREEDY = Sampling(temperature=0.0, max_tokens=512)
 READ_AHEAD = 4096  # prompt tokens to prefill between two decoding passes: no reader waits for the next word here
 
+Judged = TypeVar("Judged")
 Advance = Callable[[float], None]
 Heard = Callable[[int, list[Part], float], None]  # called with problem, reply and grade
 Keep = Callable[[int, Mapping[str, Any]], None]  # called with problem and record, by the rank that asked the problem
@@ -212,13 +214,18 @@ def _write(
     longest = max(map(len, prompts.values())) + sampling.max_tokens
     slots, length = min(batch_size, len(prompts) * samples), min(longest, model.config.sequence_len)
     engine = Engine(model, tokenizer, slots, length, prefill_tokens=READ_AHEAD)
-    with progress(task.name, len(prompts) * samples, "replies", compute) as advance:
-        completions = engine.generate(list(prompts.values()), sampling, samples, done=lambda index: advance(1))
     grades: dict[int, list[float]] = {i: [] for i in prompts}
-    numbers = [i for i in prompts for _ in range(samples)]
-    for i, completion in zip(numbers, completions, strict=True):
-        parts = reply_parts(completion.tokens, tokenizer)
-        grade = _grade(task, i, parts)
+    numbers = list(prompts)
+
+    def judge(at: int, tokens: Sequence[int]) -> tuple[list[Part], float]:
+        parts = reply_parts(tokens, tokenizer)
+        return parts, _grade(task, numbers[at], parts)
+
+    with progress(task.name, len(prompts) * samples, "replies", compute) as advance:
+        asked = list(prompts.values())
+        _, judged = generate_and_judge(engine, asked, sampling, samples, judge, lambda: advance(1))
+    for at, (parts, grade) in enumerate(judged):
+        i = numbers[at // samples]
         grades[i].append(grade)
         if heard:
             heard(i, parts, grade)
@@ -226,6 +233,29 @@ def _write(
             about = {"id": identify(task, i), "prompt": list(prompts[i]), "expected": words(task[i].messages[-1].parts)}
             keep(i, {**about, "answer": words(parts), "grade": grade})
     return grades
+
+
+def generate_and_judge(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int,
+    judge: Callable[[int, Sequence[int]], Judged], done: Callable[[], None],
+) -> tuple[list[Completion], list[Judged]]:  # fmt: skip
+    """Every prompt's `samples` replies, prompt by prompt, and what `judge` says of each.
+
+    `judge` gets the number of the prompt and the tokens of the reply; it runs in a thread of its own, while other
+    replies are still written. `done` is called after every reply.
+    """
+    judged: dict[int, Future[Judged]] = {}
+    pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
+
+    def finished(at: int, reply: Completion) -> None:
+        judged[at] = pool.submit(judge, at // samples, reply.tokens)
+        done()
+
+    try:
+        completions = engine.generate(prompts, sampling, samples, finished)
+        return completions, [judged[at].result() for at in range(len(completions))]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _grade(task: Task, i: int, parts: list[Part]) -> float:

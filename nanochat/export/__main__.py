@@ -1,7 +1,9 @@
-"""Export a checkpoint as a folder that Hugging Face transformers loads without a network, tokenizer included.
+"""Export a model for other programs: a folder for Hugging Face transformers and vLLM, or a file for llama.cpp.
 
 python -m nanochat.export ~/my-model
 python -m nanochat.export ~/my-model --source base --model_tag d12 --dtype bfloat16
+python -m nanochat.export ~/my-model.gguf --format gguf --dtype float16
+python -m nanochat.export ~/merged --model ./Qwen3-0.6B --adapter ./my-adapter
 """
 
 from dataclasses import dataclass
@@ -11,35 +13,69 @@ from typing import Literal
 from tyro.conf import Positional
 
 from nanochat import device
-from nanochat.checkpoint_manager.load import load_model
-from nanochat.common import log, run
-from nanochat.export.huggingface import export
+from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
+from nanochat.common import UserError, log, run
+from nanochat.export import huggingface, llama
+from nanochat.nn.lora import merge
 
 
 @dataclass(frozen=True)
 class Config:
-    """Export a checkpoint for Hugging Face transformers."""
+    """Export a model for other programs. Adapters are merged into the model."""
 
-    folder: Positional[Path]
-    """Folder to create. It must not exist yet."""
-    source: Literal["base", "mid", "sft", "rl"] | None = None
-    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
+    target: Positional[Path]
+    """Folder to create, or the file with --format gguf. It must not exist yet."""
+    format: Literal["huggingface", "gguf"] = "huggingface"
+    """huggingface: a folder that transformers, and for Qwen models vLLM, load without a network.
+    gguf: one file for llama.cpp and what is built on it; models of the Qwen family only"""
+    source: Literal["base", "mid", "sft", "rl", "tune"] | None = None
+    """Stage of the model. Default: the latest one, in the order rl > sft > mid > base > tune."""
     model_tag: str | None = None
     """Tag of the model, such as d20. Default: the newest."""
     step: int | None = None
     """Step of the checkpoint. Default: the last."""
+    model: Path | None = None
+    """Folder of a published Qwen model to export instead: config.json, tokenizer.json and safetensors files."""
+    adapter: Path | None = None
+    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it; it is merged."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of the weights. bfloat16 and float16 halve the size of the folder."""
+    """Number format of the weights. bfloat16 and float16 halve the size."""
+
+
+def load(cfg: Config) -> Loaded:
+    """The model that the flags name, on the host, with its adapter merged. UserError if the flags do not go together or
+    the model cannot be loaded."""
+    if cfg.model is None and cfg.adapter is not None:
+        raise UserError("--adapter belongs to a published model: name its folder with --model", exit_code=2)
+    if cfg.model is not None and (cfg.source or cfg.model_tag or cfg.step is not None):
+        raise UserError(
+            "--model names a published model, and --source, --model_tag and --step one that was trained here: give "
+            "either",
+            exit_code=2,
+        )
+    compute = device.compute_init("cpu")
+    # Large models fit as bf16, which most bases are published in. fp16 is rounded when it is written.
+    small = device.DTYPES["bfloat16"] if cfg.dtype == "bfloat16" else device.MASTER
+    if cfg.model is not None:
+        return load_published(cfg.model, cfg.adapter, compute, small)
+    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute, dtype=small)
+    merge(loaded.model)
+    return loaded
 
 
 def main(cfg: Config) -> None:
-    """Load a checkpoint, export it, and say where the instructions for loading it are."""
-    compute = device.compute_init("cpu")
-    loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute, dtype=device.MASTER)
-    folder = cfg.folder.expanduser()
-    export(loaded, folder, cfg.dtype)
-    log(f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {folder}: its README.md says how "
-        "to load it")  # fmt: skip
+    """Load a model, export it, and say how it is loaded."""
+    target = cfg.target.expanduser()
+    if target.exists():
+        raise UserError(f"{target} exists already: name another {'file' if cfg.format == 'gguf' else 'folder'}", 2)
+    loaded = load(cfg)
+    about = f"exported stage {loaded.stage}, tag {loaded.tag}, step {loaded.step:,} to {target}"
+    if cfg.format == "gguf":
+        llama.export(loaded, target, cfg.dtype)
+        log(f"{about}: llama.cpp loads it with `llama-cli -m {target}`")
+    else:
+        huggingface.export(loaded, target, cfg.dtype)
+        log(f"{about}: its README.md says how to load it")
 
 
 if __name__ == "__main__":

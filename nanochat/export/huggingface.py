@@ -5,12 +5,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nanochat import device
 from nanochat.checkpoint_manager.files import new_folder
 from nanochat.checkpoint_manager.huggingface.config import published
+from nanochat.checkpoint_manager.huggingface.template import CHATML
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
-from nanochat.common import write_atomic, write_json
+from nanochat.common import UserError, write_atomic, write_json
 from nanochat.data import bpe
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
@@ -40,8 +45,9 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 
 {code}As is usual with transformers, text that spells a special token such as `<|user_end|>` becomes
-that token: remove such text from what users write. The calculator of nanochat's own chat is not part of this export.
+that token: remove such text from what users write.{more}
 """
+CALCULATOR = " The calculator of nanochat's own chat is not part of this export."
 OWN_CODE = "`trust_remote_code` runs only `modeling_nanochat.py`. "
 
 
@@ -63,8 +69,13 @@ def known(loaded: Loaded) -> bool:
 
 
 def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
-    """The content of the JSON files beside the weights, by file name."""
-    tokenizer, shape = loaded.tokenizer, loaded.model.config
+    """The content of the JSON files beside the weights, by file name; a published model brings most of them along."""
+    tokenizer: Tokenizer | FolderTokenizer = loaded.tokenizer
+    shape = loaded.model.config
+    if isinstance(tokenizer, FolderTokenizer):
+        marks = {"eos_token_id": tokenizer.special("assistant_end"), "torch_dtype": dtype}
+        begin = tokenizer.named("bos_token")
+        return {"config.json": {**published(shape), **marks, **({} if begin is None else {"bos_token_id": begin})}}
     bos, end = (tokenizer.decode([tokenizer.special(role)]) for role in ("bos", "assistant_end"))
     ends = [tokenizer.special("assistant_end"), tokenizer.bos]  # the ends of a reply and of a document
     marks = {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0], "torch_dtype": dtype}
@@ -84,17 +95,30 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in a number format. UserError if it has values that the format cannot hold."""
+    value = parameter.detach().to(dtype)
+    if not value.isfinite().all():
+        raise UserError(f"{name} has values that {dtype} cannot hold. Export with --dtype bfloat16 or --dtype float32")
+    return value
+
+
 def export(loaded: Loaded, folder: Path, dtype: str) -> None:
     """Write the folder, whole or not at all. UserError (code 2) if it exists already."""
     with new_folder(folder) as temporary:
+        if isinstance(loaded.tokenizer, FolderTokenizer):
+            loaded.tokenizer.save(temporary)
+            if loaded.tokenizer.template_source is None:
+                write_atomic(temporary / "chat_template.jinja", CHATML)
         for name, content in _configs(loaded, dtype).items():
             write_json(temporary / name, content)
         trust, code = ("", "") if known(loaded) else (", trust_remote_code=True", OWN_CODE)
+        more = CALCULATOR if isinstance(loaded.tokenizer, Tokenizer) else ""
         about = README.format(name=folder.name, stage=loaded.stage, tag=loaded.tag, step=loaded.step, trust=trust,
-                              code=code)  # fmt: skip
+                              code=code, more=more)  # fmt: skip
         write_atomic(temporary / "README.md", about)
         if not known(loaded):
             write_atomic(temporary / MODELLING.name, MODELLING.read_bytes())
         wanted = device.DTYPES[dtype]
-        tensors = {name: value.detach().to(wanted) for name, value in loaded.model.named_parameters()}
+        tensors = {name: converted(name, value, wanted) for name, value in loaded.model.named_parameters()}
         write_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})

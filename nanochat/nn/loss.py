@@ -111,7 +111,10 @@ def _loss_and_gradients(
         loss = loss + chunk_loss
         x_grads.append(gradient @ head)
         if weight_grad is not None:
-            weight_grad += gradient.mT @ part
+            if gradient.dtype == weight_grad.dtype:
+                weight_grad.addmm_(gradient.mT, part)  # without a second tensor of the head's size
+            else:
+                weight_grad += gradient.mT @ part
     return loss, torch.cat(x_grads), None if weight_grad is None else weight_grad.to(weight.dtype)
 
 

@@ -26,6 +26,8 @@ class Operations:
 
     name = "torch's own"
     loss_chunk = 1024  # tokens whose logits exist at the same time
+    loss_logits = 1 << 25  # logits that exist at the same time where a vocabulary is large, 128 MB in fp32
+    skips_masked = False  # whether the head leaves out tokens without a target, which makes the host wait for the count
     hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
     shape_grain = 1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
     launches_are_dear = False  # whether one operator over many tensors is much cheaper than one for each

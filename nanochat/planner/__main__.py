@@ -62,7 +62,7 @@ def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
     mfu = "unknown peak" if plan.mfu is None else f"MFU {100 * plan.mfu:.0f} %"
     return (
         f"{name}: {fit}; a pass of {plan.rows} takes the host about {1000 * took.host:.0f} ms and the card "
-        f"{1000 * took.card:.0f} ms: {bound} (compute-bound from {least} rows)\n"
+        f"{1000 * took.card:.0f} ms: {bound} (compute-bound from {least} row{'s' if least > 1 else ''})\n"
         f"predicted, ± {plan.within} %: {tables.rounded(plan.step.tokens_per_second)} tokens/s, {mfu}, "
         f"{plan.hours:,.1f} hours for {plan.tokens / 1e9:,.1f} billion tokens; {needs} ({source})"
     )
@@ -94,7 +94,11 @@ def main(cfg: Config) -> None:
     known = {chip.name: chip for chip in device.planned()}
     chip, ranks = known.get(cfg.chip), cfg.ranks
     if cfg.chip and chip is None:
-        raise UserError(f"--chip must be one of {', '.join(known)}, got {cfg.chip!r}", exit_code=2)
+        raise UserError(
+            f"--chip must be one of {', '.join(known)}, got {cfg.chip!r}. A kind without a known peak, such as the "
+            "950, is planned by its memory, on a host that has such a card: leave out --chip there",
+            exit_code=2,
+        )
     if ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {ranks}", exit_code=2)
     bench = calibration.read(calibration.path_of())

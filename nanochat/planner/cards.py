@@ -37,7 +37,11 @@ class Rating:
 
 # Best shapes: 328 TFLOP/s of 376 on a 910B (limulidae, as above); A100 and H100 by the table Maximum Achievable Matmul
 # FLOPS (github.com/stas00/ml-engineering, compute/accelerator); for the 910A the middle of that table. The 910C's
-# links: arXiv 2506.12708. The memory of the 910A and the 910B4 and all networks are estimates from product pages.
+# links: arXiv 2506.12708. The memory of the 910A and the 910B4, and the networks of NPUs, are estimates from product
+# pages. GPUs are those of SXM servers (HGX, DGX), after the vendor's data sheets: NVLink 3 moves 600 GB/s in both
+# directions together (A100), NVLink 4 900 GB/s (H100, H200). Between servers each GPU has a network card of its own:
+# 200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200. PCIe cards have slower links, which these rows do not
+# describe. A chip without a row here, such as the 950, is not rated: it is planned by its memory alone.
 SECOND = Rating(1.6e12, 196e9, 25e9, 8, 0.87)
 RATINGS: Mapping[str, Rating] = MappingProxyType({
     "910A": Rating(1.2e12, 30e9, 12.5e9, 8, 0.80),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import ascend_environment, ascend_errors, ascend_kernels, ascend_operators
 from nanochat.platforms.ascend_chips import CHIPS, AscendChip, chip_of
@@ -74,7 +74,7 @@ class Ascend(Platform):
         """The refusal of bf16 on a chip without bf16."""
         if dtype != torch.bfloat16 or self.chip.bf16:
             return ""
-        return "NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16"
+        return tr("NANOCHAT_DTYPE=bfloat16 was asked for, but this NPU has no bf16; leave it out to use float16")
 
     def cannot_open(self, failure: str) -> str:
         """Why the card could not be opened, and what may help."""
@@ -122,8 +122,9 @@ class Ascend(Platform):
             operators = ascend_operators.try_operators(torch.device(self.name, self.index), self.best_dtype()[0])
         if asked == "fused" and ascend_operators.ATTENTION not in operators:
             raise UserError(
-                f"--kernels fused was asked for, but a {chip.name} has no fused attention for training; use auto"
-            )
+                tr("--kernels fused was asked for, but a {chip} has no fused attention for training; use auto",
+                   chip=chip.name)
+            )  # fmt: skip
         if lacking := ascend_kernels.missing(operators):
             raise UserError(
                 f"torch_npu lacks {', '.join(lacking)}, which a {chip.name} computes with; "
@@ -138,9 +139,10 @@ class Ascend(Platform):
         """Why an inference card cannot train."""
         if self.chip.trains:
             return ""
-        return (
-            f"a {self.chip.name} is for inference only, it cannot train: its operators have no backward pass. "
-            "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here."
+        return tr(
+            "a {chip} is for inference only, it cannot train: its operators have no backward pass. "
+            "Train on another device (--device_type=cpu is one); chat_cli, chat_web and chat_eval work here.",
+            chip=self.chip.name,
         )
 
     def clear_overflow(self) -> None:
@@ -172,11 +174,11 @@ class Ascend(Platform):
     def graphs_missing(self) -> str:
         """What the chip, torch_npu or the environment lacks."""
         if self.chip is not None and self.chip.kernels != "fused":
-            return f"a {self.chip.name} captures no graphs; the second generation (910B, 910C) does"
+            return tr("a {chip} captures no graphs; the second generation (910B, 910C) does", chip=self.chip.name)
         if not hasattr(self.module, "make_graphed_callables"):
-            return "this torch_npu has no make_graphed_callables; install a newer one"
+            return tr("this torch_npu has no make_graphed_callables; install a newer one")
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
-            return "TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1"
+            return tr("TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1")
         return ""
 
     def new_graph(self) -> Any:
@@ -185,4 +187,4 @@ class Ascend(Platform):
 
     def compiler_missing(self) -> str:
         """Compilers for NPUs are not used."""
-        return "off on NPUs"
+        return tr("off on NPUs")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from nanochat.common import tr
 from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
@@ -23,6 +24,9 @@ PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the cache
 
 class CpuOperations(Operations):
     """Plain torch, and blocked attention in compiled bf16 models, where it takes less than half the time."""
+
+    loss_logits = 1 << 24
+    skips_masked = True
 
     def attend(
         self,
@@ -118,7 +122,7 @@ class Cpu(Platform):
 
     def graphs_missing(self) -> str:
         """The host launches nothing."""
-        return "the device is a CPU, which launches no operators that a graph could hold"
+        return tr("the device is a CPU, which launches no operators that a graph could hold")
 
     def compiler_missing(self) -> str:
         """What torch.compile lacks on the host."""

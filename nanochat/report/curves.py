@@ -8,10 +8,15 @@ from typing import Any
 LABELS = {
     "reward": "mean reward",
     "accuracy": "accuracy on\nheld-out problems",
+    "entropy": "entropy in\nnats a token",
+    "length": "length of replies\nin tokens",
+    "sampler_gap": "largest gap of\nsampler and trainer",
+    "policy_shift": "shift of the policy\nin nats a token",
     "loss": "training loss\nin nats",
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
 }
+SCATTERED = ("reward", "entropy", "length", "sampler_gap", "policy_shift")  # from step to step
 
 
 def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:
@@ -33,13 +38,13 @@ def draw(title: str, runs: Mapping[str, Mapping[str, Any]]) -> bytes:
 
     wanted = ("loss", "val_bpb", "val_accuracy")
     if any("reward" in data for data in runs.values()):
-        wanted = ("reward", "accuracy")
+        wanted = ("reward", "accuracy", *SCATTERED[1:])
     shown = [curve for curve in wanted if any(data.get(curve) for data in runs.values())]
     size = (7, 1.2 + 2 * len(shown))
     figure, axes = pyplot.subplots(len(shown), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
     for axis, curve in zip(axes[:, 0], shown, strict=True):
-        measured = curve not in ("loss", "reward")  # now and then, and not in every step
-        faint = curve == "reward"  # scatters from step to step
+        faint = curve in SCATTERED
+        measured = curve != "loss" and not faint  # now and then, and not in every step
         for i, (name, data) in enumerate(runs.items()):
             color = f"C{i}" if len(runs) > 1 else ("C1" if measured else "C0")
             steps, values = zip(*data.get(curve) or [(0, math.nan)], strict=True)

@@ -10,18 +10,25 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, tr
 from nanochat.device import Compute
 
 
-def check(compute: Compute) -> None:
-    """UserError if passes cannot be captured on this device, or with this number of ranks."""
+def check(compute: Compute, compile: bool | None = None) -> None:
+    """UserError if passes cannot be captured on this device, with this number of ranks, or because of --compile."""
+    if compile:
+        raise UserError(tr("--graphs and --compile were both asked for, and a pass is either captured or compiled. "
+                           "Leave one of them out."), exit_code=2)  # fmt: skip
     if why := compute.platform.graphs_missing():
-        raise UserError(f"--graphs was asked for, but cannot be used: {why}. Leave --graphs out.")
+        raise UserError(tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why))
     if compute.world_size > 1:
         raise UserError(
-            f"--graphs was asked for with {compute.world_size} ranks, but collectives cannot be captured yet: a graph "
-            "needs one device. Leave --graphs out."
+            tr(
+                "--graphs was asked for with {ranks} ranks, but collectives cannot be captured: between passes the "
+                "parameters of a sharded model are freed and gathered again, and a graph needs them where they were. "
+                "Leave --graphs out, or train on one device (NPROC_PER_NODE=1).",
+                ranks=compute.world_size,
+            )
         )
 
 

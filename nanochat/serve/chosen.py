@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from tyro.conf import arg
 
+from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
-from nanochat.checkpoint_manager.locate import trained
+from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
 
+Source = Literal["base", "mid", "sft", "rl", "tune"]
 LONGEST = 4096  # tokens of a chat where nobody says more: the contexts of published models would take all memory
 
 
@@ -18,7 +20,7 @@ LONGEST = 4096  # tokens of a chat where nobody says more: the contexts of publi
 class ModelFlags:
     """The flags that choose a model to chat with."""
 
-    source: Annotated[Literal["base", "mid", "sft", "rl", "tune"] | None, arg(aliases=["-i"])] = None
+    source: Annotated[Source | None, arg(aliases=["-i"])] = None
     """Stage of the model. Default: the stage of the model that was trained last."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
     """Tag of the model, such as d20. Default: the tag of the model that was trained last."""
@@ -58,6 +60,29 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute) -> Chosen:
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
     return Chosen(loaded, _context(flags, loaded), newest.others(), "" if given else newest.saved)
+
+
+def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
+    """The name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. `flags` are
+    those of the first model, whose folder an adapter belongs to. UserError if the value cannot be read or loaded."""
+    name, equals, place = words.partition("=")
+    if equals and name and place:
+        folder = Path(place).expanduser()
+        if not (folder / ADAPTER_SETTINGS).is_file():
+            return name, choose(ModelFlags(model=folder, context=flags.context), dtype, compute)
+        if flags.model is None:
+            raise UserError(f"--also {words} names an adapter: name the folder of its base with --model", exit_code=2)
+        return name, choose(ModelFlags(model=flags.model, adapter=folder, context=flags.context), dtype, compute)
+    stage, _, rest = words.partition("/")
+    tag, _, step = rest.partition("/")
+    if stage not in STAGES or not tag or not (step.isdecimal() or not step):
+        raise UserError(
+            f"--also must be STAGE/TAG or STAGE/TAG/STEP with a stage of {', '.join(STAGES)}, such as sft/d4, or "
+            f"NAME=FOLDER, got {words!r}",
+            exit_code=2,
+        )
+    own = ModelFlags(cast(Source, stage), tag, int(step) if step else None, context=flags.context)
+    return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:

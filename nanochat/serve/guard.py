@@ -34,8 +34,8 @@ def host_allowed(host: str, names: tuple[str, ...]) -> bool:
 
 
 def needs_key(path: str) -> bool:
-    """Whether a path is only for clients with the key: all but the page, which holds no secret, and /health."""
-    return path not in ("/", "/health") and not path.startswith("/assets/")
+    """Whether a path is only for clients with the key: all but the pages, which hold no secret, and /health."""
+    return path not in ("/", "/runs", "/health") and not path.startswith("/assets/")
 
 
 def digest(text: bytes) -> bytes:

@@ -5,9 +5,10 @@ import contextlib
 import importlib.resources
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -16,10 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from nanochat.common import UserError
-from nanochat.engine import Engine, Event
+from nanochat.engine import Event
 from nanochat.serve.connections import Caps, neighbour
-from nanochat.serve.engine_thread import EngineThread, Ticket
+from nanochat.serve.engine_thread import Ticket
 from nanochat.serve.guard import Guard
+from nanochat.serve.hosted import Hosted, Loadable, Models
 from nanochat.serve.listening import App
 from nanochat.serve.routes import intake, tokens
 from nanochat.serve.routes.answers import QUEUE_FULL, Answer, Writer, error, while_connected
@@ -27,22 +29,28 @@ from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.completions import read_completion
 from nanochat.serve.routes.fields import ApiError, Limits
 from nanochat.serve.routes.intake import Work
-from nanochat.serve.routes.metrics import Metrics
 from nanochat.serve.routes.responses import read_response
 from nanochat.serve.routes.sampling import Defaults
+from nanochat.serve.runs.routes import Runs
 from nanochat.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 SCRIPTS = (
-    "about.js", "app.js", "client.js", "sse.js", "words.js",
+    "about.js", "app.js", "client.js", "sse.js",
     "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.js", "chats/store.js",
     "chats/tree.js",
-    "language/i18n.js", "language/phrases.js",
-    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/tokens.js", "reply/turn.js",
+    "language/i18n.js", "language/phrases.js", "language/words.js",
+    "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/saw.js",
+    "reply/tokens.js", "reply/turn.js",
+    "runs/chart.js", "runs/feed.js", "runs/figures.js", "runs/list.js", "runs/runs.js", "runs/samples.js",
+    "runs/words.js",
     "settings/drawer.js", "settings/values.js",
 )  # fmt: skip
-STYLES = ("style.css", "chats/panel.css", "reply/markdown.css", "reply/reply.css", "settings/settings.css")
+STYLES = (
+    "style.css", "chats/panel.css", "reply/markdown.css", "reply/reply.css", "runs/runs.css", "settings/settings.css",
+)  # fmt: skip
+PAGES = ("index.html", "runs/index.html")
 ASSETS = {
     **dict.fromkeys(SCRIPTS, "text/javascript"),
     **dict.fromkeys(STYLES, "text/css"),
@@ -52,23 +60,16 @@ ASSETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The model that the server announces, the defaults of a request, and the server's limits."""
+    """The server's limits, and what it serves besides the API."""
 
-    model: str  # the name in the API, such as nanochat-sft-d4
-    stage: str
-    tag: str
-    step: int
-    temperature: float = 0.6
-    top_k: int = 50  # 0 samples from the whole vocabulary
-    max_tokens: int = 512
-    waiting: int = 64  # chats that may wait for a slot; the server refuses more
+    waiting: int = 64  # chats that may wait for a slot of a model; the server refuses more
     preparing: int = 64  # requests that may wait for their check; the server refuses more, the largest first
     per_address: int = 0  # requests that one address may have at the same time; 0 leaves that to the line
     api_key: str = ""  # what clients must send; empty: nothing
     page: bool = True  # serve the web page
     hosts: tuple[str, ...] = ()  # names that this server answers to, besides IP addresses and localhost
     caps: Caps = field(default_factory=Caps)
-    about: Mapping[str, Any] = field(default_factory=dict)  # what else /v1/models says of the model, for the page
+    runs: Path | None = None  # the base folder whose runs the page /runs shows; None: there is no such page
 
 
 class Asked(Protocol):
@@ -83,62 +84,56 @@ Read = Callable[[Any, Limits, Defaults], Asked]  # how a route checks a decoded 
 
 
 class ChatServer:
-    """Answers the routes with the engine behind them."""
+    """Answers the routes with the engines behind them."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings):
-        self.thread: EngineThread[Event] = EngineThread(engine, settings.waiting, settings.per_address)
-        self.check = engine.check
-        self.tokenizer = tokenizer
+    def __init__(self, models: Sequence[Loadable], settings: Settings):
+        """The first of `models` answers the requests that name none."""
+        self.models = Models(models, settings.waiting, settings.per_address)
         self.settings = settings
-        self.limits = Limits(settings.model, engine.length, tokenizer.vocab_size)
-        self.defaults = Defaults(settings.temperature, settings.top_k, settings.max_tokens)
         self.turns = intake.Turns(settings.preparing)
         self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
-        self.metrics = Metrics(settings.model, self.thread)
-        self.started = int(time.time())
 
     async def health(self) -> JSONResponse:
-        """GET /health: whether the engine's thread runs, and how busy it is."""
-        thread = self.thread
-        state = {"slots": thread.slots, "free_slots": thread.free_slots, "chats": len(thread.tickets)}
-        return JSONResponse({"status": "ok" if thread.alive else "stopped", **state}, 200 if thread.alive else 503)
+        """GET /health: whether the engines' threads run, and how busy they are together."""
+        threads = self.models.threads
+        alive = all(thread.alive for thread in threads)
+        state = {"slots": sum(thread.slots for thread in threads),
+                 "free_slots": sum(thread.free_slots for thread in threads),
+                 "chats": sum(len(thread.tickets) for thread in threads)}  # fmt: skip
+        return JSONResponse({"status": "ok" if alive else "stopped", **state}, 200 if alive else 503)
 
-    async def models(self) -> JSONResponse:
-        """GET /v1/models: the one model, and the defaults of a request."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+    async def list_models(self) -> JSONResponse:
+        """GET /v1/models: the models, the default one first, and the defaults of a request."""
+        return JSONResponse({"object": "list", "data": [self._described(each) for each in self.models.all]})
 
     async def model(self, name: str) -> JSONResponse:
-        """GET /v1/models/NAME: the model, if it has this name."""
-        if name != self.settings.model:
-            text = f"this server has only the model {self.settings.model!r}: ask for that"
-            raise ApiError(404, "model_not_found", text, "model")
-        return JSONResponse(self._model())
+        """GET /v1/models/NAME: the model of this name."""
+        return JSONResponse(self._described(self.models.named(name)))
 
-    def _model(self) -> dict[str, Any]:
-        settings, context = self.settings, self.limits.context
-        defaults = {name: getattr(settings, name) for name in ("temperature", "top_k", "max_tokens")}
-        model = {"id": settings.model, "object": "model", "created": self.started, "owned_by": "nanochat"}
-        place = {"stage": settings.stage, "tag": settings.tag, "step": settings.step}
-        return {**model, **settings.about, **place, "context_length": context, "max_model_len": context,
-                "defaults": defaults}  # fmt: skip
+    def _described(self, model: Hosted) -> dict[str, Any]:
+        return model.described() | ({} if self.settings.runs is None else {"runs": True})
 
     async def metrics_text(self) -> Response:
         """GET /metrics."""
-        return self.metrics.response()
+        return self.models.families.response()
 
-    async def tokenizer_info(self) -> JSONResponse:
-        """GET /tokenizer_info."""
-        return JSONResponse(tokens.tokenizer_info(self.tokenizer, self.limits))
+    async def tokenizer_info(self, model: str | None = None) -> JSONResponse:
+        """GET /tokenizer_info?model=NAME."""
+        asked = self.models.named(model)
+        return JSONResponse(tokens.tokenizer_info(asked.tokenizer, asked.limits))
 
     def encoding(self, work: Callable[[Any, Tokenizer, Limits], dict[str, Any]]) -> Route:
         """A route that only the tokenizer answers."""
 
         async def answer(request: Request) -> Response:
             body = await intake.read_body(request)
-            found = await while_connected(
-                request.receive,
-                self._in_turn(body, lambda: work(intake.decode_json(body), self.tokenizer, self.limits)),
-            )
+
+            def found_in_body() -> dict[str, Any]:
+                value = intake.decode_json(body)
+                asked = self.models.asked(value)
+                return work(value, asked.tokenizer, asked.limits)
+
+            found = await while_connected(request.receive, self._in_turn(body, found_in_body))
             return Response() if found is None else JSONResponse(found)  # the client may have left
 
         return answer
@@ -153,8 +148,8 @@ class ChatServer:
             prepared = await while_connected(request.receive, self._prepared(body, read, owner))
             if prepared is None:
                 return Response()  # the client has left
-            ticket, writer = prepared
-            return Answer(self.thread, ticket, writer(secrets.token_hex(12)), self.metrics, start)
+            model, ticket, writer = prepared
+            return Answer(model.thread, ticket, writer(secrets.token_hex(12)), model.metrics, start)
 
         return answer
 
@@ -166,61 +161,113 @@ class ChatServer:
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
-    async def _prepared(self, body: bytes, read: Read, owner: str) -> tuple[Ticket[Event], Callable[[str], Writer]]:
+    async def _prepared(
+        self, body: bytes, read: Read, owner: str
+    ) -> tuple[Hosted, Ticket[Event], Callable[[str], Writer]]:
         """Check a body and submit its ticket. One body at a time: its place is certain before its text is encoded."""
         loop = asyncio.get_running_loop()
+
+        def checked() -> tuple[Hosted, Asked]:
+            value = intake.decode_json(body)
+            model = self.models.asked(value)
+            return model, read(value, model.limits, model.defaults)
+
         try:
             async with self.turns.turn(len(body)):
-                asked = await loop.run_in_executor(
-                    self.preparing, lambda: read(intake.decode_json(body), self.limits, self.defaults)
-                )
-                if self.thread.full(owner):
+                model, asked = await loop.run_in_executor(self.preparing, checked)
+                if self._has_enough(owner) or model.thread.full(owner):
                     raise asyncio.QueueFull
-                work = await loop.run_in_executor(self.preparing, self._work, asked)
+                work = await loop.run_in_executor(self.preparing, _work, asked, model)
                 ticket: Ticket[Event] = Ticket(work.requests, owner)
-                self.thread.submit(ticket)
-                return ticket, work.writer
+                model.thread.submit(ticket)
+                return model, ticket, work.writer
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
-    def _work(self, asked: Asked) -> Work:
-        """What a request asks of the engine. ApiError 400 for what the engine would refuse."""
-        work = asked.work(self.tokenizer, self.limits)
-        try:
-            for prompt, sampling in work.requests:
-                self.check(prompt, sampling)
-        except UserError as refusal:
-            raise ApiError(400, "invalid_request", str(refusal)) from None
-        return work
+    def _has_enough(self, owner: str) -> bool:
+        """Whether an address has as many requests as it may have, over all models."""
+        own = sum(ticket.owner == owner for thread in self.models.threads for ticket in thread.tickets)
+        return 0 < self.settings.per_address <= own
+
+
+def _work(asked: Asked, model: Hosted) -> Work:
+    """What a request asks of the engine. ApiError 400 for what the engine would refuse."""
+    work = asked.work(model.tokenizer, model.limits)
+    try:
+        for prompt, sampling in work.requests:
+            model.check(prompt, sampling)
+    except UserError as refusal:
+        raise ApiError(400, "invalid_request", str(refusal)) from None
+    return work
 
 
 # --- the application -----------------------------------------------------------------------------
 
 
 def assets() -> Mapping[str, bytes]:
-    """The files of the web page, by name."""
+    """The files of the web pages, by name."""
     folder = importlib.resources.files("nanochat.serve") / "web"
-    return {name: (folder / name).read_bytes() for name in ("index.html", *ASSETS)}
+    return {name: (folder / name).read_bytes() for name in (*PAGES, *ASSETS)}
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
-    """Build the web application. The engine's thread starts and ends with it."""
-    server, files = ChatServer(engine, tokenizer, settings), assets()
+def create_app(models: Sequence[Loadable], settings: Settings) -> App:
+    """Build the web application. The engines' threads start and end with it."""
+    server, files = ChatServer(models, settings), assets()
+    runs = None if settings.runs is None else Runs(settings.runs, chat=settings.page)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.thread.start()
+        for thread in server.models.threads:
+            thread.start()
         yield
         server.preparing.shutdown(wait=False)
-        await server.thread.stop()
+        if runs is not None:
+            runs.close()
+        await asyncio.gather(*(thread.stop() for thread in server.models.threads))
 
-    async def page() -> Response:
-        return Response(files["index.html"], media_type="text/html")
+    app = _application(lifespan)
+    if settings.page:
+        _add_pages(app, {"/": files["index.html"]}, files)
+    if runs is not None:
+        _add_pages(app, {"/runs": files["runs/index.html"]}, files)
+        runs.add_to(app)
+    gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
+    gets |= {"/v1/models": server.list_models, "/v1/models/{name}": server.model}
+    posts = {
+        "/v1/chat/completions": server.generating(read_chat),
+        "/v1/completions": server.generating(read_completion),
+        "/v1/responses": server.generating(read_response),
+        "/tokenize": server.encoding(tokens.tokenize),
+        "/detokenize": server.encoding(tokens.detokenize),
+    }
+    for path, route in gets.items():
+        app.add_api_route(path, route)
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=["POST"])
+    return App(Guard(app, settings.hosts, settings.api_key), server.models.threads, settings.caps)
 
-    async def asset(name: str) -> Response:
-        if name not in ASSETS:
-            raise ApiError(404, "not_found", "there is no such file: the page is at /")
-        return Response(files[name], media_type=ASSETS[name])
+
+def create_runs_app(base: Path, hosts: tuple[str, ...], api_key: str) -> App:
+    """Build an application without a model, whose only page shows the runs under a base folder."""
+    runs, files = Runs(base, chat=False), assets()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        runs.close()
+
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    app = _application(lifespan)
+    _add_pages(app, dict.fromkeys(("/", "/runs"), files["runs/index.html"]), files)
+    runs.add_to(app)
+    app.add_api_route("/health", health)
+    return App(Guard(app, hosts, api_key), [], Caps())
+
+
+def _application(lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
+    """An application without routes, which answers errors with OpenAI's error JSON."""
 
     async def refused(_: Request, failure: Exception) -> Response:
         if isinstance(failure, ApiError):
@@ -235,23 +282,26 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> App:
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(ClientDisconnect, left)
-    if settings.page:
-        app.add_api_route("/", page)
-        app.add_api_route("/assets/{name:path}", asset)
-    gets = {"/health": server.health, "/metrics": server.metrics_text, "/tokenizer_info": server.tokenizer_info}
-    gets |= {"/v1/models": server.models, "/v1/models/{name}": server.model}
-    posts = {
-        "/v1/chat/completions": server.generating(read_chat),
-        "/v1/completions": server.generating(read_completion),
-        "/v1/responses": server.generating(read_response),
-        "/tokenize": server.encoding(tokens.tokenize),
-        "/detokenize": server.encoding(tokens.detokenize),
-    }
-    for path, route in gets.items():
-        app.add_api_route(path, route)
-    for path, route in posts.items():
-        app.add_api_route(path, route, methods=["POST"])
-    return App(Guard(app, settings.hosts, settings.api_key), server.thread, settings.caps)
+    return app
+
+
+def _add_pages(app: FastAPI, pages: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+    """Add routes to pages, by path, and to the files that they load."""
+
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise ApiError(404, "not_found", "there is no such file: the page is at /")
+        return Response(files[name], media_type=ASSETS[name])
+
+    def page(content: bytes) -> Callable[[], Awaitable[Response]]:
+        async def answer() -> Response:
+            return Response(content, media_type="text/html")
+
+        return answer
+
+    for path, content in pages.items():
+        app.add_api_route(path, page(content))
+    app.add_api_route("/assets/{name:path}", asset)
 
 
 def _refusal(failure: Exception) -> ApiError:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device
-from nanochat.common import UserError, log, read_json, warn, write_json
+from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
 from nanochat.runtime import parallel, signals
 from nanochat.train import memory
@@ -122,6 +122,16 @@ def _timed_pass(model: nn.Module, one_pass: OnePass, compute: Compute) -> float:
 # --- compiling -------------------------------------------------------------------------------------
 
 
+def missing(wanted: bool | None, compute: Compute) -> str:
+    """Why nothing is compiled, the same on every rank; "" if all ranks can compile. UserError if --compile is given."""
+    why_not = tr("switched off") if wanted is False else device.compiler_missing(compute)
+    if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
+        why_not = why_not or tr("another rank has no compiler")
+    if why_not and wanted:
+        raise UserError(tr("--compile was asked for, but cannot be used: {why}. Leave --compile out.", why=why_not))
+    return why_not
+
+
 def compiled(
     model: nn.Module,
     wanted: bool | None,
@@ -139,13 +149,8 @@ def compiled(
     sum of losses of a (B, T) batch. With several ranks each of `blocks` is compiled by itself. A signal ends the
     compilation at once: Stopped.
     """
-    why_not = "switched off" if wanted is False else device.compiler_missing(compute)
-    if not parallel.least(int(not why_not), compute):  # the first pass needs all ranks
-        why_not = why_not or "another rank has no compiler"
-    if why_not:
-        if wanted:
-            raise UserError(f"--compile was asked for, but cannot be used: {why_not}")
-        log(f"not compiled: {why_not}")
+    if why_not := missing(wanted, compute):
+        log(tr("not compiled: {why}", why=why_not))
         return model
     one_pass = one_pass or sum_of_losses(shape, compute)
     with signals.at_once(compute.pulse):

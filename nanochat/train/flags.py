@@ -130,7 +130,7 @@ class EpochFlags(Epochs, StageFlags):
     """decay of the matrices inside layers"""
     out_tag: Free[str | None] = None
     """name under which this stage saves its checkpoints. default: the model's own name.
-    With --conversations or --mix the name of that file is added, such as d4-mychats"""
+    With --conversations, --mix or --problems the name of that file is added, such as d4-mychats"""
 
     def saved_as(self, tag: str) -> str:
         """The tag of this stage's own checkpoints, where `tag` is the parent's."""
@@ -149,8 +149,12 @@ class ChatFlags(EpochFlags):
 
     def saved_as(self, tag: str) -> str:
         """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
-        own = self.conversations or self.mix
-        if self.out_tag or own is None:
-            return super().saved_as(tag)
-        name = re.sub(r"[^\w.-]+", "-", Path(own).stem).strip("-.")
-        return tag if tag.endswith(f"-{name}") else f"{tag}-{name}"
+        return self.out_tag or named_after(tag, self.conversations or self.mix)
+
+
+def named_after(tag: str, file: str | None) -> str:
+    """A tag with the name of a file behind it, such as d4-mychats, unless it has that already or there is no file."""
+    if file is None:
+        return tag
+    name = re.sub(r"[^\w.-]+", "-", Path(file).stem).strip("-.")
+    return tag if tag.endswith(f"-{name}") else f"{tag}-{name}"

@@ -27,14 +27,16 @@ from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
 from nanochat.evals import loss
 from nanochat.nn.model import Model
+from nanochat.report.samples import forget_samples
 from nanochat.report.sections import has_training_section, training_section
 from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals
 from nanochat.runtime.progress import Progress, duration
+from nanochat.runtime.trackers.jsonl import describe_run
 from nanochat.runtime.tracking import Tracker, parse_trackers
 from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import probe, sizes
-from nanochat.train.compile import Ahead, compiled, is_compiled
+from nanochat.train.compile import Ahead, compiled, is_compiled, missing
 from nanochat.train.flags import EpochFlags, Epochs, RunFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import OneRate, Optimizers, Rates
@@ -93,6 +95,10 @@ class Stage:
         self.about: dict[str, Any] = {}  # what the meta.json of a checkpoint says besides; the script may add to it
         self._cut = False  # a signal cut a measurement short
         fingerprint.check_start(self.settings.values, compute)
+        if flags.graphs:  # what cannot be done is refused before an earlier run is moved aside
+            graphs.check(compute, flags.compile)
+        elif flags.compile:
+            missing(True, compute)
         if finished(self.folder, self.settings, compute, has_training_section(name, tag), flags.resume):
             raise AlreadyDone
 
@@ -187,7 +193,6 @@ class Stage:
         before = self._state.get("compiled", self.step > 0)  # checkpoints without this entry compiled in any case
         ahead = Ahead(left, batch.passes, least, before)
         if self.flags.graphs:
-            graphs.check(self.compute)
             self._fast = graphs.GraphedModel(self._module, shape, self.compute)
             self.optimizers.capture(self.compute.platform)
         else:
@@ -233,6 +238,9 @@ class Stage:
         self.stop = min(flags.stop_at or self.total, self.total)
         shown = f"{self.name}-{self.tag}"
         self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown)
+        if compute.main:
+            forget_samples(self.folder, self.step)
+            describe_run(self.folder, {"stage": self.name, "tag": self.tag, "steps": self.total, **self._where()})
         owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
         self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
         self._clock = SaveClock(flags.save_seconds)
@@ -273,13 +281,13 @@ class Stage:
     def conclude(self, outcome: Outcome, figures: Mapping[str, float] | None = None, words: str = "") -> None:
         """End a step: show it, save if a save is due, then measure and log.
 
-        `figures`, and those of the objective, join the step's line in metrics.jsonl; `words`, by default the
-        objective's figures, are printed behind it. Saving comes before measuring, which may fail. When a signal has
+        `figures`, and those of the objective, join the step's line in metrics.jsonl; `words` and the objective's
+        figures are printed behind it. Saving comes before measuring, which may fail. When a signal has
         asked for the end, even in the middle of a measurement, the step is saved and the stage stops; the next run
         makes up the measurement.
         """
         line = {**self._tick(outcome), **outcome.figures, **(figures or {})}
-        if words := words or _listed(outcome.figures):
+        if words := " | ".join(filter(None, (words, _listed(outcome.figures)))):
             log(f"step {self.step:05d} | {words}")
         asked = signals.agreed(self.compute)
         saved = self._save_due() or asked
@@ -302,6 +310,7 @@ class Stage:
         self.compute.pulse.beat(self.step)
         self.profile.end_step()
         line = self.meter.tick(self.step, outcome, seconds, cpu, self._lrm)
+        line["memory_gb"] = device.memory_peak(self.compute) / 1e9
         steps, eta = self.total, self.meter.eta(self.step)
         self.progress.show(self.step, step_note(line, steps, eta), step_line(line, steps, eta))
         return line
@@ -342,13 +351,15 @@ class Stage:
         self.tracker.close()
         done = self.step == self.total
         if done and not self._cut and self.compute.main:
-            where = {**device.summary(self.compute, self.counts["total"]), **self.facts}
-            training_section(self.name, self.tag, self.folder, self.settings.values, where)
+            training_section(self.name, self.tag, self.folder, self.settings.values, self._where())
         left_out = [] if self.compute.pulse.asked else ["--stop_at"]
         if self.flags.resume != "auto":  # the same command would begin there again
             left_out.append(f"--resume={self.flags.resume}")
         how = f"leave {' and '.join(left_out)} out to resume" if left_out else "type the same command to resume"
         log(f"checkpoints: {self.folder}" + ("" if done else f" (stopped at step {self.step}; {how})"))
+
+    def _where(self) -> dict[str, Any]:
+        return {**device.summary(self.compute, self.counts["total"]), **self.facts}
 
 
 def _listed(figures: Mapping[str, float]) -> str:

@@ -173,7 +173,8 @@ def _update(
         parallel.sync_gradients(model, number == len(batches) - 1)
         found = forward(model, batch, step.extras, objective, compute)
         mark("backward")
-        (found[0] * factor).backward()
+        # one sum is squeezed, because the gradient of found[0] would first be written into zeros of its size
+        (found.squeeze(0) if len(found) == 1 else found[0]).mul(factor).backward()
         sums += found.detach()
     mark("gradient norm")
     gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]

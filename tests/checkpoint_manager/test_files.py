@@ -129,11 +129,13 @@ def test_what_is_set_aside_is_no_step_any_more_and_keeps_the_figures(tmp_path: P
     for step in (5, 10, 15):
         make_step(tmp_path, step)
     (tmp_path / "metrics.jsonl").write_text("the figures")
+    (tmp_path / "samples.jsonl").write_text("the samples")
     assert step_files.set_aside(tmp_path, 15) is None
     place = step_files.set_aside(tmp_path, 5)
     assert place is not None and place.parent == tmp_path
     assert step_files.steps(tmp_path) == [5] and step_files.steps(place) == [10, 15]
     assert (place / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text() == "the figures"
+    assert (place / "samples.jsonl").read_text() == "the samples"
     make_step(tmp_path, 6)
     again = step_files.set_aside(tmp_path, 5)
     assert again is not None and again != place and step_files.steps(again) == [6]

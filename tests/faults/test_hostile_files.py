@@ -30,7 +30,7 @@ from nanochat.data.corpora import resolve
 from nanochat.data.shards import batches, read_about, read_column, write_shards
 from nanochat.dataset import import_folder
 from nanochat.evals.core import IclTask, read_bundle, read_problems
-from nanochat.serve.transcript import read_transcript
+from nanochat.serve.cli.transcript import read_transcript
 from nanochat.tokenizer import Tokenizer
 from tasks import gsm8k
 from tasks.common import load_table

@@ -11,14 +11,13 @@ import pytest
 
 from nanochat.data.conversation import Part
 from nanochat.serve.connections import Caps
-from nanochat.serve.server import Settings
-from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
+from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ServerSettings, ask, eventually, running
 from tests.support.raw_client import connect, has_answer, head, is_closed, is_reset, post, until_closed
 
 PATIENT = Caps(idle=600, headers=600, body=600, read=600, leave=600)  # so that no deadline helps
 
 
-def settings(caps: Caps, waiting: int = 64) -> Settings:
+def settings(caps: Caps, waiting: int = 64) -> ServerSettings:
     return replace(SETTINGS, caps=caps, waiting=waiting)
 
 

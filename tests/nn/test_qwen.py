@@ -8,7 +8,9 @@ from torch import Tensor
 
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.model import Qwen
+from nanochat.platforms.cpu import CpuOperations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -143,3 +145,52 @@ def test_counts_roles_and_groups_cover_every_parameter() -> None:
         assert {n for n, p in model.named_parameters() if id(p) not in grouped} == {"model.norm.weight"}
         assert ("head" in counts) != bool(config.tied)
         assert model.flops_per_token() > 6 * counts["scaling"]
+
+
+@pytest.mark.parametrize("answers", [0.3, 0.0])
+def test_the_head_may_leave_out_tokens_without_a_target(answers: float) -> None:
+    """The loss and all gradients are the same; a pass without any target has the loss 0."""
+    generator = torch.Generator().manual_seed(5)
+    idx = torch.randint(VOCABULARY, (2, 41), generator=generator)
+    targets = idx[:, 1:].masked_fill(torch.rand(2, 40, generator=generator) >= answers, -1)
+    found = []
+    for operations in (Operations(), CpuOperations()):
+        model = tiny_qwen("qwen3", operations=operations)
+        loss = model(idx[:, :-1], targets, "sum", torch.ones(2, 40) * 0.5)
+        loss.backward()
+        found.append((loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (loss, gradients), (other, others) = found
+    torch.testing.assert_close(loss, other)
+    assert (answers == 0) == (float(loss) == 0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_deltanet_that_computes_again_has_the_same_gradients_and_keeps_less() -> None:
+    idx = torch.arange(160).view(2, 80)
+    kept, gradients = [], []
+    for checkpoints in (False, True):  # checkpoints: every layer computes itself again, and the DeltaNet does not
+        model = tiny_qwen("qwen3.5")
+        model.checkpoints = checkpoints
+        assert [block.linear_attn.recomputes for block in model.blocks if block.linear_attn] == [not checkpoints] * 3
+        model(idx[:, :-1], idx[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for recomputes in (True, False):
+        model, bytes_kept = tiny_qwen("qwen3.5"), 0
+        for block in model.blocks:
+            if block.linear_attn is not None:
+                block.linear_attn.recomputes = recomputes
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal bytes_kept
+            bytes_kept += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(idx[:, :-1], idx[:, 1:]).backward()
+        kept.append(bytes_kept)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert kept[0] < 0.8 * kept[1]
+    for other in gradients[1:]:
+        for first, second in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)

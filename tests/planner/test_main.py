@@ -42,7 +42,12 @@ def test_the_flags_fit_the_memory_and_divide_the_step(
 ) -> None:
     out, err = said(capsys, chip=chip, ranks=ranks)
     assert out == f"--depth=12 --total_batch_size=262144 --device_batch_size={rows}\n"
-    assert f"{chip} x {ranks}: " in err and "predicted, ± 25 %: " in err and " hours for 1.3 billion tokens" in err
+    assert (
+        f"{chip} x {ranks}: " in err
+        and "(compute-bound from 1 row)" in err
+        and "predicted, ± 25 %: " in err
+        and " hours for 1.3 billion tokens" in err
+    )
 
 
 def test_the_command_prints_flags_alone_on_standard_output() -> None:
@@ -57,6 +62,7 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
     ("flags", "words"),
     [
         ({"chip": "910", "ranks": 1}, r"--chip must be one of 910A, 310P, .*got '910'"),
+        ({"chip": "950", "ranks": 8}, r"got '950'. A kind without a known peak, .* on a host that has such a card"),
         ({"chip": "910B3", "ranks": 3}, r"must be a multiple of 6,144 \(3 card\(s\) x 2048 tokens\), got 262,144"),
         ({"chip": "910B3", "ranks": 256}, r"must be a multiple of 524,288 .*got 262,144"),
         ({"chip": "910B3", "ranks": -1}, "--ranks must be at least 1, got -1"),

@@ -121,6 +121,15 @@ def test_a_raw_file_parses(path: Path) -> None:
     assert any(re.fullmatch(r"-?\d+(\.\d+)?", cell) for row in rows for cell in row)
 
 
+def test_the_tests_that_hold_the_items_of_the_review_are_there() -> None:
+    with open(RAW / "2026-11-22-review-items.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["item"]) for row in rows] == list(range(1, 46))
+    for name in (name for row in rows for name in row["tests"].split() if name != "-"):
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), name
+
+
 # --- the checks themselves -----------------------------------------------------------------------
 
 GOOD = """# Log

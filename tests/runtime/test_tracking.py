@@ -55,6 +55,40 @@ def test_a_new_run_begins_an_empty_file(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
+def test_a_file_is_locked_while_a_training_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    assert jsonl.being_written(path) is True
+    tracker.close()
+    assert jsonl.being_written(path) is False
+
+
+def test_somebody_who_looks_at_the_lock_delays_a_training_and_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[object] = []
+
+    def busy_once(*given: object) -> None:
+        tries.append(given)
+        if len(tries) == 1:
+            raise BlockingIOError
+
+    monkeypatch.setattr(jsonl.fcntl, "flock", busy_once)
+    Tracker(tmp_path, "dummy", {}, 0, main=True).log(step=1)
+    assert len(tries) == 2
+
+
+def test_without_locks_nobody_knows_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(jsonl.fcntl, "flock", refuse)
+    tracker = Tracker(tmp_path, "dummy", {}, 0, main=True)
+    tracker.log(step=1)
+    assert jsonl.being_written(tmp_path / "metrics.jsonl") is None
+    tracker.close()
+
+
 @pytest.mark.parametrize("cut", [1, 5, 15])
 def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path, cut: int) -> None:
     write_lines(tmp_path, 1, 2, 3)

@@ -22,6 +22,7 @@ from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals import loss as loss_eval
 from nanochat.evals.records import read_records
+from nanochat.report.samples import read_samples
 from nanochat.train.optim import Optimizers, Rates
 from scripts import base_eval, base_loss
 from tests.support import published
@@ -62,6 +63,10 @@ def test_base_loss_measures_both_splits_and_samples(capsys: pytest.CaptureFixtur
         assert result[split]["bits_per_byte"] == pytest.approx(loss.bits_per_byte, rel=1e-6)
         assert 800 < result[split]["tokens"] <= 1000
     assert list(result["samples"]) == list(base_loss.PROMPTS)
+    kept = read_samples(checkpoint_dir("base", result["tag"]))
+    assert [(one.step, one.asked, one.said) for one in kept] == [
+        (result["step"], *both) for both in result["samples"].items()
+    ]
     out = capsys.readouterr().out
     assert "train bpb: " in out
     assert "日本的首都是|" in out

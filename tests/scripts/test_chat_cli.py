@@ -21,7 +21,7 @@ from nanochat.data.conversation import Part, assistant, system, user
 from nanochat.engine import Engine
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.terminal import harmless
+from nanochat.serve.cli.terminal import harmless
 from scripts import chat_cli
 from scripts.chat_cli import TEXTS, Chat, Config
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer

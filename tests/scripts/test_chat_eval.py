@@ -11,6 +11,7 @@ from nanochat.common import UserError, read_json
 from nanochat.data.conversation import Part
 from nanochat.evals.chat import words
 from nanochat.evals.records import read_records
+from nanochat.report.samples import read_samples
 from scripts import chat_eval
 from scripts.chat_eval import Config
 from tasks import tinyworld
@@ -42,6 +43,9 @@ def test_the_published_tasks_give_scores_chatcore_and_a_section_of_the_report(ba
     assert f"ChatCORE: {kept['chat_core']:.4f}" in out
     assert re.search(r"MMLU: \d+\.\d\d % right \(\d of \d, 95 % interval", out)
     assert len(kept["tasks"]["GSM8K"]["samples"]) == min(3, kept["tasks"]["GSM8K"]["total"])
+    (folder,) = base_folder.glob("*_checkpoints/*")
+    told = [(one.asked, one.said, one.grade) for one in read_samples(folder) if one.source == "GSM8K"]
+    assert told == [(row["question"], row["reply"], row["grade"]) for row in kept["tasks"]["GSM8K"]["samples"]]
 
 
 def test_named_tasks_are_added_to_the_section_of_the_same_checkpoint(base_folder):

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from nanochat.checkpoint_manager.load import Loaded
+from nanochat.checkpoint_manager.files import step_dir
 from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.serve.connections import Caps
 from nanochat.serve.server import Settings
-from scripts.chat_web import Config, addresses, check, is_local, listen, settings_of
+from scripts.chat_web import Config, addresses, chat_web, check, is_local, listen, only_runs, settings_of
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
-from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
+from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -76,9 +76,7 @@ def test_short_letters_are_those_of_nanochat():
 
 
 def settings(**flags: Any) -> Settings:
-    tokenizer = tiny_tokenizer()
-    facts = {"stage": "sft", "tag": "d4", "step": 7, "corpus": "tinyworld", "model": tiny_gpt(tokenizer.vocab_size)}
-    return settings_of(Config(**flags), cast(Loaded, SimpleNamespace(**facts, tokenizer=tokenizer)), 0.6, [])
+    return settings_of(Config(**flags))
 
 
 def test_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
@@ -114,6 +112,31 @@ def test_server_of_many_slots_admits_their_clients() -> None:
     assert caps.per_address > 1024 + Settings.waiting and caps.connections > caps.per_address
 
 
+def test_runs_are_shown_without_a_model_if_there_is_none(base_folder):
+    assert only_runs(Config(runs=True)) and only_runs(Config(runs_only=True))
+    assert not only_runs(Config()) and not only_runs(Config(runs=True, source="sft"))  # which says that it is missing
+    assert settings().runs is None and settings(runs=True).runs == base_folder
+    meta = step_dir(checkpoint_dir("base", "d4"), 3) / "meta.json"
+    meta.parent.mkdir(parents=True)
+    meta.write_text("{}")
+    assert not only_runs(Config(runs=True)) and only_runs(Config(runs_only=True))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"runs": True, "headless": True},
+        {"runs_only": True, "headless": True},
+        {"runs_only": True, "step": 3},
+        {"runs_only": True, "also": ("sft/d4",)},
+    ],
+)
+def test_flags_that_contradict_the_runs_are_refused(flags):
+    with pytest.raises(UserError, match="leave") as caught:
+        check(Config(**flags))
+    assert caught.value.exit_code == 2
+
+
 # --- the whole program ---------------------------------------------------------------------------
 
 
@@ -137,13 +160,29 @@ def test_without_a_model_it_says_how_to_make_one(base_folder):
 
 
 @pytest.mark.slow
+def test_training_can_be_watched_before_there_is_a_model(base_folder):
+    process = start(base_folder, "-p", "0", "--runs")
+    assert process.stdout
+    try:
+        said = "".join(iter(process.stdout.readline, "按 Ctrl-C 停止 / Ctrl-C stops\n"))
+        url = re.search(r"watch training at: (http://127\.0\.0\.1:\d+/runs)", said)
+        assert url and "no model is trained yet" in said
+        assert httpx.get(url[1], timeout=60).status_code == 200
+        assert httpx.get(f"{url[1]}/data", timeout=60).json()["runs"] == []
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.slow
 def test_real_model_answers_and_the_server_ends_in_order(base_folder):
     tokenizer = tiny_tokenizer()
     model, compute = tiny_gpt(tokenizer.vocab_size), compute_init("cpu")
     nothing = SimpleNamespace(saved=dict)
     meta = make_meta("sft", model.config, {"corpus": "tinyworld"}, 7, {})
     save_checkpoint(checkpoint_dir("sft", "d4"), 7, model, nothing, tokenizer, meta, compute)  # pyright: ignore
-    process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12")
+    process = start(base_folder, "-p", "0", "-d", "float32", "-m", "12", "--also", "sft/d4/7")
     assert process.stdout
     lines = []
     try:
@@ -159,6 +198,8 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             answers = [client.post(CHAT, json=ask("猫 cat", seed=3)).json() for _ in range(2)]
             assert answers[0]["choices"] == answers[1]["choices"]
             assert answers[0]["usage"]["completion_tokens"] <= 12
+            other = client.post(CHAT, json=ask("猫 cat", seed=3, model="nanochat-sft-d4-7")).json()
+            assert other["choices"] == answers[0]["choices"] and other["model"] == "nanochat-sft-d4-7"
             text = client.post(CHAT, json=ask("猫 cat", seed=3, stream=True)).text
             chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line and line != "data: [DONE]"]
             words = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -173,3 +214,10 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "Traceback" not in err and "ERROR" not in err
+
+
+def test_a_model_that_is_served_already_is_refused(base_folder):
+    tiny_checkpoint("sft", 7, tag="d4")
+    said = "--also sft/d4 names a model that is served already, as nanochat-sft-d4"
+    with listen("127.0.0.1", 0) as listener, pytest.raises(UserError, match=said):
+        chat_web(Config(also=("sft/d4",)), compute_init("cpu"), listener)

@@ -1,8 +1,10 @@
 """The training stages: exact over a stop, finished only once, refused with other settings."""
 
 import errno
+import json
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,6 +159,36 @@ def test_a_corpus_made_anew_is_noticed(
         run_stage(stage, chain.compute, stop_at=4)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_rl_with_ratios_takes_several_updates_and_resumes_bit_for_bit(loss: str, ready: Chain) -> None:
+    flags = {"num_iterations": 4, "loss": loss, "updates_per_rollout": 2, "oversample": 2, "average": "reply",
+             "advantage": "normalized", "init_lr_frac": 0.5}  # fmt: skip
+    run_stage("rl", ready.compute, **flags)
+    whole, folder = tensors(ready.base, "rl", 4), stage_folder(ready.base, "rl")
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    lines = [line for line in lines if "clipped" in line]  # a step of equal rewards has nothing to train
+    assert lines and all(0 <= line["clipped"] <= 1 and line["policy_shift"] >= 0 for line in lines)
+    assert any(line["policy_shift"] > 1e-6 for line in lines)  # the second update sees that the first one moved it
+    shutil.rmtree(folder)
+    run_stage("rl", ready.compute, stop_at=2, **flags)
+    run_stage("rl", ready.compute, **flags)
+    assert tensors(ready.base, "rl", 4) == whole
+
+
+def test_rl_on_your_own_problems_is_kept_beside_what_is_there(ready: Chain, tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": n + 1}) + "\n" for n in range(40)]
+    file.write_text("".join(lines), encoding="utf-8")
+    run_stage("rl", ready.compute, num_iterations=2, stop_at=1, problems=str(file))
+    own = stage_folder(ready.base, "rl").with_name("d2-sums")
+    assert latest_step(own) == 1 and not stage_folder(ready.base, "rl").exists()
+    assert read_meta(own, 1)["config"]["problems"] == str(file)
+    file.write_text("".join(lines[:-1]), encoding="utf-8")
+    with pytest.raises(UserError, match="other data"):
+        run_stage("rl", ready.compute, num_iterations=2, problems=str(file))
+
+
 @pytest.mark.parametrize(("stage", "maker"), [("mid", "base_train"), ("sft", "mid_train"), ("rl", "chat_sft")])
 def test_a_missing_earlier_stage_is_named_with_its_command(
     stage: str, maker: str, chain: Chain, base_folder: Path
@@ -292,7 +324,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     said = capsys.readouterr().err
     assert "the disk is full" in said and "same command again" in said
     folder = stage_folder(base_folder, "base")
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "step_000005"]
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "run.json", "step_000005"]
     assert command(monkeypatch, "base", *flags) == 0
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, 21))
 

@@ -10,9 +10,9 @@ from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve import chosen
-from nanochat.serve.chosen import ModelFlags, choose
+from nanochat.serve.chosen import ModelFlags, choose, choose_also
 from tests.support.qwens import write_folder
-from tests.support.tiny_model import on_cpu
+from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +72,38 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
     write_folder(tmp_path, "qwen2")
     with pytest.raises(UserError, match="belongs to another base"):
         choose(ModelFlags(model=tmp_path, adapter=folder.parent / "mine"), "auto", on_cpu())
+
+
+def test_further_models_are_folders_adapters_and_steps(folder: Path, base_folder: Path) -> None:
+    first = ModelFlags(model=folder)
+    name, plain = choose_also(f"base={folder}", ModelFlags(), "auto", on_cpu())
+    assert (name, plain.loaded.tag) == ("base", "Qwen-tiny")
+    name, mine = choose_also(f"pip={folder.parent / 'mine'}", first, "auto", on_cpu())
+    assert (name, mine.loaded.tag) == ("pip", "Qwen-tiny + mine")
+    for step in (10, 20):
+        tiny_checkpoint("sft", step)
+    assert [choose_also(words, first, "auto", on_cpu())[0] for words in ("sft/d2", "sft/d2/10")] == [
+        "nanochat-sft-d2", "nanochat-sft-d2-10",
+    ]  # fmt: skip
+    assert choose_also("sft/d2/10", first, "auto", on_cpu())[1].loaded.step == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("d4", "--also must be STAGE/TAG or STAGE/TAG/STEP with a stage of base, mid, sft, rl, tune"),
+        ("sft/", "--also must be"),
+        ("sft/d4/last", "--also must be"),
+        ("=folder", "--also must be"),
+        ("sft/d4", "no"),
+        ("mine=/nowhere", "has no config.json"),
+    ],
+)
+def test_a_further_model_that_is_not_there_is_refused(base_folder: Path, words: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        choose_also(words, ModelFlags(), "auto", on_cpu())
+
+
+def test_a_further_adapter_needs_the_folder_of_its_base(folder: Path) -> None:
+    with pytest.raises(UserError, match="names an adapter: name the folder of its base with --model"):
+        choose_also(f"pip={folder.parent / 'mine'}", ModelFlags(), "auto", on_cpu())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from nanochat.serve import listening
 from nanochat.serve.connections import Caps
 from nanochat.serve.listening import OWN_FILES, affordable, raise_open_files
 from tests.support.fake_engine import FakeEngine, running
@@ -32,6 +33,20 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(few_files
     raise_open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard != few_files
+
+
+def test_answers_on_a_kept_connection_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Nagle's algorithm, the body of every answer waits 40 ms until the client has confirmed its head."""
+    opening, delays = listening.Server._open, []
+
+    async def look(server: listening.Server, accepted: socket.socket) -> None:
+        delays.append(not accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        await opening(server, accepted)
+
+    monkeypatch.setattr(listening.Server, "_open", look)
+    with running(FakeEngine()) as url:
+        httpx.get(f"{url}/health", timeout=30)
+    assert delays == [False]
 
 
 def failing_accepts(monkeypatch: pytest.MonkeyPatch, failure: OSError) -> list[OSError]:

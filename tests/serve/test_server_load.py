@@ -15,6 +15,7 @@ import pytest
 
 from nanochat.data.conversation import Part
 from nanochat.serve import listening, server
+from nanochat.serve.hosted import Loadable
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, eventually, running
 from tests.support.raw_client import connect, post
 
@@ -201,7 +202,7 @@ def test_client_that_never_sends_its_body_holds_nothing(gated):
 def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
     monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.2)
     engine = FakeEngine(REPLIES, slots=2, gated=True)
-    app = server.create_app(engine, engine.tokenizer, SETTINGS)
+    app = server.create_app([Loadable(engine, engine.tokenizer, SETTINGS)], SETTINGS)  # type: ignore[arg-type]
     http_server = listening.Server(app)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(http_server.serve(sockets=[listener])))
@@ -214,7 +215,7 @@ def test_stopped_server_lets_answers_end_and_then_ends_them(capfd, monkeypatch):
         engine.allow(3)
         rest = [line for line in lines if line]
     thread.join(timeout=30)
-    assert not thread.is_alive() and not app.thread.alive
+    assert not thread.is_alive() and not any(each.alive for each in app.threads)
     assert "你" in rest[0]
     assert '"code":"server_stopping"' in rest[-2] and rest[-1] == "data: [DONE]"
     assert capfd.readouterr().err == ""

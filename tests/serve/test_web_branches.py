@@ -194,6 +194,52 @@ def test_only_a_model_that_knows_system_messages_is_given_one(browser):
         assert not {"seed", "top_k", "logprobs"} & body.keys()
 
 
+# --- what the model saw --------------------------------------------------------------------------
+
+
+def test_the_prompt_of_an_answer_is_shown_with_its_special_tokens(browser):
+    engine = FakeEngine(REPLIES)
+    spelled = "你好 user_end <b>🌍</b>"
+    with running(engine, settings=PUBLISHED) as url, visit(browser, url) as page:
+        say_hello(page, 1)
+        send(page, spelled)
+        finished(page)
+        page.get_by_label("What the model saw").locator("visible=true").last.click()
+        prompt = page.locator(".saw[open] .prompt")
+        expect(prompt).to_have_text(engine.tokenizer.decode(engine.seen[-1].prompt))
+        expect(prompt).to_contain_text(f"user_start{spelled}user_end")
+        framed = [engine.tokenizer.decode([token]) for token in engine.seen[-1].prompt if token >= 256]
+        expect(prompt.locator("mark")).to_have_text(framed)  # the text that spells one is none
+        expect(page.locator(".saw[open] .told")).to_contain_text(f"these {len(engine.seen[-1].prompt)} tokens")
+        page.reload()
+        expect(answers(page)).to_have_count(2)
+        expect(page.locator(".saw")).to_have_count(0)  # the settings of then are not known any more
+
+
+def test_the_prompt_shown_is_without_the_messages_that_did_not_fit(browser):
+    engine = FakeEngine(REPLIES, length=120)
+    with running(engine) as url, visit(browser, url) as page:
+        say_hello(page, 4)
+        page.locator(".saw summary").last.click()
+        expect(page.locator(".saw[open] .prompt")).to_have_text(engine.tokenizer.decode(engine.seen[-1].prompt))
+
+
+def test_a_prompt_that_cannot_be_loaded_is_told_and_loaded_later(browser):
+    with (
+        running(FakeEngine(REPLIES)) as url,
+        visit(browser, url, problems=["Failed to load resource"]) as page,
+    ):
+        say_hello(page, 1)
+        page.route("**/tokenizer_info*", lambda route: route.abort("connectionrefused"))
+        summary = page.locator(".saw summary")
+        summary.click()
+        expect(page.locator(".saw .told")).to_contain_text("The server does not answer.")
+        page.unroute("**/tokenizer_info*")
+        summary.click()
+        summary.click()
+        expect(page.locator(".saw .prompt mark").first).to_be_visible()
+
+
 # --- probabilities and the context ---------------------------------------------------------------
 
 

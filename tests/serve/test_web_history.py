@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from nanochat.serve.server import ASSETS, assets
+from nanochat.serve.server import ASSETS, PAGES, assets
 from tests.support.browsing import REPLIES, answers, finished, send, visit, wait_until_free
 from tests.support.fake_engine import FakeEngine, running
 
@@ -98,6 +98,7 @@ def test_a_chat_is_renamed_deleted_and_brought_back_with_the_keyboard(browser):
         expect(chats(page)).to_have_text(["<b>Greeting</b>"])
         expect(page.locator(".turn.user .bubble")).to_have_text(["hello", "sum"])
         page.get_by_role("button", name="Delete “<b>Greeting</b>”").press("Enter")
+        expect(chats(page)).to_have_count(0)
         page.reload()
         expect(page.locator("#history-list")).to_contain_text("Chats appear here.")
         expect(page.locator(".turn")).to_have_count(0)
@@ -293,4 +294,4 @@ def test_the_list_of_assets_names_every_file_of_the_page():
         assert [path.name for path in scripts if len(path.read_text(encoding="utf-8").splitlines()) > 300] == []
         assert [path.name for path in scripts if not path.read_text(encoding="utf-8").startswith("// ")] == []
         assert all(len([*place.iterdir()]) <= 12 for place in (folder, *folder.rglob("*/")))
-    assert found == {"index.html", *ASSETS} == {*assets()}
+    assert found == {*PAGES, *ASSETS} == {*assets()}

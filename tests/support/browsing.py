@@ -36,11 +36,17 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def visit(
-    browser: Browser, url: str, problems: Sequence[str] = (), locale: str = "en-US", **options: Any
+    browser: Browser,
+    url: str,
+    problems: Sequence[str] = (),
+    locale: str = "en-US",
+    ready: str = "#model",
+    **options: Any,
 ) -> Iterator[Page]:
-    """Open a page in a fresh profile. On exit, check that requests only went to `url`.
+    """Open a page in a fresh profile. On exit, check that requests only went to its server.
 
-    The console may only have messages that contain one of `problems`.
+    The console may only have messages that contain one of `problems`. `ready` shows when the page has
+    been drawn.
     """
     context = browser.new_context(locale=locale, **options)
     page = context.new_page()
@@ -51,11 +57,12 @@ def visit(
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     try:
         page.goto(url)
-        expect(page.locator("#model")).to_be_visible()
+        expect(page.locator(ready)).to_be_visible()
         yield page
     finally:
         context.close()
-    assert [address for address in requests if not address.startswith((url, "data:"))] == []
+    server = "/".join(url.split("/")[:3])
+    assert [address for address in requests if not address.startswith((f"{server}/", "data:"))] == []
     assert [text for text in said if not any(problem in text for problem in problems)] == []
 
 

@@ -12,12 +12,20 @@ from typing import Any
 from nanochat.data.conversation import Conversation, Part
 from nanochat.engine import Event
 from nanochat.generate.sampling import Sampling
-from nanochat.serve.listening import Server
+from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.listening import App, Server
 from nanochat.serve.server import Settings, create_app
 from nanochat.tokenizer import ROLES, Rendered
 
 CHAT = "/v1/chat/completions"
-SETTINGS = Settings(model="nanochat-sft-d4", stage="sft", tag="d4", step=300)
+
+
+@dataclass(frozen=True)
+class ServerSettings(Settings, Announced):
+    """The settings of a server with one model, and those of the model."""
+
+
+SETTINGS = ServerSettings(model="nanochat-sft-d4", stage="sft", tag="d4", step=300)
 ABOUT = {
     "corpus": "tinyworld",
     "parameters": 4_921_344,
@@ -41,6 +49,9 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(bytes([i]) if i < 256 else ROLES[i - 256].encode() for i in ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode(errors="replace")
 
     def marked(self, kind: str, text: str) -> list[int]:
         return [self.special(f"{kind}_start"), *self.encode(text), self.special(f"{kind}_end")]
@@ -154,18 +165,35 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def running(engine: Any, tokenizer: Any = None, settings: Settings = SETTINGS, wrap: Any = None) -> Iterator[str]:
-    """Run a real server in a thread, on a free port, and yield its address. `wrap` may wrap the ASGI app."""
-    app = create_app(engine, tokenizer or engine.tokenizer, settings)
+def running(
+    engine: Any,
+    tokenizer: Any = None,
+    settings: ServerSettings = SETTINGS,
+    wrap: Any = None,
+    beside: Sequence[Loadable] = (),
+) -> Iterator[str]:
+    """Run a real server in a thread, on a free port, and yield its address. `wrap` may wrap the ASGI app, `beside` are
+    further models."""
+    app = create_app([Loadable(engine, tokenizer or engine.tokenizer, settings), *beside], settings)
+    with serving(replace(app, asgi=wrap(app.asgi)) if wrap else app) as url:
+        try:
+            yield url
+        finally:
+            for each in (engine, *(other.engine for other in beside)):
+                if isinstance(each, FakeEngine):
+                    each.allow(100_000)
+
+
+@contextlib.contextmanager
+def serving(app: App) -> Iterator[str]:
+    """Run a real server for an application in a thread, on a free port, and yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(replace(app, asgi=wrap(app.asgi)) if wrap else app)
+    server = Server(app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        if isinstance(engine, FakeEngine):
-            engine.allow(100_000)
         server.should_exit = True
         thread.join(timeout=30)
 

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 
 from nanochat.engine import Engine
-from nanochat.serve.server import Settings
 from nanochat.tokenizer import Tokenizer
-from tests.support.fake_engine import SETTINGS, running
+from tests.support.fake_engine import SETTINGS, ServerSettings, running
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 
@@ -44,7 +43,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    length: int = 160, slots: int = 4, settings: Settings = SETTINGS, loaded: tuple[Any, Any] | None = None
+    length: int = 160, slots: int = 4, settings: ServerSettings = SETTINGS, loaded: tuple[Any, Any] | None = None
 ) -> Iterator[Served]:
     """Serve a tiny model in fp32 on a free port: our own, or the `loaded` model with its tokenizer."""
     tokenizer = tiny_tokenizer() if loaded is None else loaded[1]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from nanochat.data.conversation import Conversation
+from nanochat.data.conversation import Conversation, Task
 from nanochat.data.corpora import MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
@@ -22,6 +22,7 @@ from nanochat.device import Compute
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train.stage import AlreadyDone
 from scripts import base_train, chat_rl, chat_sft, mid_train
+from tasks.mixtures import rl_tasks
 from tests.support.tiny_model import on_cpu
 
 VOCABULARY = 320
@@ -59,8 +60,10 @@ class Even:
         return float(len(reply) % 2 == 0)
 
 
-def even_tasks(corpus: str) -> tuple[Even, Even]:
+def even_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:
     assert corpus == "tinyworld"
+    if problems is not None:
+        return rl_tasks(corpus, problems)
     return Even(tuple(tinyworld.rl_problems(0, 40))), Even(tuple(tinyworld.rl_evaluation(0, 20)))
 
 

@@ -40,7 +40,7 @@ def test_what_is_shared_names_no_host_user_or_folder(monkeypatch: pytest.MonkeyP
     text = bench.shared(BENCH)
     for private in (socket.gethostname(), getpass.getuser(), str(Path.home()), str(calibration.path_of().parent)):
         assert private not in text
-    for figure in ("260.0 TFLOP/s", "1200 GB/s", "9.5 us", "120.0 GB/s", "8 x 910B3", "CANN 8.5.0", "± 15 %"):
+    for figure in ("260 TFLOP/s", "1,200 GB/s", "9.50 us", "120 GB/s", "8 x 910B3", "CANN 8.5.0", "± 15 %"):
         assert figure in text
     assert "| 910B3 | 8 | d24 |" in text
 
@@ -50,9 +50,22 @@ def test_a_chip_that_no_table_knows_is_shared_without_predictions() -> None:
     assert "### 1 x SoC 999" in text and "| one card |" in text and "predicted" not in text
 
 
-def test_sharing_reads_the_file_or_says_how_to_make_one(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("figure", "text"), [(0.05467, "0.0547"), (9.5, "9.50"), (99.96, "100"), (260.04, "260"), (1234.0, "1,230")]
+)
+def test_figures_have_three_digits_however_small_they_are(figure: float, text: str) -> None:
+    assert bench.digits(figure) == text
+
+
+def test_sharing_reads_the_file_or_says_how_to_make_one(
+    base_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOCHAT_LANG", "en")
     assert bench.main() == 1
-    assert "nothing has been measured on this host yet; run python check_npu.py --bench" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: nothing has been measured on this host yet") and "check_npu.py --bench" in said
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    assert bench.main() == 1 and "还没有测量过" in capsys.readouterr().err
     calibration.save(BENCH, base_folder / calibration.NAME)
     assert bench.main() == 0
     assert capsys.readouterr().out.startswith("### 8 x 910B3\n")
@@ -63,5 +76,7 @@ def test_sharing_reads_the_file_or_says_how_to_make_one(base_folder: Path, capsy
 
 def test_sharing_needs_a_python_with_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(check_npu, "python_with_torch", lambda: "")
-    assert check_npu.main(["--share"]) == 1
-    assert "bash setup_ascend.sh" in capsys.readouterr().err
+    for language, word in (("en", "neither this Python"), ("zh", "都没有 torch")):
+        assert check_npu.main(["--share", "--lang", language]) == 1
+        said = capsys.readouterr().err
+        assert word in said and "bash setup_ascend.sh" in said

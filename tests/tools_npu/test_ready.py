@@ -22,6 +22,19 @@ def test_ready_means_that_everything_training_needs_has_passed() -> None:
     assert lines.summary([*warned, Line("driver", FAIL, "", "")], "en").endswith("; failed: driver")
 
 
+def test_an_inference_card_is_called_one_and_not_broken() -> None:
+    card = Line("npu:0", PASS, "", "", data={"trains": False})
+    passed = [Line(name, PASS, "", "") for name in lines.NEEDED if name in ("cards", "torch", "torch_npu")]
+    skipped = [Line(f"{name} float16", SKIP, "", "") for name in lines.NEEDED[4:]]
+    assert lines.summary([*passed, card, *skipped], "en").endswith("chat_eval work here, training does not")
+    assert lines.summary([*passed, card, *skipped], "zh").endswith("chat_eval，不能训练")
+    assert not lines.as_json([*passed, card, *skipped])["ready"]
+    assert "not ready to train" in lines.summary([*passed, card, *skipped[:-1]], "en")  # a check that never ran
+    assert lines.summary([*passed, card, *skipped, Line("disk", FAIL, "", "")], "en").endswith("; failed: disk")
+    trains = card._replace(data={"trains": True})
+    assert "not ready to train" in lines.summary([*passed, trains, *skipped], "en")
+
+
 def test_the_files_that_name_the_links_of_a_950_server_are_checked(tmp_path: Path) -> None:
     env = {"ASCEND_ROOT_PREFIX": str(tmp_path)}
     assert [line.status for line in host_checks.links_of_new_servers(env)] == [WARN, WARN]

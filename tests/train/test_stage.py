@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nanochat import device
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
 from nanochat.common import UserError, free_flags
 from nanochat.report.sections import has_training_section
@@ -155,6 +156,19 @@ def test_a_finished_stage_says_so_and_is_not_begun_again(capsys: pytest.CaptureF
     assert "already done" in capsys.readouterr().out
     with pytest.raises(UserError, match="--seed: 42 before, 7 now"):
         begun(2, seed=7)
+
+
+def test_what_the_device_cannot_do_is_refused_before_an_earlier_run_is_moved_aside(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(begun(2))
+    before = sorted(base_folder.rglob("*"))
+    monkeypatch.setattr(device, "compiler_missing", lambda compute: "no C++ compiler")
+    for flags, words in (({"compile": True}, "no C.. compiler. Leave --compile out"), ({"graphs": True}, "is a CPU"),
+                         ({"graphs": True, "compile": True}, "both asked for")):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            begun(3, resume="none", **flags)
+    assert sorted(base_folder.rglob("*")) == before
 
 
 def test_a_checkpoint_names_the_family_of_its_model() -> None:

@@ -13,6 +13,11 @@ from nanochat.common import UserError
 SECONDS = 10.0  # for one conversation
 LARGEST = 1 << 20  # characters of a template
 CHILD = Path(__file__).with_name("template_child.py")
+# What chatml() does, for programs that want a template.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 Messages = Sequence[Mapping[str, str]]  # each with a role and a content
 

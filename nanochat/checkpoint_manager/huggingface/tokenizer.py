@@ -52,7 +52,7 @@ class FolderTokenizer:
             raise UserError(f"{path} is damaged: {failure}. Copy the model again from its source") from failure
         if kind != "ByteLevel":
             raise UserError(f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model")
-        self.vocab_size, self.hash, self._folder = vocab_size, sha256_of(path), folder
+        self.vocab_size, self.hash, self.folder = vocab_size, sha256_of(path), folder
         if (largest := max(self._tokenizer.get_vocab().values())) >= vocab_size:
             raise UserError(
                 f"{path} has a token {largest:,}, and the embedding of the model has only {vocab_size:,} rows: they do "
@@ -65,7 +65,7 @@ class FolderTokenizer:
         self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._names = self._read_names()
         self.stops = self._read_stops()
-        begins = (self._named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
+        begins = (self.named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
         self.bos = next(number for number in begins if number is not None)
 
     # --- files -----------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ class FolderTokenizer:
     def save(self, folder: Path) -> Path:
         """Copy the publisher's files, with the configuration of the model, into a folder; returns the vocabulary's."""
         for name in BESIDE:
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, folder / name)
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
                 fsync_path(folder / name)
         return folder / FILE_NAME
 
     def _read(self, name: str) -> Mapping[str, Any]:
-        path = self._folder / name
+        path = self.folder / name
         content = read_json(path) if path.is_file() else {}
         if not isinstance(content, dict):
             raise UserError(f"{path} is damaged: it is no object. Copy the model again from its source")
@@ -94,31 +94,34 @@ class FolderTokenizer:
                 found[name] = text
         return found
 
-    def _named(self, name: str) -> int | None:
+    def named(self, name: str) -> int | None:
+        """The token that the publisher names, such as eos_token; None if there is none."""
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
         """The tokens that end a reply: those of generation_config.json, the end of a text and of a turn."""
         given = self._read("generation_config.json").get("eos_token_id", [])
         stops = {token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)}
-        stops |= {
-            number for number in (self._named("eos_token"), self._specials.get(END_OF_TURN)) if number is not None
-        }
+        stops |= {number for number in (self.named("eos_token"), self._specials.get(END_OF_TURN)) if number is not None}
         if not stops:
-            raise UserError(f"{self._folder} names no token that ends a reply. Copy the model again from its source")
+            raise UserError(f"{self.folder} names no token that ends a reply. Copy the model again from its source")
         return frozenset(stops)
 
-    @cached_property
-    def template(self) -> ChatTemplate | None:
-        """The chat template of the model; None where it has none, and ChatML is used."""
-        path = self._folder / "chat_template.jinja"
+    @property
+    def template_source(self) -> str | None:
+        """The Jinja text of the chat template of the model, if it has one."""
+        path = self.folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else None
         source = source or self._read("tokenizer_config.json").get("chat_template")
         if isinstance(source, list):  # several templates, of which the default one is for chats
             source = next((one.get("template") for one in source if one.get("name") == "default"), None)
-        if not isinstance(source, str) or not source:
-            return None
-        return ChatTemplate(source, self._names, str(self._folder))
+        return source if isinstance(source, str) and source else None
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of the model; None where it has none, and ChatML is used."""
+        source = self.template_source
+        return None if source is None else ChatTemplate(source, self._names, str(self.folder))
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class FolderTokenizer:
             mask += [int(trained or (ending and cuts))] * len(tokens)
             ending = False
         if not any(mask) and any(message.role == "assistant" for message in conversation.messages):
-            raise UserError(f"the chat template in {self._folder} leaves out what the assistant says. Remove it")
+            raise UserError(f"the chat template in {self.folder} leaves out what the assistant says. Remove it")
         return Rendered(ids, mask)
 
     def render_prompt(self, conversation: Conversation) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall
 from nanochat.nn.lora import Linear
@@ -109,10 +110,13 @@ def chunked(
     kept = decay_before[..., -1:, None]
     S = v.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
     outs = []
-    for n in range(N):
-        new = written[n] - known[n] @ S
-        outs.append(asking[n] @ S + scores[n] @ new)
-        S = S * kept[n] + keys[n] @ new
+    # unbind(): the gradient of an index would be a tensor of zeros for all chunks, once for each chunk
+    for ask, score, write, know, key, keep in zip(
+        *(part.unbind() for part in (asking, scores, written, known, keys, kept)), strict=True
+    ):
+        new = write - know @ S
+        outs.append(ask @ S + score @ new)
+        S = S * keep + key @ new
     out = torch.stack(outs, dim=1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
     return out.flatten(1, 2)[:, :T], S.flatten(1, 2)
 
@@ -162,6 +166,7 @@ class GatedDeltaNet(nn.Module):
         """`place` is the number of the layer among the DeltaNets, which is where its states lie in the cache."""
         super().__init__()
         self.place, self.config = place, config
+        self.recomputes = True  # whether training keeps only what the matrices give, and computes the rest again
         value_channels = config.delta_value_heads * config.delta_value_dim
         self.in_proj_qkv = Linear(config.n_embd, config.delta_channels)
         self.in_proj_z = Linear(config.n_embd, value_channels)
@@ -181,33 +186,49 @@ class GatedDeltaNet(nn.Module):
         packed: Packed | None,
         call: CacheCall | None,
     ) -> Tensor:  # (B, T, C)
-        c = self.config
+        given = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        if call is None and self.recomputes and torch.is_grad_enabled():
+            y = checkpoint(self._remember, *given, packed, None, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self._remember(*given, packed, call)
+        return self.out_proj(cast(Tensor, y))
+
+    def _remember(
+        self,
+        mixed: Tensor,  # (B, T, 2 * H * Dk + H * G * Dv) queries, keys and values, before the convolution
+        z: Tensor,  # (B, T, H * G * Dv) before the gate
+        b: Tensor,  # (B, T, H * G) before the sigmoid
+        a: Tensor,  # (B, T, H * G) before the decay
+        packed: Packed | None,
+        call: CacheCall | None,
+    ) -> Tensor:  # (B, T, H * G * Dv)
+        """What the memory gives, normed and gated. The intermediate results take several times as much memory as the
+        arguments, and time beside the matrices is short."""
+        c, dtype, T = self.config, mixed.dtype, mixed.size(1)
         before = memory = None
         if call is not None:
             memory = call.cache.named["memory"][call.slots, self.place]
             before = call.cache.named["inputs"][call.slots, self.place]
-        mixed, inputs = convolve(
-            self.in_proj_qkv(x), cast(Tensor, self.conv1d.weight), before, packed.positions if packed else None
-        )
+        mixed, inputs = convolve(mixed, cast(Tensor, self.conv1d.weight), before, packed.positions if packed else None)
         keys = c.delta_key_heads * c.delta_key_dim
         q, k, v = mixed.split((keys, keys, mixed.size(2) - 2 * keys), dim=2)
         q, k = (part.unflatten(2, (-1, c.delta_key_dim)) for part in (q, k))
         v = v.unflatten(2, (-1, c.delta_value_dim))
-        strength = self.in_proj_b(x).float().sigmoid()
-        log_decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        if call is not None and call.lengths is not None and x.size(1) > 1:  # padding changes no memory
-            real = (torch.arange(x.size(1), device=x.device) < call.lengths[:, None])[..., None]
+        strength = b.float().sigmoid()
+        log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        if call is not None and call.lengths is not None and T > 1:  # padding changes no memory
+            real = (torch.arange(T, device=z.device) < call.lengths[:, None])[..., None]
             strength, log_decay = strength * real, log_decay * real
-        if call is not None and x.size(1) == 1:
+        if call is not None and T == 1:
             y, memory = step(q, k, v, log_decay, strength, cast(Tensor, memory))
         else:
             y, memory = chunked(q, k, v, log_decay, strength, memory, packed.documents if packed else None)
         if call is not None:
             call.cache.named["memory"][call.slots, self.place] = memory
             call.cache.named["inputs"][call.slots, self.place] = _last(inputs, c.delta_width - 1, call.lengths)
-        gate = F.silu(self.in_proj_z(x).float()).view_as(y)
+        gate = F.silu(z.float()).view_as(y)
         y = F.rms_norm(y, (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
-        return self.out_proj(y.to(x.dtype).flatten(2))
+        return y.to(dtype).flatten(2)
 
 
 def _last(

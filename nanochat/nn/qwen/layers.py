@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nanochat.nn import loss
 from nanochat.nn.cache import CacheCall
@@ -15,8 +16,6 @@ from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import GatedDeltaNet
 from nanochat.nn.qwen.packed import Packed
-
-LOGITS = 1 << 25  # how many logits of a chunk of the loss exist at the same time, 128 MB in fp32
 
 
 class Vocabulary(nn.Module):
@@ -44,11 +43,15 @@ class Vocabulary(nn.Module):
         if targets is None:
             return F.linear(input, self.weight.to(input.dtype)).float()
         flat, wanted, vocab = input.flatten(0, -2), targets.flatten(), self.weight.size(0)
-        chunk = min(self.operations.loss_chunk, max(LOGITS // vocab, 64))
+        chunk = min(self.operations.loss_chunk, max(self.operations.loss_logits // vocab, 64))
         if each:
             losses = loss.token_losses(flat, self.weight, wanted, vocab, chunk, capped=False)
             return losses.view_as(targets).clone()  # a sharded module must not return a view
         weights = None if weights is None else weights.flatten()
+        if self.operations.skips_masked and not is_compiling():  # compiled code wants one shape
+            kept = (wanted >= 0).nonzero().flatten()
+            if 0 < len(kept) < len(wanted):
+                flat, wanted, weights = flat[kept], wanted[kept], None if weights is None else weights[kept]
         return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False)
 
 

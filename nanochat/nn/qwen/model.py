@@ -40,8 +40,20 @@ class Qwen(nn.Module):
         self.model = Trunk(config, operations)
         if not config.tied:
             self.lm_head = Vocabulary(config, operations)
-        self.checkpoints = False  # whether training keeps only the inputs of layers, and computes each layer again
+        self._checkpoints = False
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether training keeps only the inputs of layers, and computes each layer again."""
+        return self._checkpoints
+
+    @checkpoints.setter
+    def checkpoints(self, asked: bool) -> None:
+        self._checkpoints = asked
+        for block in self.blocks:
+            if block.linear_attn is not None:  # which would compute a part of the layer a third time
+                block.linear_attn.recomputes = not asked
 
     @property
     def head(self) -> Vocabulary:

@@ -1,13 +1,24 @@
-"""metrics.jsonl: the source of truth about a run, one JSON object per line."""
+"""metrics.jsonl: the source of truth about a run, one JSON object per line; run.json beside it says what is trained."""
 
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import parse_json, to_json, write_atomic
+from nanochat.common import parse_json, to_json, write_atomic, write_json
+
+LOCK_TRIES, LOCK_SECONDS = 100, 0.01  # somebody who looks at the lock holds it for less than a millisecond
 
 
 class Jsonl:
-    """metrics.jsonl in the folder of a stage. The attribute `last` is the step of the last kept line, or -1."""
+    """metrics.jsonl in the folder of a stage. The attribute `last` is the step of the last kept line, or -1.
+
+    While the file is open it is locked, so that being_written() can tell a training that runs from one that was killed.
+    """
 
     def __init__(self, folder: Path, step: int):
         """Open the file after `step` updates; lines of later steps, which an interrupted run left, are dropped."""
@@ -17,6 +28,7 @@ class Jsonl:
         self.last: int = kept[-1].get("step", 0) if kept else -1
         write_atomic(path, "".join(to_json(line) + "\n" for line in kept))  # atomic, so that a kill loses no line
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole stage
+        _lock(self._file.fileno())
 
     def log(self, figures: dict[str, Any]) -> None:
         """Write one line. Floats are written without rounding; a value that is not finite becomes null."""
@@ -25,7 +37,41 @@ class Jsonl:
 
     def close(self) -> None:
         """Close the file."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):  # a forked worker may hold the file open, and the lock with it
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def _lock(file: int) -> None:
+    for _ in range(LOCK_TRIES):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_SECONDS)
+        except OSError:  # a file system without locks: being_written() says so
+            return None
+
+
+def being_written(path: Path) -> bool | None:
+    """Whether a training of this host writes a metrics.jsonl now; None if the file system has no locks."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(file)
+
+
+def describe_run(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write run.json: the facts about the run that begins in this folder, its host, and when it began."""
+    about = {**facts, "host": socket.gethostname(), "started_at": time.time()}
+    write_json(folder / "run.json", about)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

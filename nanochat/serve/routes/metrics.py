@@ -1,7 +1,8 @@
 """GET /metrics: what the server does, in Prometheus text under vLLM's names, so that dashboards made for vLLM fit."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,54 +10,66 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from nanochat.engine import Event
 from nanochat.serve.engine_thread import EngineThread
 
+F = TypeVar("F", Counter, Gauge, Histogram)
+
 # Upper bounds in seconds. A CPU takes up to seconds for what a GPU does in milliseconds.
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
-class Metrics:
-    """The counters of one server. All times are in seconds."""
+class Families:
+    """The metrics of one server: each name is registered once, with a value for every model."""
 
-    def __init__(self, model: str, thread: EngineThread[Event]):
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.", model)
-        self.generation_tokens = self._counter("generation_tokens", "Tokens of replies.", model)
-        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.", model)
-        self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that were not read again.", model)
+        self._known: dict[str, Any] = {}
+
+    def get(self, kind: type[F], name: str, what: str, labels: Sequence[str] = ("model_name",), **options: Any) -> F:
+        """The metric of a name, which is registered when it is asked for the first time."""
+        if name not in self._known:
+            self._known[name] = kind(f"vllm:{name}", what, labels, registry=self._registry, **options)
+        return self._known[name]  # type: ignore[no-any-return]
+
+    def response(self) -> Response:
+        """All of it as text."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class Metrics:
+    """The counters of one model. All times are in seconds."""
+
+    def __init__(self, families: Families, model: str, thread: EngineThread[Event]):
+        self._families, self._model = families, model
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens of replies.")
+        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
+        self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
         help_text = "Requests that ended, by the reason: stop, length, error or abort."
-        self._ended = Counter(
-            "vllm:request_success", help_text, ["model_name", "finished_reason"], registry=self._registry
+        self._ended = families.get(Counter, "request_success", help_text, ("model_name", "finished_reason"))
+        self.first = self._histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
+        self.between = self._histogram("inter_token_latency_seconds", "Between tokens of a reply.", BETWEEN)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
+        self._gauge(
+            "num_requests_running", "Requests that the engine works on.", lambda: thread.slots - thread.free_slots
         )
-        self._model = model
-        self.first = self._histogram("time_to_first_token_seconds", "From request to first token.", model, FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", "Between tokens of a reply.", model, BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", model, WHOLE)
-        running = self._gauge("num_requests_running", "Requests that the engine works on.", model)
-        running.set_function(lambda: thread.slots - thread.free_slots)
-        self._gauge("num_requests_waiting", "Requests that wait for a slot.", model).set_function(
-            lambda: len(thread.line)
-        )
-        self._gauge("kv_cache_usage_perc", "Share of the slots in use, 0 to 1.", model).set_function(
-            lambda: 1 - thread.free_slots / thread.slots
+        self._gauge("num_requests_waiting", "Requests that wait for a slot.", lambda: len(thread.line))
+        self._gauge(
+            "kv_cache_usage_perc", "Share of the slots in use, 0 to 1.", lambda: 1 - thread.free_slots / thread.slots
         )
 
     def ended(self, reason: str) -> None:
         """Count a request that ended."""
         self._ended.labels(self._model, reason).inc()
 
-    def response(self) -> Response:
-        """All of it as text."""
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+    def _counter(self, name: str, what: str) -> Counter:
+        return self._families.get(Counter, name, what).labels(self._model)
 
-    def _counter(self, name: str, what: str, model: str) -> Counter:
-        return Counter(f"vllm:{name}", what, ["model_name"], registry=self._registry).labels(model)
+    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        self._families.get(Gauge, name, what).labels(self._model).set_function(value)
 
-    def _gauge(self, name: str, what: str, model: str) -> Gauge:
-        return Gauge(f"vllm:{name}", what, ["model_name"], registry=self._registry).labels(model)
-
-    def _histogram(self, name: str, what: str, model: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"vllm:{name}", what, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        return self._families.get(Histogram, name, what, buckets=buckets).labels(self._model)
 
 
 class Watch:

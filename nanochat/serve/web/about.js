@@ -1,25 +1,34 @@
-// The loaded model: fetches its description, names it in the bar, and says on the welcome page what it knows.
+// The model of the chat: fetches the descriptions of what the server has, names the chosen model in the bar, and says on
+// the welcome page what it knows.
 
-import { loadedModel } from "./client.js";
+import { keepModel, keptModel } from "./chats/kept.js";
+import { servedModels } from "./client.js";
 import { hasWords, say } from "./language/i18n.js";
 import { make } from "./reply/dom.js";
-import { CORPORA } from "./words.js";
+import { CORPORA } from "./language/words.js";
 
 const PUBLISHED = "published"; // the stage of a model that was not trained here
 const SMOKE = "smoke"; // the tag of the smoke preset's model, which was trained for a few steps
 const find = (id) => document.getElementById(id);
 
 export let model = null; // the description from /v1/models, or null while the server cannot be reached
+let served = []; // the descriptions of all models of the server, the default one first
 
-/** Load the description and show it. `changed` is called afterwards, whether the server answered or not. */
+/** Load the descriptions and show the chosen one. `changed` is called whenever the model of the chat may be another. */
 export async function loadDescription(changed) {
   try {
-    model = await loadedModel();
-    document.title = `nanochat · ${model.tag}`;
+    served = await servedModels();
   } catch {
-    model = null;
+    served = [];
   }
-  showModel();
+  choose(keptModel(), changed);
+}
+
+/** Talk with the model of a name; with the default one if the server has none of this name. */
+function choose(id, changed) {
+  model = served.find((one) => one.id === id) ?? served[0] ?? null;
+  if (model) document.title = `nanochat · ${model.tag}`;
+  showModel(changed);
   changed();
 }
 
@@ -29,7 +38,7 @@ export function knowsSystem() {
 }
 
 /** Name the model in the bar, describe it in the panel behind the name, and say on the welcome page what it knows. */
-function showModel() {
+function showModel(changed) {
   const { stage, knows } = model ?? {};
   const corpus = model?.corpus && (CORPORA[model.corpus] ?? model.corpus);
   const [name, short, panel] = ["model-name", "model-short", "model-about"].map(find);
@@ -39,7 +48,7 @@ function showModel() {
     if (corpus) say(short, "short", { corpus });
     else say(short, "tagged", { tag: model.tag });
   } else [name, short].forEach((place) => say(place, "smallModel"));
-  panel.replaceChildren(...(model ? description(corpus) : []));
+  panel.replaceChildren(...(model ? description(corpus) : []), ...(served.length > 1 ? choices(changed) : []));
   find("model").classList.toggle("offline", model === null);
   find("model").hidden = false;
   if (model?.tag === SMOKE) say(find("knows"), "smoke");
@@ -62,4 +71,23 @@ function description(corpus) {
   lines.push(line("place", { stage, tag, step }), line("keeping"));
   if (others.length) lines.push(line("others"), make("ul", "", ...others.map((flags) => make("li", "", make("code", "", flags)))));
   return lines;
+}
+
+/** A button for each model of the server. */
+function choices(changed) {
+  const title = make("p");
+  say(title, "served");
+  const buttons = served.map(({ id }) => {
+    const button = make("button", "quiet small", make("code", "", id));
+    button.type = "button";
+    button.setAttribute("aria-pressed", String(id === model.id));
+    button.addEventListener("click", () => {
+      keepModel(id);
+      choose(id, changed);
+      find("model").open = false;
+      find("model").querySelector("summary").focus();
+    });
+    return button;
+  });
+  return [title, make("div", "served", ...buttons)];
 }

@@ -10,7 +10,7 @@ import { currentLanguage, say, switchLanguage, translatePage } from "./language/
 import { phrased } from "./language/phrases.js";
 import { showTokens } from "./reply/tokens.js";
 import { SettingsDrawer } from "./settings/drawer.js";
-import { EXAMPLES } from "./words.js";
+import { EXAMPLES } from "./language/words.js";
 
 const find = (id) => document.getElementById(id);
 const [scroller, log, welcome, examples] = ["scroller", "log", "welcome", "examples"].map(find);
@@ -153,8 +153,10 @@ function showLanguage() {
 
 /** The model's description has been loaded, or could not be. */
 function described() {
+  find("runs-link").hidden = !model?.runs;
   showExamples();
   showContext();
+  drawer.draw(); // other models have other defaults
 }
 
 /** Examples in both languages, the current one first; in the current one only if nobody can say what the model knows. */

@@ -24,7 +24,8 @@ async function refusal(response) {
   }
 }
 
-async function request(path, options) {
+/** Fetch a path of this server, with its key if it asks for one. ChatError if it refuses; 304 is no refusal. */
+export async function request(path, options) {
   const key = keptKey();
   const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
   let response;
@@ -35,7 +36,7 @@ async function request(path, options) {
     throw new ChatError("unreachable");
   }
   if (response.status === 401 && askForKey()) return request(path, options);
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok && response.status !== 304) throw await refusal(response);
   return response;
 }
 
@@ -46,10 +47,40 @@ function askForKey() {
   return Boolean(key);
 }
 
-/** Describes the loaded model: {id, stage, tag, step, context_length, defaults, corpus, parameters, knows, others}. */
-export async function loadedModel() {
+/**
+ * Describes the served models, the default one first: {id, stage, tag, step, context_length, defaults, corpus,
+ * parameters, knows, others} of each.
+ */
+export async function servedModels() {
   const response = await request("v1/models", { cache: "no-store" });
-  return (await response.json()).data[0];
+  return (await response.json()).data;
+}
+
+async function post(path, body) {
+  const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  return (await request(path, options)).json();
+}
+
+/**
+ * The prompt that the server makes of messages for the model of a name: the `count` of its tokens, and `runs`, the parts {text, special} that it
+ * consists of. A special token is a part of its own; a text that only spells one is not special.
+ */
+export async function promptOf(messages, model) {
+  const info = await request(`tokenizer_info?model=${encodeURIComponent(model)}`, {});
+  const marks = (await info.json()).added_tokens_decoder;
+  const { count, tokens, token_strs } = await post("tokenize", { messages, model, return_token_strs: true });
+  const runs = [];
+  tokens.forEach((token, place) => {
+    const special = Object.hasOwn(marks, token);
+    if (special || !runs.length || runs.at(-1).special) runs.push({ text: "", special, tokens: [] });
+    runs.at(-1).text += token_strs[place];
+    runs.at(-1).tokens.push(token);
+  });
+  for (const run of runs) {
+    // A character may consist of several tokens, none of which is a text by itself.
+    if (run.text.includes("\ufffd")) run.text = (await post("detokenize", { tokens: run.tokens, model })).prompt;
+  }
+  return { count, runs };
 }
 
 /**

@@ -179,7 +179,9 @@ export class Conversation {
       if (model === null) await loadDescription(this.page.described);
       if (model === null) throw new ChatError("unreachable");
       const settings = requestSettings(lively, before);
-      note = await this.#stream(last, answer(this.#messages(last), { ...settings, ...more }, stop.signal));
+      const messages = this.#messages(last);
+      if (last.answer === null) last.turn.asked = { messages, model: model.id }; // else the answer is continued
+      note = await this.#stream(last, answer(messages, { ...settings, ...more }, stop.signal));
     } catch (failure) {
       if (stop.signal.aborted) note = "stopped";
       else this.#fail(failure, last);
@@ -206,6 +208,7 @@ export class Conversation {
       if (piece.forgotten) {
         last.forgotten += piece.forgotten / 2; // later requests leave these messages out as well
         this.#showForgotten(last.forgotten, model.context_length);
+        if (turn.asked) turn.asked.messages = without(turn.asked.messages, piece.forgotten);
       }
       if (piece.text) turn.addText(piece.text);
       if (piece.tool) turn.addTool(piece.tool);
@@ -264,6 +267,12 @@ export class Conversation {
     const answered = running ? last.turn.saidSomething || last.old : shown.some(({ asked }) => asked === last?.asked);
     return last && !answered ? last.asked.text : "";
   }
+}
+
+/** Messages without the first `count` of them, the system message left out of the count. */
+function without(messages, count) {
+  const first = messages[0].role === "system" ? 1 : 0;
+  return [...messages.slice(0, first), ...messages.slice(first + count)];
 }
 
 /** Put the question, unless it is there, and its answer into the chat, and their places into the exchange. */

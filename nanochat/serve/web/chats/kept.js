@@ -1,9 +1,10 @@
-// Keeps what belongs to this tab alone, the open chat and the key of its server, so that both survive a reload.
+// Keeps what belongs to this tab alone, the open chat, its model and the key of its server, so that they survive a reload.
 
 import { readChat } from "./check.js";
 
 const KEY = "nanochat.chat";
 const API_KEY = "nanochat.key";
+const MODEL = "nanochat.model";
 let apiKey = ""; // of this page, where the browser forbids storage
 
 /** Keep the open chat and what stands in the input box. */
@@ -41,5 +42,23 @@ export function keptKey() {
     return apiKey || sessionStorage.getItem(API_KEY) || "";
   } catch {
     return apiKey;
+  }
+}
+
+/** Keep the name of the model that the reader talks with. */
+export function keepModel(id) {
+  try {
+    sessionStorage.setItem(MODEL, id);
+  } catch {
+    // the choice lasts until the page is left
+  }
+}
+
+/** The name of the model that the reader talks with, or null. */
+export function keptModel() {
+  try {
+    return sessionStorage.getItem(MODEL);
+  } catch {
+    return null;
   }
 }

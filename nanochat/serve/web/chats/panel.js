@@ -133,8 +133,8 @@ export class HistoryPanel {
   }
 
   async #delete(chat) {
+    const reopen = this.page.deleted(chat); // at once: a reload keeps what is open
     await removeChat(chat.id);
-    const reopen = this.page.deleted(chat);
     await this.draw();
     this.tell("deleted", { title: titleOf(chat) }, async () => {
       await keepChats([chat]);

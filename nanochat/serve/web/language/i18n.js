@@ -1,7 +1,7 @@
 // The language of the page: writes its texts, and switches between the languages.
 
 import { phrased } from "./phrases.js";
-import { WORDS } from "../words.js";
+import { WORDS } from "./words.js";
 
 const KEY = "nanochat.language";
 const said = new WeakMap(); // element -> values in its texts, so that a switch can write the texts again

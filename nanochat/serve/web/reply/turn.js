@@ -6,6 +6,7 @@ import { copyButton, icon, iconButton, make, smallButton } from "./dom.js";
 import { draw, update } from "./draw.js";
 import { TOOL } from "./inline.js";
 import { readMarkdown } from "./markdown.js";
+import { sawDetails } from "./saw.js";
 import { TokenView } from "./tokens.js";
 
 function speaker(key) {
@@ -96,6 +97,7 @@ export class ModelTurn {
     this.parts = []; // in the form that the API accepts: {type: text, text} and {type: tool, expression, result}
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
+    this.asked = null; // {messages, model}: what it answers and which model it is of, if it was asked since the page was opened
     this.used = 0; // tokens of the context, of the chat and this answer together
     this.body = make("div", "body streaming");
     this.meta = make("div", "meta");
@@ -180,6 +182,7 @@ export class ModelTurn {
     }
     if (this.text.trim()) this.meta.append(copyButton(() => this.text.trim()));
     if (this.numbers) this.meta.append(this.#details());
+    if (this.asked && this.saidSomething) this.meta.append(sawDetails(this.asked));
   }
 
   /** Show arrows between the answers to one question, if there are several. */

@@ -71,6 +71,7 @@ export function requestSettings(lively, before) {
   const { system, logprobs, seed, max_tokens, temperature, ...numbers } = settings;
   return {
     ...numbers,
+    model: model.id,
     temperature: lively ? Math.max(temperature ?? model.defaults.temperature, LIVELY) : temperature,
     seed: seed === undefined ? undefined : seed + before,
     max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(),

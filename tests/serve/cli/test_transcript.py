@@ -6,7 +6,7 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part, assistant, system, user
-from nanochat.serve.transcript import read_transcript, write_transcript
+from nanochat.serve.cli.transcript import read_transcript, write_transcript
 
 
 def test_a_chat_with_calculator_calls_is_read_as_it_was_written(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Part, assistant, system, user
-from nanochat.serve.remote import Remote
+from nanochat.serve.cli.remote import Remote
 from scripts import chat_cli
 from scripts.chat_cli import Chat, Config
 from tests.support.fake_engine import SETTINGS, FakeEngine, running

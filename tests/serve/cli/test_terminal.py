@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.serve import terminal
+from nanochat.serve.cli import terminal
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_no_terminal_gets_no_colours(monkeypatch):
 ASK = """
 import sys
 from pathlib import Path
-from nanochat.serve.terminal import history, keyboard
+from nanochat.serve.cli.terminal import history, keyboard
 sys.stdin.reconfigure(encoding="utf-8")
 with history(Path(sys.argv[1])) as problem, keyboard() as ask:
     print("ready", ascii(problem), flush=True)
@@ -127,7 +127,7 @@ def typed(folder: Path, keys: list[bytes], environment: dict[str, str], kept: Pa
     return shown.decode(errors="replace")
 
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "zh_CN.NOT-INSTALLED"}, {"LANG": "zh_CN.NOT-INSTALLED"}, {"LC_ALL": "C.UTF-8"},
            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]  # fmt: skip
 

@@ -13,13 +13,15 @@ from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
-from nanochat.train import rollout
+from nanochat.train.rl import rollout
+from nanochat.train.rl.policy import PolicyFlags
 from nanochat.train.update import LossScale, Outcome, update
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 SAMPLING = Sampling(1.0, 50, max_tokens=10, seed=7)
+REINFORCE = PolicyFlags()
 NUMBERS = [0, 1, 2, 3, 4, 5]
 
 
@@ -70,11 +72,13 @@ def talkative() -> GPT:
 
 
 def rolled(
-    device_batch_size: int = 100, compute: Compute | None = None, shuffle: bool = False, model: GPT | None = None
-):
+    device_batch_size: int = 100, compute: Compute | None = None, shuffle: bool = False, model: GPT | None = None,
+    policy: PolicyFlags = REINFORCE,
+):  # fmt: skip
     return rollout.roll_out(
-        Even(), NUMBERS, 4, SAMPLING, device_batch_size, model or talkative(), TOKENIZER, compute or on_cpu(), shuffle
-    )
+        Even(), NUMBERS, 4, SAMPLING, device_batch_size, model or talkative(), TOKENIZER, compute or on_cpu(), policy,
+        shuffle,
+    )  # fmt: skip
 
 
 def gradient(device_batch_size: int, compute: Compute) -> tuple[Outcome, dict[str, torch.Tensor], int]:
@@ -120,15 +124,19 @@ def test_tokens_that_the_calculator_wrote_are_not_trained(monkeypatch):
     def generate(self, prompts, sampling, samples, done=None):
         assert samples == 2
         replies = [TOKENIZER.encode(next(says)) for _ in range(2 * len(prompts))]
-        return [
+        made = [
             Completion([*([words[0]] * 4), words[1] if len(words) > 1 else words[0]], forced, [-1.0] * 5, "stop")
             for words in replies
         ]
+        assert done is not None
+        for at, completion in enumerate(made):
+            done(at, completion)
+        return made
 
     monkeypatch.setattr(Engine, "generate", generate)
     grades = iter([1.0, 0.0] * len(NUMBERS))
     monkeypatch.setattr(rollout, "grader", lambda task, tokenizer: lambda i, tokens: next(grades))
-    rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu())
+    rollouts, samples = rollout.roll_out(Even(), NUMBERS, 2, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE)
     assert [[weight != 0 for weight in sample.weights] for sample in samples] == [[True, True, False, False, True]] * 12
     assert rollouts.num_targets == 12 * 3
     assert rollouts.entropy == 1.0  # of chosen tokens only
@@ -152,7 +160,9 @@ class Hopeless(Even):
 
 
 def test_a_step_of_flat_groups_has_nothing_to_train_and_no_figure_that_is_not_a_number():
-    rollouts, samples = rollout.roll_out(Hopeless(), NUMBERS, 4, SAMPLING, 8, talkative(), TOKENIZER, on_cpu())
+    rollouts, samples = rollout.roll_out(
+        Hopeless(), NUMBERS, 4, SAMPLING, 8, talkative(), TOKENIZER, on_cpu(), REINFORCE
+    )
     assert rollouts.micro_batches == [] and samples == [] and rollouts.num_targets == 0
     assert (rollouts.flat, rollouts.reward) == (1.0, 0.0)
     assert rollout.sampler_gap(samples, talkative(), on_cpu()) == 0.0
@@ -247,6 +257,44 @@ def test_equal_replies_to_a_prompt_are_trained_once_with_their_weights_added():
         sample([1, 2], [3, 5], [-0.25, -0.25]),
         sample([1, 2], [3, 4], [0.125, 0.0]),
         sample([1], [2, 3, 4], [1.0, 1.0, 1.0]),  # the same tokens, but another prompt
+        sample([1], [2, 3, 4], [-0.5, -0.5, -0.5]),  # a clipped ratio treats this sign in another way
     ]
     found = [(s.prompt, s.completion.tokens, s.weights) for s in rollout.merged(given)]
-    assert found == [([1, 2], [3, 4], [0.625, 0.0]), ([1, 2], [3, 5], [-0.25, -0.25]), ([1], [2, 3, 4], [1.0] * 3)]
+    assert found == [
+        ([1, 2], [3, 4], [0.625, 0.0]), ([1, 2], [3, 5], [-0.25, -0.25]), ([1], [2, 3, 4], [1.0] * 3),
+        ([1], [2, 3, 4], [-0.5] * 3),
+    ]  # fmt: skip
+
+
+def test_of_more_problems_the_first_with_unequal_rewards_are_trained_on():
+    rollouts, samples = rolled(policy=PolicyFlags(oversample=2))
+    every = rolled()[1]
+    unequal = list(dict.fromkeys(tuple(sample.prompt) for sample in every))
+    assert len(unequal) > 3  # so that some are left out
+    assert list(dict.fromkeys(tuple(sample.prompt) for sample in samples)) == unequal[:3]
+    assert rollouts.reward == rolled()[0].reward  # figures are of everything that was sampled
+
+
+def test_replies_near_the_limit_lose_reward_and_are_trained_on():
+    _, samples = rolled(policy=PolicyFlags(overlong_tokens=5))
+    cut = [sample for sample in samples if sample.completion.finish == "length"]
+    assert cut and all(any(sample.weights) for sample in cut)
+
+
+def test_a_ratio_gets_the_sampler_s_log_probabilities():
+    policy = PolicyFlags(loss="ppo")
+    rollouts, samples = rolled(policy=policy)
+    assert rollouts.extras == ("weights", "sampled")
+    ((*_, sampled),) = rollouts.micro_batches
+    for row, sample in enumerate(samples):
+        first = len(sample.prompt) - 1
+        assert sampled[row, first : first + len(sample.completion.tokens)].tolist() == pytest.approx(
+            sample.completion.logprobs
+        )
+    model = talkative()
+    recorder = Recorder(model)
+    outcome = update(model, recorder, rollouts, LossScale(), on_cpu(), objective=policy.objective)  # type: ignore[arg-type]
+    _, expected, _ = gradient(100, on_cpu())
+    assert outcome.figures == {"clipped": 0.0, "policy_shift": pytest.approx(0, abs=1e-6)}
+    for name, value in recorder.gradients.items():  # a policy that has not moved learns what REINFORCE does
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)

@@ -1,6 +1,8 @@
-// Every text of the page in both languages.
+// Every text of the pages in both languages.
 
-export const WORDS = {
+import { RUNS } from "../runs/words.js";
+
+const CHAT = {
   en: {
     otherLanguage: "中文",
     otherLanguageLabel: "切换到中文",
@@ -104,6 +106,7 @@ export const WORDS = {
     size: "{parameters} parameters. It sees the last {context} tokens of a chat; a token is a word or a part of one.",
     place: "Stage {stage}, tag {tag}, step {step}",
     keeping: "This browser keeps your chats until you delete them. The server stores nothing.",
+    served: "Models that answer here:",
     others: "Other models on the server, newest first. To serve one, start chat_web with its flags:",
     tokens: "{count} tokens",
     oneToken: "1 token",
@@ -111,6 +114,9 @@ export const WORDS = {
     stopped: "stopped",
     length: "cut off at the length limit",
     noAnswer: "The model had nothing to say.",
+    saw: "What the model saw",
+    sawLoading: "Loading …",
+    sawTokens: "The model read these {count} tokens before it answered. Special tokens frame the messages; no text that you type becomes one.",
     forgotten: "The model no longer sees the messages above: its context holds only {context} tokens.",
     toolName: "Calculator",
     toolText: "The model asked the calculator for “{expression}” and got “{result}”.",
@@ -229,6 +235,7 @@ export const WORDS = {
     size: "{parameters}个参数，能看到对话中最近的 {context} 个词元。一个词元是一个词，或者词的一部分。",
     place: "阶段 {stage}，标签 {tag}，第 {step} 步",
     keeping: "对话保存在这个浏览器里，直到你删除。服务器不保存任何内容。",
+    served: "这里可以对话的模型：",
     others: "服务器上的其他模型（从新到旧）。要换用哪一个，启动 chat_web 时加上它的参数：",
     tokens: "{count} 个词元",
     oneToken: "1 个词元",
@@ -236,6 +243,9 @@ export const WORDS = {
     stopped: "已停止",
     length: "回答达到长度上限，已截断",
     noAnswer: "模型没有给出回答。",
+    saw: "模型看到的内容",
+    sawLoading: "正在读取……",
+    sawTokens: "模型在回答之前读到了这 {count} 个词元。消息由特殊标记隔开，你输入的文字不会变成这样的标记。",
     forgotten: "模型看不到以上消息了：它的上下文只能容纳 {context} 个词元。",
     toolName: "计算器",
     toolText: "模型用计算器算了“{expression}”，结果是“{result}”。",
@@ -252,6 +262,8 @@ export const WORDS = {
     offline: "连接不上服务器",
   },
 };
+
+export const WORDS = { en: { ...CHAT.en, ...RUNS.en }, zh: { ...CHAT.zh, ...RUNS.zh } };
 
 // Questions that a small model can answer.
 export const EXAMPLES = {

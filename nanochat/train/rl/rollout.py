@@ -1,10 +1,8 @@
 """Samples replies from the current model, grades them, and turns them into weighted rows to train on."""
 
 import hashlib
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,13 +11,16 @@ from nanochat import device
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
-from nanochat.evals.chat import grader
+from nanochat.evals.chat import generate_and_judge, grader
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.rl.policy import PolicyFlags, advantages, averaged, shaped, shuffled, token_weights
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Sample:
 class Rollouts:
     """A step's samples of one rank, and figures over all ranks."""
 
-    micro_batches: list[tuple[Tensor, Tensor, Tensor]]  # (inputs, targets, weights), (b, T) each
+    micro_batches: list[tuple[Tensor, ...]]  # (inputs, targets, weights) and, for a ratio, sampled; (b, T) each
     num_targets: int  # tokens that are trained, over all ranks
     reward: float  # mean over all samples
     length: float  # mean tokens of a reply
@@ -56,44 +57,6 @@ class Rollouts:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True)
-class Group:
-    """The samples of one prompt: their rewards, and each reward minus the mean of the group."""
-
-    rewards: tuple[float, ...]
-    advantages: tuple[float, ...]
-
-    @property
-    def flat(self) -> bool:
-        """Whether all samples got the same reward, so that nothing can be learned from them."""
-        return not any(self.advantages)
-
-
-def group(rewards: Sequence[float]) -> Group:
-    """Reward minus the mean of its group, not divided by the deviation (Dr. GRPO, arXiv 2503.20783)."""
-    mean = fmean(rewards)
-    equal = max(rewards) == min(rewards)  # exactly, since a rounded mean would leave tiny advantages
-    return Group(tuple(rewards), tuple(0.0 if equal else reward - mean for reward in rewards))
-
-
-def shuffled(rewards: Sequence[float], seed: str) -> list[float]:
-    """The same rewards in random order: a control from which nothing can be learned."""
-    dealt = list(rewards)
-    random.Random(seed).shuffle(dealt)
-    return dealt
-
-
-def token_weights(
-    advantage: float, forced: Sequence[bool], truncated: bool
-) -> list[float]:  # one for each token of the sample
-    """The weight of each token's loss: the advantage of its sample.
-
-    Tokens that the model did not choose weigh 0. So do all tokens of a sample that was cut off, since its reward says
-    nothing about its beginning.
-    """
-    return [0.0 if chosen_for_it or truncated else advantage for chosen_for_it in forced]
-
-
 def task_key(task: Task) -> str:
     """A name for the problems of a task: other problems, another name."""
     digest = hashlib.sha256()
@@ -104,57 +67,75 @@ def task_key(task: Task) -> str:
 
 def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
-    tokenizer: Tokenizer, compute: Compute, shuffle: bool = False,
+    tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.
 
-    `shuffle` reorders the rewards of all these replies at random, as a control. Shuffling within each group would not
-    be a fair control: in a group with 15 right replies, most orders lower a right reply a little and few raise it a
-    lot, and optimizers that normalise the size of a step let the frequent changes win.
+    One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these replies at random, as
+    a control. Shuffling within each group would not be a fair control: in a group with 15 right replies, most orders
+    lower a right reply a little and few raise it a lot, and optimizers that normalise the size of a step let the
+    frequent changes win.
     """
     mine = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
-    room = min(max(map(len, prompts), default=1) + sampling.max_tokens, model.config.sequence_len)
+    limit, overlong = sampling.max_tokens, policy.overlong_tokens
+    room = min(max(map(len, prompts), default=1) + limit, model.config.sequence_len)
     engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
-    completions = engine.generate(prompts, sampling, samples, done=lambda index: compute.pulse.beat())
-    grade = grader(task, tokenizer)
     # Replies come problem by problem, `samples` of each.
-    rewards = [grade(mine[at // samples], reply.tokens) for at, reply in enumerate(completions)]
-    dealt = shuffled(rewards, str(sampling.seed)) if shuffle else rewards
-    kept: list[Sample] = []
-    flat = 0
-    for at, prompt in enumerate(prompts):
-        of_prompt = slice(at * samples, (at + 1) * samples)
-        judged = group(dealt[of_prompt])
-        flat += judged.flat
-        if not judged.flat:
-            kept += [
-                Sample(prompt, reply, token_weights(advantage, reply.forced, reply.finish == "length"))
-                for reply, advantage in zip(completions[of_prompt], judged.advantages, strict=True)
-            ]
+    grade = grader(task, tokenizer)
+    completions, rewards = generate_and_judge(
+        engine, prompts, sampling, samples, lambda at, tokens: grade(mine[at], tokens), compute.pulse.beat
+    )
+    worth = [
+        shaped(reward, len(reply.tokens), limit, overlong) for reward, reply in zip(rewards, completions, strict=True)
+    ]
+    dealt = shuffled(worth, str(sampling.seed)) if shuffle else worth
+    groups = [slice(at * samples, (at + 1) * samples) for at in range(len(mine))]
+    judged = [advantages(dealt[group], policy.advantage) for group in groups]
+    flat = [not any(of_prompt) for of_prompt in judged]
+    kept = [
+        Sample(prompts[at], reply, token_weights(advantage, reply.forced, reply.finish == "length" and not overlong))
+        for at in _trained(flat, len(numbers), policy.oversample, compute)
+        for reply, advantage in zip(completions[groups[at]], judged[at], strict=True)
+    ]
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
+    speaking = sum(any(sample.weights) for sample in kept)
     lengths = [len(reply.tokens) for reply in completions]
     surprise = sum(-sum(p for p, f in zip(r.logprobs, r.forced, strict=True) if not f) for r in completions)
     free = sum(not f for r in completions for f in r.forced)
     cut = sum(reply.finish == "length" for reply in completions)
-    figures = [sum(rewards), len(rewards), sum(lengths), surprise, free, flat, len(mine), cut, chosen]
-    reward, count, length, surprise, free, flat_all, groups, cut_all, targets = parallel.total(
+    figures = [sum(rewards), len(rewards), sum(lengths), surprise, free, sum(flat), len(mine), cut, chosen, speaking]
+    reward, count, length, surprise, free, flat_all, of_all, cut_all, targets, replies = parallel.total(
         [float(figure) for figure in figures], compute
     )
-    batches = _rows(merged(kept), device_batch_size, tokenizer.bos, compute)
+    kept = [
+        replace(sample, weights=averaged(sample.weights, policy.average, targets, replies, limit)) for sample in kept
+    ]
+    extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
+    batches = [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, tokenizer.bos, compute)]
     rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
-                        flat_all / groups, cut_all / count)  # fmt: skip
+                        flat_all / of_all, cut_all / count, extras)  # fmt: skip
     return rollouts, kept
 
 
-def merged(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, with equal samples merged into one and their weights added.
+def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:
+    """Which of this rank's problems are trained on: of all ranks' problems in their order, the first ones that are not
+    flat, up to one in `oversample` of the `total`."""
+    marks = [0.0] * total
+    marks[compute.rank :: compute.world_size] = [float(not each) for each in flat]
+    worth = [number for number, mark in enumerate(parallel.total(marks, compute)) if mark][: total // oversample]
+    return [number // compute.world_size for number in worth if number % compute.world_size == compute.rank]
 
-    Short replies are often the same, and the gradient is linear in the weights.
+
+def merged(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples, with equal samples of equal sign merged into one and their weights added.
+
+    Short replies are often the same. The gradient is linear in the weights, and of a clipped ratio it is so as long as
+    the weights keep their sign.
     """
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Sample] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sample] = {}
     for sample in samples:
-        key = (tuple(sample.prompt), tuple(sample.completion.tokens))
+        key = (tuple(sample.prompt), tuple(sample.completion.tokens), max(sample.weights, default=0.0) > 0)
         before = found.get(key)
         if before is not None:
             weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]
@@ -163,7 +144,7 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
     return list(found.values())
 
 
-def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> list[Rows]:
     """Samples as padded rows, split into passes of at most `rows` rows; every rank gets the same number of passes."""
     longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=2) - 1
     passes = -(-len(samples) // rows)
@@ -178,7 +159,7 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
         height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
         inputs = torch.full((height, T), pad, dtype=torch.long)
         targets = torch.full_like(inputs, -1)
-        weights = torch.zeros(inputs.shape)
+        weights, sampled = torch.zeros(inputs.shape), torch.zeros(inputs.shape)
         for row, sample in enumerate(part):
             tokens = sample.prompt + sample.completion.tokens
             inputs[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
@@ -186,8 +167,10 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
             last = len(tokens) - 1
             targets[row, first:last] = torch.tensor(sample.completion.tokens)
             weights[row, first:last] = torch.tensor(sample.weights)
+            sampled[row, first:last] = torch.tensor(sample.completion.logprobs)
         targets[weights == 0] = -1
-        batches.append((device.pin(inputs, compute), device.pin(targets, compute), device.pin(weights, compute)))
+        pinned = [device.pin(tensor, compute) for tensor in (inputs, targets, weights, sampled)]
+        batches.append((pinned[0], pinned[1], pinned[2], pinned[3]))
     return batches
 
 

@@ -1,0 +1,1 @@
+"""Measures fine-tuning of published models beside transformers and peft."""

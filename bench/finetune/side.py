@@ -1,0 +1,118 @@
+"""Trains one model on random tokens in a process of its own. Only bench.finetune starts this file.
+
+The first argument is the task as JSON. The process prints a line when it is ready, and then answers each line of its
+input, a number of steps, with a line of JSON: the CPU seconds and the loss of each step, and the peak memory.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[[Tensor, Tensor], float]  # inputs and targets, int64 (B, T) each -> loss in nats
+RATE, ALPHA = 1e-4, 16.0
+
+
+def ours(task: dict[str, Any]) -> tuple[Step, int]:
+    """A step with the calls that scripts.finetune makes: rows of documents, update() with its checks."""
+    from nanochat import dataloader, device
+    from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
+    from nanochat.nn.qwen.config import QwenConfig
+    from nanochat.nn.qwen.model import Qwen
+    from nanochat.train.optim import OneRate, Optimizers
+    from nanochat.train.update import LossScale, Spikes, update
+
+    compute = device.compute_init("cpu")
+    model = Qwen(QwenConfig(**task["shape"]), compute.dtype, compute.operations)
+    model.init_weights()
+    if task["rank"]:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data = parameter.data.to(compute.dtype)
+        add_adapters(model, LoraConfig(task["rank"], ALPHA, targets=tuple(task["targets"])))
+        init_adapters(model)
+    model.checkpoints = task["checkpoints"]
+    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, OneRate(RATE), 1.0, compute.dtype)
+    scale, spikes = LossScale.start(compute, {}), Spikes()
+    model.train()
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        documents = torch.zeros_like(inputs)
+        batch = dataloader.Step(0, targets.numel(), [(inputs, targets, documents)], ("documents",))
+        return update(model, optimizers, batch, scale, compute, spikes).loss
+
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def transformers(task: dict[str, Any]) -> tuple[Step, int]:
+    """A step as transformers' Trainer takes it: the model in the compute format, peft's adapters, fused AdamW."""
+    import transformers as library
+
+    library.logging.set_verbosity_error()
+    dtype = getattr(torch, task["dtype"])
+    config = library.AutoConfig.for_model(**task["published"])
+    model: Any = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.use_cache = False
+    if task["checkpoints"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if task["rank"]:
+        import peft
+
+        about = peft.LoraConfig(r=task["rank"], lora_alpha=ALPHA, target_modules=task["targets"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, about)
+        if task["checkpoints"]:
+            model.enable_input_require_grads()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    model.train()
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        rows = torch.cat((inputs, targets[:, -1:]), dim=1)  # transformers shifts the labels
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def main() -> None:
+    """Make the side, warm it up, and answer requests until the input ends; whatever a library prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(42)
+    step, parameters = {"ours": ours, "transformers": transformers}[task["side"]](task)
+    generator = torch.Generator().manual_seed(7)
+    size = (task["rows"], task["tokens"] + 1)
+
+    def take(steps: int) -> dict[str, Any]:
+        seconds, losses = [], []
+        for _ in range(steps):
+            cells = torch.randint(task["shape"]["vocab_size"], size, generator=generator)
+            start = time.process_time()
+            losses.append(step(cells[:, :-1].contiguous(), cells[:, 1:].contiguous()))
+            seconds.append(time.process_time() - start)
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"seconds": seconds, "losses": losses, "peak_bytes": peak}
+
+    def reply(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    reply({**take(1), "parameters": parameters})
+    for line in sys.stdin:
+        reply(take(int(line)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The figures of a run in a bounded number of rows, however long the run is."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_ROWS = 600  # a curve on a screen shows no more
+MOST_FIGURES = 32  # names of figures; further names are left out
+
+
+@dataclass(slots=True)
+class Cell:
+    """The values of a figure in the lines of a row."""
+
+    total: float
+    low: float
+    high: float
+    count: int = 1
+
+    def join(self, other: "Cell") -> None:
+        """Take in the values of another cell."""
+        self.total += other.total
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.count += other.count
+
+
+@dataclass(slots=True)
+class Row:
+    """Some lines in a row: the step of the last of them, how many they are, and their figures."""
+
+    step: int
+    lines: int
+    cells: dict[str, Cell]
+
+    def join(self, other: "Row") -> None:
+        """Take in the lines of a later row."""
+        self.step = other.step
+        self.lines += other.lines
+        for name, cell in other.cells.items():
+            if name in self.cells:
+                self.cells[name].join(cell)
+            else:
+                self.cells[name] = cell
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+@dataclass
+class Table:
+    """Rows of figures by step. When there are too many rows, each two become one.
+
+    A reader who knows the first n rows of an `edition` asks for rows from n - 1 on, since the last row may still grow;
+    a new edition replaces all rows.
+    """
+
+    edition: str = field(default_factory=lambda: secrets.token_hex(6))
+    rows: list[Row] = field(default_factory=list)
+    width: int = 1  # lines that a full row holds
+    names: dict[str, None] = field(default_factory=dict)  # of the figures, in the order of their first values
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take in a line. A line of an earlier step than the last is left out."""
+        if self.rows and step < self.rows[-1].step:
+            return
+        for name in figures:
+            if len(self.names) < MOST_FIGURES:
+                self.names.setdefault(name)
+        row = Row(step, 1, {name: Cell(one, one, one) for name, one in figures.items() if name in self.names})
+        if self.rows and (self.rows[-1].lines < self.width or self.rows[-1].step == step):
+            self.rows[-1].join(row)
+            return
+        if len(self.rows) == MOST_ROWS:
+            self._halve()
+        self.rows.append(row)
+
+    def _halve(self) -> None:
+        for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
+            first.join(second)
+        self.rows = self.rows[::2]
+        self.width *= 2
+        self.edition = secrets.token_hex(6)
+
+    def since(self, edition: str, known: int) -> dict[str, Any]:
+        """What a reader lacks who knows `known` rows of an edition, as JSON.
+
+        `from` is the place of the first row given, and `width` the number of lines that a full row holds. `steps` has a
+        step for each row. `figures` has for each name the means of the rows, with null where a row has no value; where
+        rows hold several lines, `low` and `high` have the extremes.
+        """
+        same = edition == self.edition and 0 < known <= len(self.rows)
+        first = known - 1 if same else 0
+        rows = self.rows[first:]
+        figures: dict[str, dict[str, list[float | None]]] = {}
+        for name in self.names:
+            cells = [row.cells.get(name) for row in rows]
+            figures[name] = {"mean": [cell and _rounded(cell.total / cell.count) for cell in cells]}
+            if self.width > 1:
+                figures[name]["low"] = [cell and _rounded(cell.low) for cell in cells]
+                figures[name]["high"] = [cell and _rounded(cell.high) for cell in cells]
+        steps = [row.step for row in rows]
+        return {"edition": self.edition, "from": first, "width": self.width, "steps": steps, "figures": figures}

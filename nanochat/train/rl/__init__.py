@@ -1,0 +1,1 @@
+"""Reinforcement learning: replies sampled from the current model, their rewards, and the loss that they give."""

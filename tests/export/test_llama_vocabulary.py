@@ -1,0 +1,133 @@
+"""Vocabularies for llama.cpp: spellings, kinds, merges and marks, and the tokenizers that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.common import UserError
+from nanochat.data import bpe
+from nanochat.export.huggingface import CHAT_TEMPLATE
+from nanochat.export.llama_vocabulary import SPLITS, vocabulary
+from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
+from tests.support.qwens import write_folder
+from tests.support.rustbpe_texts import hostile_texts
+from tests.support.tiny_model import TEXT
+
+QWEN2, QWEN35 = list(SPLITS)[1:]
+PUBLISHED = {"qwen2": QWEN2, "qwen35": QWEN35}
+
+
+def folder_with(path: Path, changes: dict[str, Any] | None = None) -> FolderTokenizer:
+    """A published tokenizer with Qwen's pattern; `changes` are made in its tokenizer.json."""
+    write_folder(path, "qwen3")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = QWEN2
+    content["normalizer"] = {"type": "NFC"}
+    for name, value in (changes or {}).items():
+        part, _, rest = name.partition(".")
+        if rest:
+            content[part][rest] = value
+        else:
+            content[part] = value
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return FolderTokenizer(path, 320)
+
+
+def pieces(pattern: str, text: str) -> list[str]:
+    return regex.findall(pattern, text)
+
+
+def test_our_pattern_splits_as_qwen_s_does() -> None:
+    texts = [
+        *hostile_texts(1),
+        "12 345\r\n\r\n  x",
+        "I'LL you've don'T 's",
+        " \n \n\n  a",
+        "٣٤ Ⅷ½",
+        "!!\n\n\n",
+        "\t\t\n x",
+    ]
+    for text in texts:
+        text = text[:3000]
+        assert pieces(PATTERNS["qwen2"], text) == pieces(QWEN2, text)
+
+
+def test_our_own_vocabulary() -> None:
+    tokenizer = Tokenizer.train([TEXT] * 4, 290, "qwen2")
+    made = vocabulary(tokenizer)
+    tokens, kinds, merges = (made[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+    assert isinstance(tokens, list) and isinstance(kinds, list) and isinstance(merges, list)
+    assert len(tokens) == len(kinds) == tokenizer.vocab_size and len(set(tokens)) == len(tokens)
+    byte_of = {letter: byte for byte, letter in enumerate(bpe.letters_for_bytes())}
+    plain = tokenizer.vocab_size - len(ROLES)
+    for number in range(plain):
+        assert bytes(byte_of[letter] for letter in tokens[number]) == tokenizer.decode_bytes([number])
+    assert tokens[plain:] == [f"<|{role}|>" for role in ROLES]
+    assert kinds == [1] * plain + [3] * len(ROLES)
+    assert ["".join(pair.split(" ")) for pair in merges] == tokens[256:plain]
+    assert all(left in tokens and right in tokens for left, right in (pair.split(" ") for pair in merges))
+    assert made["tokenizer.ggml.pre"] == "qwen2" and made["tokenizer.ggml.model"] == "gpt2"
+    assert made["tokenizer.ggml.add_bos_token"] is True and made["tokenizer.ggml.bos_token_id"] == tokenizer.bos
+    assert made["tokenizer.ggml.eot_token_id"] == tokenizer.special("assistant_end")
+    assert made["tokenizer.chat_template"] == CHAT_TEMPLATE
+
+
+def test_a_published_vocabulary(tmp_path: Path) -> None:
+    tokenizer = folder_with(tmp_path)
+    made = vocabulary(tokenizer)
+    tokens, kinds = made["tokenizer.ggml.tokens"], made["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list) and isinstance(kinds, list)
+    assert tokens[300:304] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD303]"] and len(tokens) == 320
+    assert kinds == [1] * 300 + [3] * 3 + [5] * 17
+    assert made["tokenizer.ggml.add_bos_token"] is False and "tokenizer.ggml.bos_token_id" not in made
+    assert made["tokenizer.ggml.eos_token_id"] == made["tokenizer.ggml.eot_token_id"] == 302
+    assert "<|im_start|>" in str(made["tokenizer.chat_template"])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert vocabulary(tokenizer)["tokenizer.chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_patterns_have_names(name: str, tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": PUBLISHED[name]}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    before = {"type": "Sequence", "pretokenizers": [split, level]}
+    assert vocabulary(folder_with(tmp_path, {"pre_tokenizer": before}))["tokenizer.ggml.pre"] == name
+
+
+def test_a_merge_may_be_written_as_one_text(tmp_path: Path) -> None:
+    merges = vocabulary(folder_with(tmp_path))["tokenizer.ggml.merges"]
+    assert vocabulary(folder_with(tmp_path, {"model.merges": merges}))["tokenizer.ggml.merges"] == merges
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        ({"model.ignore_merges": True}, "ignore_merges=True"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "use_regex": True,
+                    "trim_offsets": False,
+                }
+            },
+            "by one regular",
+        ),
+    ],
+)
+def test_what_llama_cpp_would_do_otherwise_is_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=why) as failure:
+        vocabulary(folder_with(tmp_path, changes))
+    assert failure.value.exit_code == 2
+
+
+@pytest.mark.parametrize("pattern", ["nanochat", "han", "han4"])
+def test_our_other_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match=rf"no split pattern {pattern}.*--pattern qwen2"):
+        vocabulary(Tokenizer.train([TEXT] * 4, 290, pattern))

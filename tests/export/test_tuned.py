@@ -1,0 +1,65 @@
+"""Fine-tuned models, exported for transformers and for llama.cpp: adapters are merged, the tokenizer comes along."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanochat.checkpoint_manager.load import load_model
+from nanochat.data.conversation import chat
+from nanochat.export.__main__ import Config, main
+from nanochat.nn.lora import merge
+from scripts import finetune
+from tests.export.gguf_reader import Reader
+from tests.export.test_llama_vocabulary import folder_with
+from tests.support.tiny_model import on_cpu
+
+
+@pytest.fixture
+def tune(tmp_path: Path) -> Any:
+    """Fine-tunes a published model for a few steps."""
+    (tmp_path / "model").mkdir()
+    folder_with(tmp_path / "model")
+    with open(tmp_path / "chats.jsonl", "w", encoding="utf-8") as lines:
+        for i in range(60):
+            messages = [{"role": "user", "content": f"cat {i}"}, {"role": "assistant", "content": "mat"}]
+            print(json.dumps({"messages": messages}), file=lines)
+
+    def run(rank: int) -> None:
+        finetune.train(finetune.Config(
+            model=tmp_path / "model", data=(str(tmp_path / "chats.jsonl"),), lora_rank=rank, max_length=48,
+            num_iterations=3, target_examples_per_step=4, device_batch_size=2, learning_rate=1e-2, compile=False,
+        ), on_cpu())  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_transformers_computes_the_tuned_model(rank: int, tune: Any, tmp_path: Path) -> None:
+    tune(rank)
+    main(Config(tmp_path / "out", source="tune"))
+    loaded = load_model("tune", None, None, on_cpu())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert not list((tmp_path / "out").glob("adapter*")) and "LORA" not in (tmp_path / "out" / "README.md").read_text()
+    idx = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, loaded.model(idx), atol=1e-5, rtol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    asked = [{"role": "user", "content": "the cat?"}]
+    made = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert made == loaded.tokenizer.render_prompt(chat("the cat?"))
+    assert theirs.generation_config.eos_token_id == [302, 300]
+
+
+def test_llama_cpp_gets_the_merged_model(tune: Any, tmp_path: Path) -> None:
+    tune(4)
+    main(Config(tmp_path / "x.gguf", format="gguf", source="tune"))
+    loaded = load_model("tune", None, None, on_cpu())
+    merge(loaded.model)
+    read = Reader(tmp_path / "x.gguf")
+    assert torch.equal(read.tensors["blk.1.attn_v.weight"], loaded.model.blocks[1].self_attn.v_proj.weight)
+    assert not any("lora" in name for name in read.tensors)
+    assert read.metadata["tokenizer.ggml.pre"] == "qwen2"

@@ -1,0 +1,117 @@
+"""Your own problems: every known layout is read, replies are compared as people mean it, mistakes are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import UserError
+from nanochat.data.conversation import chat, system, user
+from tasks.mixtures import rl_tasks
+from tasks.problems import Problems, final_answer, is_right, read_problem
+
+
+def written(path: Path, *values: Any) -> Path:
+    path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"question": "2+3?", "answer": "5"},
+        {"problem": "2+3?", "solution": "5"},
+        {"prompt": "2+3?", "ground_truth": 5},
+        {"instruction": "2+3?", "target": ["5", "five"]},
+        {"prompt": [{"role": "user", "content": "2+3?"}], "reward_model": {"style": "rule", "ground_truth": "5"}},
+        {"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "?"}], "answer": "5"},
+    ],
+)
+def test_layouts_that_people_have(value: Any) -> None:
+    problem = read_problem(value)
+    assert problem.conversation == chat("2+3?", "5") and problem.answers[0] == "5"
+
+
+def test_turns_before_the_question_are_kept() -> None:
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+3?"}]
+    assert read_problem({"prompt": asked, "answer": 5}).conversation.prompt.messages == (
+        system("Be short."),
+        user("2+3?"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("5", "5"),
+        ("We add.\n#### 1,200", "1,200"),
+        (r"So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        ("The answer is 12.\nI am sure.", "12."),
+        ("先算。\n答案是42", "42"),
+        ("答案:北京", "北京"),
+        ("Thinking aloud\n\nParis\n", "Paris"),
+        ("", ""),
+    ],
+)
+def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "right"),
+    [
+        ("There are 42 of them.", "42", True),
+        ("42 and then 43", "42", False),
+        ("It costs $1,200.00", "1200", True),
+        ("答案是42。", "42", True),
+        ("#### 42", "6*7 is <<6*7=42>>42\n#### 42", True),
+        ("The answer is Paris.", "paris", True),
+        ("Paris or Rome", "paris", False),
+        ("「北京」", "北京", True),
+        ("-7", "7", False),
+        ("", "7", False),
+        ("no number", "7", False),
+    ],
+)
+def test_a_reply_is_right_if_it_ends_with_the_answer(reply: str, answer: str, right: bool) -> None:
+    assert is_right(reply, answer) is right
+
+
+def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
+    task = Problems(written(tmp_path / "mine.jsonl", {"question": "2+3?", "answers": ["5", "five"]}))
+    assert (task.name, task.kind, len(task), task.letters(0)) == ("mine", "generative", 1, ())
+    assert [task.grade(0, reply) for reply in ("It is 5", "Five", "6")] == [1.0, 1.0, 0.0]
+
+
+def test_every_tenth_problem_is_held_out(tmp_path: Path) -> None:
+    values = [{"question": f"{i}+0?", "answer": i} for i in range(21)]
+    train, held_out = rl_tasks("tinyworld", str(written(tmp_path / "sums.jsonl", *values)))
+    questions = [[task[i].messages[0].text for i in range(len(task))] for task in (train, held_out)]
+    assert questions[1] == ["0+0?", "10+0?", "20+0?"] and len(questions[0]) == 18
+    assert not set(questions[0]) & set(questions[1])
+    assert train.grade(0, "1") == 1.0 and held_out.grade(1, "10") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        (5, "a problem is an object, got int"),
+        ({"text": "a"}, "needs one of the keys question, problem"),
+        ({"question": "a"}, "needs one of the keys answer, answers"),
+        ({"question": "a", "answer": " "}, "an answer must be a text or a number that is not empty"),
+        ({"question": "a", "answer": []}, "an answer must be a text or a number that is not empty"),
+        ({"question": 5, "answer": 5}, "a question is a text or a list of messages, got int"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": 5}, "message 1 must have role 'user'"),
+    ],
+)
+def test_a_mistake_is_named_with_file_line_and_rule(tmp_path: Path, value: Any, rule: str) -> None:
+    path = written(tmp_path / "mine.jsonl", {"question": "2+3?", "answer": 5}, value)
+    with pytest.raises(UserError) as refused:
+        Problems(path)
+    assert f"{path}, line 2: " in str(refused.value) and rule in str(refused.value)
+
+
+def test_one_problem_is_too_few(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least 2 problems, since one is held out, got 1"):
+        rl_tasks("tinyworld", str(written(tmp_path / "mine.jsonl", {"question": "2+3?", "answer": 5})))
