@@ -1,7 +1,6 @@
-"""GGUF files in llama.cpp itself: the same tokens, and the same greedy replies.
+"""GGUF files in a server of llama.cpp: the same tokens, and the same greedy replies.
 
-llama_cpp is no dependency of the tests, since it is built from source for minutes. To run these tests:
-`CMAKE_BUILD_PARALLEL_LEVEL=2 pip install --no-binary llama-cpp-python llama-cpp-python`.
+xllamacpp brings llama-server as a wheel, in the process of the tests.
 """
 
 import dataclasses
@@ -9,8 +8,10 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+import xllamacpp
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.load import Loaded
@@ -24,8 +25,6 @@ from tests.export.test_llama_vocabulary import folder_with
 from tests.support.qwens import CONFIGS, tiny_qwen
 from tests.support.rustbpe_texts import hostile_texts
 from tests.support.tiny_model import TEXT
-
-llama_cpp = pytest.importorskip("llama_cpp", reason="llama_cpp is not installed: the docstring says how to build it")
 
 WORDS = " ".join(["one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"] * 3)
 MODELS = {
@@ -43,10 +42,37 @@ def own_tokenizer() -> Tokenizer:
     return Tokenizer.train([TEXT + WORDS] * 4, 320, "qwen2")
 
 
-def in_llama(path: Path) -> Any:
-    """A model that keeps its keys and values in fp32, as ours does."""
-    return llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
-                           type_k=0, type_v=0)  # fmt: skip
+class LlamaServer:
+    """llama-server on one thread with a model whose keys and values stay in fp32, as ours do."""
+
+    def __init__(self, path: Path) -> None:
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 256, 1, 1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.fit_params = params.warmup = False
+        self.server = xllamacpp.Server(params)
+        self.client = httpx.Client(base_url=self.server.listening_address, timeout=60)
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        return self.client.post(path, json=body).raise_for_status().json()
+
+    def tokens(self, text: str, bos: bool, special: bool) -> list[int]:
+        return self.ask("/tokenize", content=text, add_special=bos, parse_special=special)["tokens"]
+
+    def log_probabilities(self, tokens: list[int], vocab_size: int) -> torch.Tensor:
+        """What may follow `tokens`: fp32 of vocab_size."""
+        always_a = [[ord("a"), 1000]]  # the server forgets probabilities of a token that is no whole character
+        reply = self.ask("/completion", prompt=tokens, n_predict=1, n_probs=vocab_size, logit_bias=always_a)
+        found = torch.full((vocab_size,), float("nan"))
+        for token in reply["completion_probabilities"][0]["top_logprobs"]:
+            found[token["id"]] = token["logprob"]
+        return found
+
+    def ends_a_reply(self, token: int) -> bool:
+        reply = self.ask("/completion", prompt=[ord("a")], n_predict=2, temperature=0, logit_bias=[[token, 1000]])
+        return reply["stop_type"] == "eos"
 
 
 def random_model(family: str) -> Qwen:
@@ -70,44 +96,36 @@ def random_model(family: str) -> Qwen:
 def test_64_greedy_tokens_are_ours(family: str, tmp_path: Path) -> None:
     model, tokenizer = random_model(family), own_tokenizer()
     llama.export(Loaded(model, tokenizer, {}, "sft", "d2", 1), tmp_path / "x.gguf", "float32")
-    theirs = in_llama(tmp_path / "x.gguf")
+    theirs = LlamaServer(tmp_path / "x.gguf")
     prompt = [tokenizer.bos, *tokenizer.encode("the cat sat on the mat 猫坐在垫子上 12 34")]
     made: list[int] = []
-    theirs.eval(prompt)
+    rows = []
     for _ in range(64):
-        made.append(int(theirs.scores[theirs.n_tokens - 1].argmax()))
-        theirs.eval(made[-1:])
+        rows.append(theirs.log_probabilities([*prompt, *made], tokenizer.vocab_size))
+        made.append(int(rows[-1].argmax()))
     with torch.no_grad():
-        ours = model(torch.tensor([[*prompt, *made]]))[0]
-    assert ours[len(prompt) - 1 : -1].argmax(-1).tolist() == made
-    logits = torch.tensor(theirs.scores[: theirs.n_tokens])
-    assert (logits - ours).abs().max() <= 1e-4 * ours.abs().max()
+        logits = model(torch.tensor([[*prompt, *made]]))[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == made
+    assert (torch.stack(rows) - logits.log_softmax(-1)).abs().max() <= 1e-4 * logits.abs().max()
     (reply,) = Engine(model, tokenizer, 1).generate([prompt], Sampling(0.0, max_tokens=64))
     own = reply.forced.index(True) if True in reply.forced else len(reply.tokens)  # what follows is the calculator's
     assert made[:own] == reply.tokens[:own]
 
 
-def same_tokens(theirs: Any, tokenizer: Any, text: str) -> None:
+def same_tokens(theirs: LlamaServer, tokenizer: Any, text: str) -> None:
     ours = [*([tokenizer.bos] if tokenizer.marks_begin else []), *tokenizer.encode(text)]
-    assert theirs.tokenize(text.encode(), add_bos=True, special=False) == ours, repr(text[:200])
+    assert theirs.tokens(text, bos=True, special=False) == ours, repr(text[:200])
 
 
 def test_texts_and_chats_become_our_tokens(tmp_path: Path) -> None:
     tokenizer = own_tokenizer()
     llama.export(Loaded(tiny_qwen("qwen3"), tokenizer, {}, "sft", "d2", 1), tmp_path / "x.gguf", "float32")
-    theirs = in_llama(tmp_path / "x.gguf")
+    theirs = LlamaServer(tmp_path / "x.gguf")
     for text in [*TEXTS, *(text[:2000] for text in hostile_texts(1))]:
         same_tokens(theirs, tokenizer, text)
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-    formatter = Jinja2ChatFormatter(
-        theirs.metadata["tokenizer.chat_template"], theirs.detokenize([theirs.token_eos()], special=True).decode(),
-        theirs.detokenize([theirs.token_bos()], special=True).decode())  # fmt: skip
-    prompt = formatter(messages=[{"role": "user", "content": "the cat? 猫 12"}]).prompt
-    made = theirs.tokenize(prompt.encode(), add_bos=False, special=True)
-    assert made == tokenizer.render_prompt(chat("the cat? 猫 12"))
-    vocab = theirs._model.vocab
-    ends = [token for token in range(tokenizer.vocab_size) if llama_cpp.llama_vocab_is_eog(vocab, token)]
+    prompt = theirs.ask("/apply-template", messages=[{"role": "user", "content": "the cat? 猫 12"}])["prompt"]
+    assert theirs.tokens(prompt, bos=True, special=True) == tokenizer.render_prompt(chat("the cat? 猫 12"))
+    ends = [token for token in range(tokenizer.vocab_size) if theirs.ends_a_reply(token)]
     assert sorted(ends) == sorted([tokenizer.bos, tokenizer.special("assistant_end")])
 
 
@@ -116,8 +134,8 @@ def test_a_published_tokenizer_gives_our_tokens(tmp_path: Path) -> None:
     tokenizer: Any = folder_with(tmp_path / "model")
     assert isinstance(tokenizer, FolderTokenizer)
     llama.export(Loaded(tiny_qwen("qwen3"), tokenizer, {}, "tune", "a", 1), tmp_path / "x.gguf", "bfloat16")  # type: ignore[arg-type]
-    theirs = in_llama(tmp_path / "x.gguf")
+    theirs = LlamaServer(tmp_path / "x.gguf")
     for text in [*TEXTS[:-1], *(text[:2000] for text in hostile_texts(1))]:
         same_tokens(theirs, tokenizer, unicodedata.normalize("NFC", text))  # llama.cpp never normalises
     prompt = "<|im_start|>user\nthe cat? 12<|im_end|>\n<|im_start|>assistant\n"
-    assert theirs.tokenize(prompt.encode(), add_bos=True, special=True) == tokenizer.render_prompt(chat("the cat? 12"))
+    assert theirs.tokens(prompt, bos=True, special=True) == tokenizer.render_prompt(chat("the cat? 12"))
