@@ -84,7 +84,7 @@ python -m nanochat.report begin --key "$key"
 
 # --- what to train ---------------------------------------------------------------------------------
 
-read -r device dtype devices < <(python -m nanochat.device)
+read -r device dtype devices speed < <(python -m nanochat.device)
 if [ -n "${NPROC_PER_NODE:-}" ]; then
     if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
         echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2
@@ -95,8 +95,8 @@ fi
 if [ "$preset" = auto ]; then
     if [ "$device" != cpu ] && [ "$data" != tinyworld ]; then
         preset=d20
-    elif [ "$dtype" = float32 ]; then
-        preset=tinyworld-small # a CPU without bf16 matmuls is two to three times slower
+    elif [ "$speed" = slow ]; then
+        preset=tinyworld-small # such a CPU takes two to three times as long
     else
         preset=tinyworld
     fi

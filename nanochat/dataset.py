@@ -3,7 +3,7 @@
 python -m nanochat.dataset --data tinyworld          # made on this machine, no network
 python -m nanochat.dataset -n 8                      # FineWeb-Edu: 8 training shards and the validation shard
 python -m nanochat.dataset --data climbmix -n 8      # another published corpus; docs/data.md lists them
-python -m nanochat.dataset --data DIR --name NAME    # your own .parquet, .jsonl or .txt files
+python -m nanochat.dataset --data DIR --name NAME    # your own .parquet, .jsonl, .txt or .md files
 python -m nanochat.dataset --urls FILE --name NAME   # such files at the addresses that FILE lists
 """
 
@@ -33,12 +33,12 @@ class Config:
     The validation shard always comes with them."""
     data: str | None = None
     """What to make or fetch: tinyworld, fineweb, climbmix, fineweb-zh, fineweb-zh-v2.1, fineweb-zh-v2.2,
-    or a file or folder of your own .parquet, .jsonl or .txt files. With -n the default is fineweb."""
+    or a file or folder of your own .parquet, .jsonl, .txt or .md files. With -n the default is fineweb."""
     host: Annotated[Host, tyro.conf.arg(name="from")] = "hub"
     """Where to fetch a published corpus from: the Hugging Face hub, which HF_ENDPOINT may replace by a mirror,
     or ModelScope."""
     urls: str | None = None
-    """A file with addresses of .parquet, .jsonl or .txt files, one a line.
+    """A file with addresses of .parquet, .jsonl, .txt or .md files, one a line.
     The SHA-256 of a file may follow its address."""
     name: str | None = None
     """The name of the corpus that is made from your own files or addresses. Default: the name of the file or folder."""

@@ -311,11 +311,11 @@ def compiler_missing(compute: Compute) -> str:
     return compute.platform.compiler_missing()
 
 
-if __name__ == "__main__":  # for shell scripts: the device, its number format, and how many there are
+if __name__ == "__main__":  # for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
     try:
         _platform = PLATFORMS[device_type]()
         _format = str(_dtype(_platform)[0]).removeprefix("torch.")
-        print(device_type, _format, _platform.count())
+        print(device_type, _format, _platform.count(), "slow" if _platform.is_slow() else "fast")
     except UserError as _mistake:
         complain(f"error: {_mistake}")
         sys.exit(_mistake.exit_code)

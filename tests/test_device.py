@@ -111,20 +111,32 @@ def test_a_wrong_environment_ends_the_process_with_a_message(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected", "why"),
+    ("vendor", "flags", "expected", "why"),
     [
-        ({"avx2", "avx512_bf16"}, torch.bfloat16, "the CPU has avx512_bf16"),
-        ({"amx_bf16", "avx512_bf16"}, torch.bfloat16, "the CPU has amx_bf16"),
-        ({"avx2", "avx512f"}, torch.float32, "neither"),
+        ("AuthenticAMD", "avx512f avx512_bf16", torch.bfloat16, "the CPU has avx512_bf16"),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", torch.bfloat16, "the CPU has amx_bf16"),
+        ("GenuineIntel", "avx512f avx512_bf16", torch.float32, "slower than fp32"),
+        ("AuthenticAMD", "avx2 avx512f", torch.float32, "neither"),
     ],
 )
-def test_a_cpu_computes_in_bf16_only_where_it_has_it(
-    flags: set[str], expected: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cpu_computes_in_bf16_only_where_that_is_faster(
+    vendor: str, flags: str, expected: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(host, "_cpuinfo", {"vendor_id": vendor, "flags": flags, "model name": "X"}.get)
     compute = compute_init("cpu")
     assert compute.dtype == expected
     assert why in compute.dtype_reason
+
+
+@pytest.mark.parametrize(("flags", "said"), [("avx2 avx512f", "fast"), ("avx2", "slow")])
+def test_a_cpu_without_wide_registers_is_called_slow(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
+    monkeypatch.delenv("NANOCHAT_DTYPE", raising=False)
+    monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
+    runpy.run_module("nanochat.device", run_name="__main__")
+    assert capsys.readouterr().out == f"cpu float32 1 {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -257,9 +269,10 @@ def test_what_the_compiler_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "no C++ compiler" in device.compiler_missing(CPU)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).endswith("Python.h") and exists(path))
     assert "python3-dev" in device.compiler_missing(CPU)
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    monkeypatch.setattr(os.path, "exists", lambda path: str(path).endswith("Python.h") or exists(path))
     assert device.compiler_missing(CPU) == ""
     assert device.compiler_missing(pretend(Ascend())) == "off on NPUs"
     assert device.compiler_missing(pretend(Nvidia())) == ""

@@ -82,7 +82,7 @@ def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     yield f"{path} line {first + 1}", "".join(lines).strip()
 
 
-READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt}
+READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".txt": _read_txt, ".md": _read_txt}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

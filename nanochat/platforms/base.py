@@ -94,6 +94,10 @@ class Platform:
         """How many such devices this process sees."""
         return int(self.module.device_count())
 
+    def is_slow(self) -> bool:
+        """Whether it takes several times as long as others of its kind, so that a speedrun should be a small one."""
+        return False
+
     def best_dtype(self) -> tuple[torch.dtype, str]:
         """The number format to compute in, and why."""
         raise NotImplementedError

@@ -27,6 +27,7 @@ def test_json_lines_give_a_document_each(tmp_path, capsys):
 
 def test_a_text_file_is_split_at_marks_and_where_it_grows_long(tmp_path, monkeypatch):
     assert read(tmp_path / "a.txt", "one\n\nstill one\n") == ["one\n\nstill one"]
+    assert read(tmp_path / "a.md", "# one\n\nstill one\n") == ["# one\n\nstill one"]
     assert read(tmp_path / "a.txt", "one\n<|endoftext|>\ntwo\n<|endoftext|>\n") == ["one", "two"]
     monkeypatch.setattr(textfiles, "LONG_TXT", 5)
     assert read(tmp_path / "a.txt", "abc\ndef\n\nghi\n\njkl\n") == ["abc\ndef", "ghi\n\njkl"]

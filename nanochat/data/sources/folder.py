@@ -55,7 +55,7 @@ def check_name(name: str) -> None:
 def import_folder(
     source: Path, name: str | None = None, text_column: str = "text", bars: Bars = quiet, make: str | None = None
 ) -> Corpus:
-    """Make a corpus from a .parquet, .jsonl or .txt file, or from all such files in a folder and its subfolders.
+    """Make a corpus from a .parquet, .jsonl, .txt or .md file, or from all such files in a folder and its subfolders.
 
     Files are read in order of path. A .txt file is one document, split at lines `<|endoftext|>` and, beyond 20,000
     characters, at the next blank line. `make` is the command that makes the corpus again, if it is not the import.

@@ -18,7 +18,7 @@ def read_list(path: Path, folder: Path) -> list[Remote]:
     """The files that a list names: an address on each line, and after it the file's SHA-256 if you know it.
 
     Blank lines and lines that begin with # are skipped. Files of the same name get a number in front. UserError (code
-    2) names the line that is no address of a .parquet, .jsonl or .txt file.
+    2) names the line that is no address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
