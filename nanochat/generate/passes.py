@@ -4,11 +4,13 @@ Passes.decode() is the one place that a graph of fixed shapes can replace. With 
 shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in the cache.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.request import Request
 from nanochat.nn.cache import Cache, Spans
@@ -20,9 +22,10 @@ HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at th
 class Passes:
     """The passes of a model over one cache."""
 
-    def __init__(self, model: Model, cache: Cache, length: int, pad: bool):
-        """`pad` rounds the shape of every pass up to one of a few sizes."""
+    def __init__(self, model: Model, cache: Cache, length: int, pad: bool, adapters: Adapters | None = None):
+        """`pad` rounds the shape of every pass up to one of a few sizes. `adapters` are those that requests ask for."""
         self.model, self.cache, self.length, self.pad = model, cache, length, pad
+        self.adapters = adapters
         self.count = 0
 
     def decode(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
@@ -53,11 +56,19 @@ class Passes:
         borrowed = slice(first + len(pieces), first + B)
         kept = self.cache.kept(borrowed) if spare else None
         spans = Spans(tokens[first : first + B], fresh)
-        hidden = self.model.hidden(idx, self.cache, slice(first, first + B), lengths, spans)
+        with self._adapted(held[first : first + B]):
+            hidden = self.model.hidden(idx, self.cache, slice(first, first + B), lengths, spans)
         if kept:
             self.cache.restore(borrowed, kept)
         self.count += 1
         return hidden
+
+    def _adapted(self, rows: Sequence[Request | None]) -> contextlib.AbstractContextManager[None]:
+        """Within this, every row of a pass has the adapter that its request asks for."""
+        if self.adapters is None:
+            return contextlib.nullcontext()
+        numbers = [self.adapters.number(request.sampling.adapter) if request else NONE for request in rows]
+        return self.adapters.rows(numbers)
 
     def score(self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]) -> None:
         """Give the requests that asked for them the log-probabilities of the tokens after each token of their pieces.

@@ -1,5 +1,6 @@
 """Which model a chat is with: one that was trained here, or the folder of a published one."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -7,12 +8,15 @@ from typing import Annotated, Literal, cast
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
+from nanochat.checkpoint_manager.huggingface.adapter import read_adapter
 from nanochat.checkpoint_manager.load import Loaded, load_model, load_published
 from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
+from nanochat.generate.adapters import Adapters
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
+NEEDS_BASE = "--adapter belongs to a published model: name its folder with --model"
 LONGEST = 4096  # tokens of a chat where nobody says more: the contexts of published models would take all memory
 
 
@@ -28,8 +32,6 @@ class ModelFlags:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
     """Folder of a published Qwen model to chat with instead: config.json, tokenizer.json and safetensors files."""
-    adapter: Path | None = None
-    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it."""
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096, since memory grows with it."""
 
@@ -44,18 +46,18 @@ class Chosen:
     latest: str = ""
 
 
-def choose(flags: ModelFlags, dtype: str, compute: Compute) -> Chosen:
-    """Load the model that the flags name, in the number format `dtype` (auto: the device's). UserError if the flags do
-    not go together or the model cannot be loaded."""
+def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None = None) -> Chosen:
+    """Load the model that the flags name, in the number format `dtype` (auto: the device's), with the adapter of a
+    folder merged into it. UserError if the flags do not go together or the model cannot be loaded."""
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
     given = bool(flags.source or flags.model_tag or flags.step)
-    if flags.model is None and flags.adapter is not None:
-        raise UserError("--adapter belongs to a published model: name its folder with --model", exit_code=2)
+    if flags.model is None and adapter is not None:
+        raise UserError(NEEDS_BASE, exit_code=2)
     if flags.model is not None and given:
         raise UserError("--model names a published model, and -i, -g and -s one that was trained here: give either", 2)
     if flags.model is not None:
-        loaded = load_published(flags.model, flags.adapter, compute)
+        loaded = load_published(flags.model, adapter, compute)
         return Chosen(loaded, _context(flags, loaded), [])
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
@@ -64,15 +66,10 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute) -> Chosen:
 
 def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
     """The name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. `flags` are
-    those of the first model, whose folder an adapter belongs to. UserError if the value cannot be read or loaded."""
+    those of the first model. UserError if the value cannot be read or loaded."""
     name, equals, place = words.partition("=")
     if equals and name and place:
-        folder = Path(place).expanduser()
-        if not (folder / ADAPTER_SETTINGS).is_file():
-            return name, choose(ModelFlags(model=folder, context=flags.context), dtype, compute)
-        if flags.model is None:
-            raise UserError(f"--also {words} names an adapter: name the folder of its base with --model", exit_code=2)
-        return name, choose(ModelFlags(model=flags.model, adapter=folder, context=flags.context), dtype, compute)
+        return name, choose(ModelFlags(model=Path(place).expanduser(), context=flags.context), dtype, compute)
     stage, _, rest = words.partition("/")
     tag, _, step = rest.partition("/")
     if stage not in STAGES or not tag or not (step.isdecimal() or not step):
@@ -83,6 +80,40 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
         )
     own = ModelFlags(cast(Source, stage), tag, int(step) if step else None, context=flags.context)
     return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
+
+
+def names_adapter(words: str) -> bool:
+    """Whether a value of --also, NAME=FOLDER, is an adapter's."""
+    _, _, place = words.partition("=")
+    return bool(place) and (Path(place).expanduser() / ADAPTER_SETTINGS).is_file()
+
+
+def adapter_folders(values: Sequence[str], model: Path | None) -> dict[str, Path]:
+    """The folders of the adapters that values of --adapter or --also ask for, by name: NAME=FOLDER, or FOLDER, whose
+    own name is then the adapter's. UserError if there is no folder of a base, `model`, or a name is given twice."""
+    if values and model is None:
+        raise UserError(NEEDS_BASE, exit_code=2)
+    found: dict[str, Path] = {}
+    for words in values:
+        name, equals, place = words.partition("=")
+        folder = Path(place if equals else words).expanduser().resolve()
+        name = name if equals else folder.name
+        if not name or (equals and not place):
+            raise UserError(f"--adapter must be NAME=FOLDER or FOLDER, got {words!r}", exit_code=2)
+        if name in found:
+            raise UserError(f"two adapters would have the name {name!r}: give one another name, as NAME=FOLDER", 2)
+        found[name] = folder
+    return found
+
+
+def hold_adapters(first: Chosen, folders: Mapping[str, Path], compute: Compute) -> Adapters | None:
+    """The adapters of folders, held beside the model that was chosen; None if there are none. UserError if one cannot
+    be read or is of another base."""
+    model = first.loaded.model
+    if not folders:
+        return None
+    given = {name: read_adapter(model, folder) for name, folder in folders.items()}
+    return Adapters(model, given, model.dtype, compute.device)
 
 
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
