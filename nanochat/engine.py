@@ -23,6 +23,7 @@ from nanochat.generate.calls import Calls
 from nanochat.generate.events import Completion as Completion
 from nanochat.generate.events import Event as Event
 from nanochat.generate.events import Finish as Finish
+from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
 from nanochat.generate.reply import TextStream as TextStream
 from nanochat.generate.reply import reply_parts as reply_parts
@@ -32,6 +33,7 @@ from nanochat.generate.sampling import Choice, Sampling, choose, uniform
 from nanochat.generate.schema import Schemas
 from nanochat.generate.stops import StoppedReply
 from nanochat.nn.model import Model
+from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
@@ -46,7 +48,8 @@ class Engine:
     read between two decoding passes. `pad` rounds the shape of every pass up to one of a few sizes (default: only on
     accelerators, where every new shape costs a compilation). `kept` adds slots to the cache in which finished chats
     wait for their next turn; slots that no request occupies serve for that in any case. `adapters` are those of the
-    model that requests may name.
+    model that requests may name. With `graphs`, the platform of a device that can capture, decoding passes are replayed as
+    one launch each.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Engine:
         pad: bool | None = None,
         kept: int = 0,
         adapters: Adapters | None = None,
+        graphs: Platform | None = None,
     ):
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -80,7 +84,8 @@ class Engine:
         self._rows = Rows(cache, slots, slots + kept)
         pad = model.operations.shape_grain > 1 if pad is None else pad
         self._adapters = adapters
-        self._passes = Passes(model, cache, self.length, pad, adapters)
+        self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs)
+        self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0
         self._schemas = Schemas(tokenizer)

@@ -1,7 +1,8 @@
 """Runs new tokens of requests through the model: the shapes of passes, and the scores of prompts.
 
-Passes.decode() is the one place that a graph of fixed shapes can replace. With `pad`, a decoding pass has one of a few
-shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in the cache.
+Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a decoding pass has one of a
+few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in the
+cache.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.events import Alternatives, Scored
+from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.request import Request
 from nanochat.nn.cache import Cache, Spans
 from nanochat.nn.model import Model
@@ -22,15 +24,30 @@ HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at th
 class Passes:
     """The passes of a model over one cache."""
 
-    def __init__(self, model: Model, cache: Cache, length: int, pad: bool, adapters: Adapters | None = None):
-        """`pad` rounds the shape of every pass up to one of a few sizes. `adapters` are those that requests ask for."""
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        length: int,
+        pad: bool,
+        adapters: Adapters | None = None,
+        graphs: DecodeGraphs | None = None,
+    ):
+        """`pad` rounds the shape of every pass up to one of a few sizes. `adapters` are those that requests ask for,
+        `graphs` replay decoding passes."""
         self.model, self.cache, self.length, self.pad = model, cache, length, pad
-        self.adapters = adapters
+        self.adapters, self.graphs = adapters, graphs
         self.count = 0
 
     def decode(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
         """Feed the next token of each of the first `count` requests; return the logits of the tokens after them."""
         pieces = [request.tokens[request.cached : request.cached + 1] for request in held[:count] if request]
+        if self.graphs is not None:
+            tokens = [request.cached if request else 0 for request in held]
+            logits = self.graphs.step([token for (token,) in pieces], tokens)
+            if logits is not None:
+                self.count += 1
+                return logits
         return self.model.logits(self.run(held, 0, pieces)[:count, 0])
 
     def run(
