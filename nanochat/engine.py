@@ -48,8 +48,8 @@ class Engine:
     read between two decoding passes. `pad` rounds the shape of every pass up to one of a few sizes (default: only on
     accelerators, where every new shape costs a compilation). `kept` adds slots to the cache in which finished chats
     wait for their next turn; slots that no request occupies serve for that in any case. `adapters` are those of the
-    model that requests may name. With `graphs`, the platform of a device that can capture, decoding passes are replayed as
-    one launch each.
+    model that requests may name. With `graphs`, the platform of a device that can capture, every decoding pass is
+    replayed as one launch.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         self._rows = Rows(cache, slots, slots + kept)
         pad = model.operations.shape_grain > 1 if pad is None else pad
         self._adapters = adapters
-        self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs)
+        self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0

@@ -9,7 +9,7 @@ Shapes: N adapters, R the largest rank, B rows, T tokens of a row.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -27,7 +27,8 @@ SPREAD = 4  # with more adapters than this for each row, copying those of the ro
 class _Rows:
     """Which adapter each row of a pass has."""
 
-    numbers: tuple[int, ...]
+    only: int | None  # the adapter of all rows, or NONE; None: the rows differ
+    masked: bool  # whether to multiply with all adapters and mask those of other rows
     index: Tensor  # (B,) the numbers, 0 for rows that have none
     has: Tensor  # (B, 1, 1) 1 where a row has an adapter, else 0
     mask: Tensor  # (B, N * R) 1 at the ranks of the row's adapter, else 0
@@ -43,7 +44,8 @@ class Adapters:
         self._rank = max((adapter.config.rank for adapter in given.values()), default=0)
         self._count, self._dtype, self._device = len(given), dtype, device
         self._rows: _Rows | None = None
-        self._last: _Rows | None = None
+        self._last: tuple[tuple[int, ...], _Rows] | None = None
+        self._fixed: dict[int, _Rows] = {}
         changed = {name.rpartition(".lora_")[0] for adapter in given.values() for name in adapter.values}
         for name, matrix in model.named_modules():
             if name in changed and isinstance(matrix, Linear):
@@ -62,12 +64,19 @@ class Adapters:
         return self._numbers[name]
 
     @contextlib.contextmanager
-    def rows(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Within this, row i of every pass has the adapter of numbers[i]."""
+    def rows(self, numbers: Sequence[int], fixed: bool = False) -> Iterator[None]:
+        """Within this, row i of every pass has the adapter of numbers[i]. With `fixed`, for graphs, passes of so many
+        single tokens run the same operators on the same memory whatever the numbers are."""
         wanted = tuple(numbers)
-        if self._last is None or self._last.numbers != wanted:
-            self._last = self._placed(wanted)
-        self._rows = self._last
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, self._placed(wanted)
+        self._rows = self._last[1]
+        if fixed:
+            if len(wanted) not in self._fixed:
+                own = torch.zeros_like(self._rows.mask)
+                self._fixed[len(wanted)] = replace(self._rows, only=None, masked=True, mask=own)
+            self._rows = self._fixed[len(wanted)]
+            self._rows.mask.copy_(self._last[1].mask)
         try:
             yield
         finally:
@@ -76,14 +85,19 @@ class Adapters:
     @property
     def current(self) -> _Rows | None:
         """The rows of the pass that runs; None if none has an adapter."""
-        return self._rows if self._rows is not None and max(self._rows.numbers) > NONE else None
+        return self._rows if self._rows is not None and self._rows.only != NONE else None
 
     def _placed(self, numbers: tuple[int, ...]) -> _Rows:
         index = torch.tensor(numbers)
         mask = (index[:, None] == torch.arange(self._count).repeat_interleave(self._rank)).to(self._dtype)
         has = (index > NONE).to(self._dtype)[:, None, None]
+        only = numbers[0] if len(set(numbers)) == 1 else None
         return _Rows(
-            numbers, index.clamp_min(0).to(self._device), has.to(self._device), mask.to(self._device, non_blocking=True)
+            only,
+            self._count <= SPREAD * len(numbers),
+            index.clamp_min(0).to(self._device),
+            has.to(self._device),
+            mask.to(self._device, non_blocking=True),
         )
 
     def _halves(self, name: str, matrix: Linear, given: Sequence[Adapter]) -> "_Halves":
@@ -111,11 +125,11 @@ class _Halves:
         rows = self.adapters.current
         if rows is None:
             return y
-        flat, only = y.flatten(0, -2), rows.numbers[0]
-        if all(number == only for number in rows.numbers):
-            low = F.linear(x, self.first[only]).flatten(0, -2)
-            return torch.addmm(flat, low, self.second[only]).view_as(y)
-        if x.size(1) == 1 and self.first.size(0) <= SPREAD * len(rows.numbers):
+        flat = y.flatten(0, -2)
+        if rows.only is not None:
+            low = F.linear(x, self.first[rows.only]).flatten(0, -2)
+            return torch.addmm(flat, low, self.second[rows.only]).view_as(y)
+        if x.size(1) == 1 and rows.masked:
             low = F.linear(x, self.first.flatten(0, 1)).flatten(0, -2) * rows.mask
             return torch.addmm(flat, low, self.second.flatten(0, 1)).view_as(y)
         low = torch.bmm(x, self.first[rows.index].mT) * rows.has

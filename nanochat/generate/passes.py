@@ -1,8 +1,8 @@
 """Runs new tokens of requests through the model: the shapes of passes, and the scores of prompts.
 
-Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a decoding pass has one of a
-few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in the
-cache.
+Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a decoding pass has one
+of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in
+the cache.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Passes:
         pieces = [request.tokens[request.cached : request.cached + 1] for request in held[:count] if request]
         if self.graphs is not None:
             tokens = [request.cached if request else 0 for request in held]
-            logits = self.graphs.step([token for (token,) in pieces], tokens)
+            logits = self.graphs.step([token for (token,) in pieces], tokens, self._numbers(held[:count]))
             if logits is not None:
                 self.count += 1
                 return logits
@@ -84,8 +84,14 @@ class Passes:
         """Within this, every row of a pass has the adapter that its request asks for."""
         if self.adapters is None:
             return contextlib.nullcontext()
-        numbers = [self.adapters.number(request.sampling.adapter) if request else NONE for request in rows]
-        return self.adapters.rows(numbers)
+        return self.adapters.rows(self._numbers(rows))
+
+    def _numbers(self, rows: Sequence[Request | None]) -> list[int]:
+        """The numbers of the adapters that the requests of rows ask for."""
+        adapters = self.adapters
+        if adapters is None:
+            return [NONE] * len(rows)
+        return [adapters.number(request.sampling.adapter) if request else NONE for request in rows]
 
     def score(self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]) -> None:
         """Give the requests that asked for them the log-probabilities of the tokens after each token of their pieces.

@@ -148,6 +148,21 @@ def test_what_one_adapter_has_read_is_not_used_for_another(family: str, folder: 
     assert together.prompt_tokens_reused == len(prompt) - 1
 
 
+def test_rows_of_a_graph_are_changed_in_place(family: str, folder: Path) -> None:
+    model, adapters = holding(family, folder)
+    idx = torch.randint(0, VOCABULARY, (3, 1), generator=torch.Generator().manual_seed(2))
+    kept = []
+    for numbers in ([1, 1, 1], [NONE, 0, 2], [NONE, NONE, NONE]):
+        with torch.no_grad():
+            with adapters.rows(numbers):
+                wanted = model(idx)
+            with adapters.rows(numbers, fixed=True):
+                torch.testing.assert_close(model(idx), wanted, rtol=1e-5, atol=1e-5)
+                assert adapters.current is not None
+                kept.append(adapters.current.mask.data_ptr())
+    assert len(set(kept)) == 1
+
+
 def test_an_unknown_adapter_is_refused_before_it_reaches_a_step(family: str, folder: Path) -> None:
     one = engine(family, folder)
     for ask in (one.submit, one.check):
