@@ -24,7 +24,6 @@ from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_temperature
-from nanochat.runtime import graphs
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import Remote
 from nanochat.serve.cli.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
@@ -59,9 +58,6 @@ class Config(ModelFlags):
     """Language of this program's own messages. auto: the language of the terminal (LC_ALL, LC_MESSAGES, LANG)."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
-    graphs: bool = False
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. It pays where the host launches operators
-    too slowly. On an NPU, export TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
@@ -356,12 +352,9 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         return chat
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
-        if cfg.graphs:
-            graphs.check_device(compute)
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
-    captures = compute.platform if cfg.graphs else None
-    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=captures)
+    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     sampling = replace(sampling, temperature=temperature.value)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)

@@ -70,8 +70,7 @@ class Config:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     graphs: bool = False
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. It pays where the host launches operators
-    too slowly. On an NPU, export TASK_QUEUE_ENABLE=1."""
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 

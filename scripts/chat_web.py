@@ -27,8 +27,6 @@ from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Temperature, chat_temperature
-from nanochat.platforms.base import Platform
-from nanochat.runtime import graphs
 from nanochat.serve.chosen import (
     Chosen,
     ModelFlags,
@@ -73,9 +71,6 @@ class Config(ModelFlags):
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
-    graphs: bool = False
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. It pays where the host launches operators
-    too slowly. On an NPU, export TASK_QUEUE_ENABLE=1."""
     host: str = "127.0.0.1"
     """Address to listen on. 127.0.0.1 serves only this machine; 0.0.0.0 lets other machines in."""
     port: Annotated[int, arg(aliases=["-p"])] = 8000
@@ -221,11 +216,9 @@ def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
     return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
 
 
-def loadable(
-    name: str, chosen: Chosen, cfg: Config, captures: Platform | None = None, adapters: Adapters | None = None
-) -> tuple[Loadable, Temperature]:
+def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Temperature]:
     """A chosen model with an engine, as the server takes it, and its temperature with the reason. The engine holds
-    `adapters`, and replays what a platform `captures`."""
+    `adapters`."""
     loaded = chosen.loaded
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     announced = Announced(
@@ -239,7 +232,12 @@ def loadable(
         about=about(loaded, chosen.others),
     )
     engine = Engine(
-        loaded.model, loaded.tokenizer, slots=cfg.slots, length=chosen.context, adapters=adapters, graphs=captures
+        loaded.model,
+        loaded.tokenizer,
+        slots=cfg.slots,
+        length=chosen.context,
+        adapters=adapters,
+        graphs=chosen.captures,
     )
     return Loadable(engine, loaded.tokenizer, announced), temperature
 
@@ -270,12 +268,9 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
 
 def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     """The models that the flags name, loaded, the default one first. UserError if one cannot be served."""
-    if cfg.graphs:
-        graphs.check_device(compute)
-    captures = compute.platform if cfg.graphs else None
     also = [words for words in cfg.also if not names_adapter(words)]
     folders = adapter_folders([*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model)
-    if captures and also:
+    if cfg.graphs and also:
         raise UserError("--graphs serves one model and its adapters: leave out --graphs, or the models of --also", 2)
     first = choose(cfg, cfg.dtype, compute)
     loaded = first.loaded
@@ -291,7 +286,7 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     adapters = hold_adapters(first, folders, compute)
     models: list[Loadable] = []
     for name, each in chosen.items():
-        model, temperature = loadable(name, each, cfg, captures, adapters if each is first else None)
+        model, temperature = loadable(name, each, cfg, adapters if each is first else None)
         models.append(model)
         tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
         called = f", in the API {harmless(name)}" if cfg.also or folders else ""

@@ -14,6 +14,8 @@ from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
+from nanochat.platforms.base import Platform
+from nanochat.runtime import graphs
 
 Source = Literal["base", "mid", "sft", "rl", "tune"]
 NEEDS_BASE = "--adapter belongs to a published model: name its folder with --model"
@@ -22,7 +24,7 @@ LONGEST = 4096  # tokens of a chat where nobody says more: the contexts of publi
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """The flags that choose a model to chat with."""
+    """The flags that choose a model to chat with, and how it decodes."""
 
     source: Annotated[Source | None, arg(aliases=["-i"])] = None
     """Stage of the model. Default: the stage of the model that was trained last."""
@@ -32,6 +34,8 @@ class ModelFlags:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
     """Folder of a published Qwen model to chat with instead: config.json, tokenizer.json and safetensors files."""
+    graphs: bool = False
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096, since memory grows with it."""
 
@@ -44,6 +48,7 @@ class Chosen:
     context: int
     others: list[str]
     latest: str = ""
+    captures: Platform | None = None  # what replays decoding steps, with --graphs
 
 
 def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None = None) -> Chosen:
@@ -51,6 +56,9 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
     folder merged into it. UserError if the flags do not go together or the model cannot be loaded."""
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
+    if flags.graphs:
+        graphs.check_device(compute)
+    captures = compute.platform if flags.graphs else None
     given = bool(flags.source or flags.model_tag or flags.step)
     if flags.model is None and adapter is not None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -58,10 +66,10 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
         raise UserError("--model names a published model, and -i, -g and -s one that was trained here: give either", 2)
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
-        return Chosen(loaded, _context(flags, loaded), [])
+        return Chosen(loaded, _context(flags, loaded), [], captures=captures)
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
-    return Chosen(loaded, _context(flags, loaded), newest.others(), "" if given else newest.saved)
+    return Chosen(loaded, _context(flags, loaded), newest.others(), "" if given else newest.saved, captures)
 
 
 def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:

@@ -24,10 +24,12 @@ from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
+from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.connections import Caps
 from nanochat.serve.server import Settings, create_app
 from scripts.chat_web import Config, addresses, chat_web, check, is_local, listen, models_of, only_runs, settings_of
+from tests.emulated_npu.worker import on_npu
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running, serving
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
@@ -286,3 +288,18 @@ def test_adapters_that_cannot_be_served_are_refused_before_the_server_listens(pu
     flags = {name: tuple(word.format(**places) for word in words) for name, words in flags.items()}
     with pytest.raises(UserError, match=said):
         models_of(Config(model=published, **flags), compute_init("cpu"))
+
+
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_graphs_serve_one_model_and_its_adapters(published: Path) -> None:
+    compute = compute_init("npu")
+    words = {"model": published, "adapter": (f"pip={published.parent / 'mine'}",)}
+    with pytest.raises(UserError, match="--graphs serves one model and its adapters"):
+        models_of(Config(**words, also=(f"other={published}",), graphs=True), compute)
+    (pip, base), (_, plain) = (models_of(Config(**words, graphs=graphs), compute) for graphs in (True, False))
+    assert pip.engine is base.engine and base.engine.graphs is not None and plain.engine.graphs is None
+    for adapter in ("pip", ""):
+        sampling = Sampling(0.0, max_tokens=9, adapter=adapter)
+        said = [each.engine.generate([[1, 2, 3]], sampling)[0].tokens for each in (base, plain)]
+        assert said[0] == said[1]
+    assert base.engine.graphs.replays > 8
