@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
+from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained
 from nanochat.common import UserError, base_dir, log, run, tr, warn
 from nanochat.data.traits import traits
@@ -209,11 +209,11 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 # --- serving -------------------------------------------------------------------------------------
 
 
-def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
+def about(chosen: Chosen) -> dict[str, Any]:
     """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    knows = traits(loaded.corpus).knows
-    return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
+    corpus = chosen.loaded.corpus
+    parameters, knows = chosen.parameters, traits(corpus).knows
+    return {"corpus": corpus, "parameters": parameters, "knows": knows, "others": chosen.others}
 
 
 def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Temperature]:
@@ -229,7 +229,7 @@ def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None =
         temperature=temperature.value,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
-        about=about(loaded, chosen.others),
+        about=about(chosen),
     )
     engine = Engine(
         loaded.model,

@@ -58,6 +58,7 @@ class Linear(nn.Linear):
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see qwen/int8.py
         # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
         self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -70,7 +71,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
         dtype = input.dtype
-        y = F.linear(input, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.packed is None:
+            y = F.linear(input, self.weight.to(dtype), bias)
+        else:
+            y = self.packed(input) if bias is None else self.packed(input) + bias
         if self.several is not None:
             return self.several(input, y)
         if self.lora_A is None or self.lora_B is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
+import torch
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.huggingface.adapter import SETTINGS as ADAPTER_SETTINGS
@@ -14,6 +15,8 @@ from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
+from nanochat.nn.qwen.int8 import hold_in_int8
+from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms.base import Platform
 from nanochat.runtime import graphs
 
@@ -34,6 +37,9 @@ class ModelFlags:
     """Step of the checkpoint. Default: the last. Give an earlier step to compare it."""
     model: Path | None = None
     """Folder of a published Qwen model to chat with instead: config.json, tokenizer.json and safetensors files."""
+    weights: Literal["auto", "int8"] = "auto"
+    """Number format of the matrices. auto: that of the computation. int8 decodes faster on a CPU that computes in bf16.
+    Qwen models only; replies change a little."""
     graphs: bool = False
     """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
     context: int | None = None
@@ -48,6 +54,7 @@ class Chosen:
     context: int
     others: list[str]
     latest: str = ""
+    parameters: int = 0  # how many the model has
     captures: Platform | None = None  # what replays decoding steps, with --graphs
 
 
@@ -66,10 +73,31 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
         raise UserError("--model names a published model, and -i, -g and -s one that was trained here: give either", 2)
     if flags.model is not None:
         loaded = load_published(flags.model, adapter, compute)
-        return Chosen(loaded, _context(flags, loaded), [], captures=captures)
+        parameters = _held(flags, loaded, compute)
+        return Chosen(loaded, _context(flags, loaded), [], "", parameters, captures)
     newest = trained(flags.source, flags.model_tag)[0]
     loaded = load_model(newest.stage, newest.tag, flags.step, compute)
-    return Chosen(loaded, _context(flags, loaded), newest.others(), "" if given else newest.saved, captures)
+    parameters, latest = _held(flags, loaded, compute), "" if given else newest.saved
+    return Chosen(loaded, _context(flags, loaded), newest.others(), latest, parameters, captures)
+
+
+def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
+    """Hold the model's matrices as --weights says, and return how many parameters it has. UserError if 8 bits would not
+    make it faster here."""
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    if flags.weights == "int8":
+        why = ""
+        if not compute.platform.is_host:
+            why = f"8-bit matrices are for CPUs, and this device is {compute.device_type}"
+        elif compute.dtype != torch.bfloat16:
+            used = str(compute.dtype).removeprefix("torch.")
+            why = f"8-bit matrices are faster only where a CPU computes in bfloat16, and this one computes in {used}"
+        elif not isinstance(loaded.model, Qwen):
+            why = "this is no Qwen model, and no other family has matrices in 8 bits"
+        if why:
+            raise UserError(f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2)
+        hold_in_int8(loaded.model)
+    return parameters
 
 
 def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
@@ -77,7 +105,8 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
     those of the first model. UserError if the value cannot be read or loaded."""
     name, equals, place = words.partition("=")
     if equals and name and place:
-        return name, choose(ModelFlags(model=Path(place).expanduser(), context=flags.context), dtype, compute)
+        own = ModelFlags(model=Path(place).expanduser(), weights=flags.weights, context=flags.context)
+        return name, choose(own, dtype, compute)
     stage, _, rest = words.partition("/")
     tag, _, step = rest.partition("/")
     if stage not in STAGES or not tag or not (step.isdecimal() or not step):
@@ -86,7 +115,8 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
             f"NAME=FOLDER, got {words!r}",
             exit_code=2,
         )
-    own = ModelFlags(cast(Source, stage), tag, int(step) if step else None, context=flags.context)
+    source, number = cast(Source, stage), int(step) if step else None
+    own = ModelFlags(source, tag, number, weights=flags.weights, context=flags.context)
     return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
 
 

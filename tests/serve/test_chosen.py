@@ -169,3 +169,20 @@ def test_an_adapter_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, c
         return
     with pytest.raises(UserError, match=said):
         hold_adapters(first, {"mine": mine}, on_cpu())
+
+
+def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_folder: Path) -> None:
+    flags = ModelFlags(model=folder, weights="int8")
+    plain = choose(ModelFlags(model=folder), "bfloat16", on_cpu())
+    packed = choose(flags, "bfloat16", on_cpu())
+    assert packed.parameters == plain.parameters > sum(p.numel() for p in packed.loaded.model.parameters())
+    assert 0 < (logits(packed) - logits(plain)).abs().max() < 0.2 * logits(plain).abs().max()
+    assert choose_also(f"other={folder}", flags, "bfloat16", on_cpu())[1].loaded.model.head.packed is not None
+    with pytest.raises(
+        UserError, match="faster only where a CPU computes in bfloat16, and this one computes in float32"
+    ):
+        choose(flags, "float32", on_cpu())
+    tiny_checkpoint("sft", 10)
+    with pytest.raises(UserError, match=r"no Qwen model.*Leave --weights out") as caught:
+        choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
+    assert caught.value.exit_code == 2
