@@ -16,12 +16,14 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import UserError
+from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.calls import FAILED as FAILED
 from nanochat.generate.calls import Calls
 from nanochat.generate.events import Completion as Completion
 from nanochat.generate.events import Event as Event
 from nanochat.generate.events import Finish as Finish
+from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.passes import Passes
 from nanochat.generate.reply import TextStream as TextStream
 from nanochat.generate.reply import reply_parts as reply_parts
@@ -31,6 +33,7 @@ from nanochat.generate.sampling import Choice, Sampling, choose, uniform
 from nanochat.generate.schema import Schemas
 from nanochat.generate.stops import StoppedReply
 from nanochat.nn.model import Model
+from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one prompt in a prefill pass
@@ -44,7 +47,9 @@ class Engine:
     reply together, in tokens (default and maximum: the model's context). `prefill_tokens` is the most prompt tokens
     read between two decoding passes. `pad` rounds the shape of every pass up to one of a few sizes (default: only on
     accelerators, where every new shape costs a compilation). `kept` adds slots to the cache in which finished chats
-    wait for their next turn; slots that no request occupies serve for that in any case.
+    wait for their next turn; slots that no request occupies serve for that in any case. `adapters` are those of the
+    model that requests may name. With `graphs`, the platform of a device that can capture, every decoding pass is
+    replayed as one launch.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class Engine:
         prefill_tokens: int = CHUNK,
         pad: bool | None = None,
         kept: int = 0,
+        adapters: Adapters | None = None,
+        graphs: Platform | None = None,
     ):
         context = model.config.sequence_len
         if tokenizer.vocab_size != model.config.vocab_size:
@@ -76,7 +83,9 @@ class Engine:
         cache = model.new_cache(slots + kept, self.length, dtype)
         self._rows = Rows(cache, slots, slots + kept)
         pad = model.operations.shape_grain > 1 if pad is None else pad
-        self._passes = Passes(model, cache, self.length, pad)
+        self._adapters = adapters
+        self.graphs = None if graphs is None else DecodeGraphs(model, cache, graphs, adapters)
+        self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0
         self._schemas = Schemas(tokenizer)
@@ -110,10 +119,10 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Queue a prompt and return its request number.
 
-        UserError if the prompt is empty or leaves no room for a reply, if a token is not in the vocabulary, or if the
-        schema cannot be met. What is accepted here fails no step.
+        UserError if the prompt is empty or leaves no room for a reply, if a token is not in the vocabulary, if there
+        is no adapter of the name, or if the schema cannot be met. What is accepted here fails no step.
         """
-        check(prompt, sampling, self.length, self.model.config.vocab_size)
+        self._check(prompt, sampling)
         request = Request(
             self._next_request, list(prompt), len(prompt), sampling, random.Random(sampling.seed), Calls(self.tokenizer)
         )
@@ -133,9 +142,16 @@ class Engine:
 
         What takes long, the automaton of a schema, is then ready for submit().
         """
-        check(prompt, sampling, self.length, self.model.config.vocab_size)
+        self._check(prompt, sampling)
         if sampling.schema is not None:
             self._schemas.grammar(sampling.schema)
+
+    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        check(prompt, sampling, self.length, self.model.config.vocab_size)
+        if self._adapters is not None:
+            self._adapters.number(sampling.adapter)
+        elif sampling.adapter:
+            raise UserError(f"there is no adapter {sampling.adapter!r}: this engine has none. Ask for no adapter", 2)
 
     def submit_samples(self, prompt: Sequence[int], sampling: Sampling, samples: int) -> list[int]:
         """Queue `samples` requests with one prompt, which is read once, and return their numbers.
@@ -211,10 +227,14 @@ class Engine:
         if not self._waiting or not self.free_slots:
             return
         arrived = [self._waiting.popleft() for _ in range(min(self.free_slots, len(self._waiting)))]
-        originals: dict[tuple[int, ...], Request] = {}
+        originals: dict[tuple[str, tuple[int, ...]], Request] = {}
+
+        def key(request: Request) -> tuple[str, tuple[int, ...]]:
+            return request.sampling.adapter, tuple(request.tokens)
+
         for request in sorted(arrived, key=lambda request: request.prompt):
-            originals.setdefault(tuple(request.tokens), request)
-        copies = [request for request in arrived if request is not originals[tuple(request.tokens)]]
+            originals.setdefault(key(request), request)
+        copies = [request for request in arrived if request is not originals[key(request)]]
         self._rows.remember(originals.values())
         for request in [*originals.values(), *copies]:
             self._rows.take(request)

@@ -34,6 +34,8 @@ from nanochat.serve.cli.transcript import instructions, read_transcript, write_t
 class Config(ModelFlags):
     """Chat with a trained model in the terminal."""
 
+    adapter: Path | None = None
+    """Folder of an adapter (LoRA) for the model of --model, as scripts.finetune or peft wrote it; it is merged."""
     prompt: Annotated[str | None, arg(aliases=["-p"])] = None
     """Answer this prompt and exit. Default: chat interactively, or answer the text that comes through a pipe."""
     url: str = ""
@@ -350,9 +352,9 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         return chat
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)
-        chosen = choose(cfg, cfg.dtype, compute)
+        chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
-    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context)
+    engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures)
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     sampling = replace(sampling, temperature=temperature.value)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)

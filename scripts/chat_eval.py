@@ -23,7 +23,7 @@ from nanochat.evals.records import Records, fingerprint, records_dir
 from nanochat.generate.sampling import Sampling
 from nanochat.report.samples import Sample, keep_samples
 from nanochat.report.sections import report_dir, write_section
-from nanochat.runtime import parallel
+from nanochat.runtime import graphs, parallel
 from tasks.catalogue import chat_tasks, use_task_data
 from tasks.mixtures import CURRICULA, curriculum
 
@@ -69,6 +69,8 @@ class Config:
     """HumanEval: run the model's programs even if this machine cannot isolate them. They can then read your files."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
+    graphs: bool = False
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
@@ -166,7 +168,12 @@ def measure(
     from its file; ranks other than 0 then get None."""
     about = {
         "model": loaded.weights,
-        "settings": {**how, "shots": getattr(task, "shots", 0), "dtype": str(compute.dtype)},
+        "settings": {
+            **how,
+            "shots": getattr(task, "shots", 0),
+            "dtype": str(compute.dtype),
+            **({"graphs": True} if cfg.graphs else {}),
+        },
         "data": fingerprint(task, cfg.max_problems) if compute.main else "",
     }
     records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), task.name, about, compute)
@@ -179,7 +186,7 @@ def measure(
         return Score(**{**before, "grades": tuple(map(tuple, before["grades"]))})
     score = evaluate(
         task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
-        listener.hear if compute.main else None, records.add,
+        listener.hear if compute.main else None, records.add, cfg.graphs,
     )  # fmt: skip
     records.finish({**asdict(score), "replies": listener.samples})
     return score
@@ -193,6 +200,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         )
     if cfg.dtype != "auto":
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
+    if cfg.graphs:
+        graphs.check_device(compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")

@@ -5,6 +5,7 @@ python -m scripts.chat_web -i sft -g d20        # stage sft of the model with ta
 python -m scripts.chat_web --host 0.0.0.0 --api_key SECRET    # other machines can use it too, with this key
 python -m scripts.chat_web --headless           # the API without the page
 python -m scripts.chat_web -i rl -g d4 --also sft/d4          # two models, which a request names
+python -m scripts.chat_web --model ./Qwen3-0.6B --adapter pip=./pip --adapter poet=./poet    # one base, two adapters
 python -m scripts.chat_web --runs               # training seen live at /runs, also before a model is trained
 """
 
@@ -12,19 +13,29 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
-from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
+from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained
 from nanochat.common import UserError, base_dir, log, run, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
+from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Temperature, chat_temperature
-from nanochat.serve.chosen import Chosen, ModelFlags, choose, choose_also
+from nanochat.serve.chosen import (
+    Chosen,
+    ModelFlags,
+    adapter_folders,
+    choose,
+    choose_also,
+    hold_adapters,
+    names_adapter,
+)
 from nanochat.serve.cli.terminal import harmless
 from nanochat.serve.connections import Caps
 from nanochat.serve.hosted import Announced, Loadable
@@ -38,9 +49,13 @@ KEY_VARIABLE = "NANOCHAT_API_KEY"
 class Config(ModelFlags):
     """Chat with a trained model in the browser."""
 
+    adapter: UseAppendAction[tuple[str, ...]] = ()
+    """Adapter (LoRA) for the model of --model, as NAME=FOLDER or FOLDER; scripts.finetune or peft wrote the folder.
+    Repeat the flag for several: all share the model's memory and slots. The first answers requests that name no model.
+    """
     also: tuple[str, ...] = ()
     """Further models to serve: STAGE/TAG such as sft/d4, STAGE/TAG/STEP, or NAME=FOLDER.
-    A folder holds a published model, or an adapter for the model of --model. Each model has its own memory and slots"""
+    A folder holds a published model, or an adapter as with --adapter. Each model has its own memory and slots."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
     """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
     A request may set its own."""
@@ -107,8 +122,8 @@ def check(cfg: Config) -> None:
 
 def names_model(cfg: Config) -> bool:
     """Whether a flag says which model to load."""
-    named = (cfg.source, cfg.model_tag, cfg.step, cfg.model, cfg.adapter)
-    return bool(cfg.also) or any(flag is not None for flag in named)
+    named = (cfg.source, cfg.model_tag, cfg.step, cfg.model)
+    return bool(cfg.also or cfg.adapter) or any(flag is not None for flag in named)
 
 
 def only_runs(cfg: Config) -> bool:
@@ -194,15 +209,16 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 # --- serving -------------------------------------------------------------------------------------
 
 
-def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
+def about(chosen: Chosen) -> dict[str, Any]:
     """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    knows = traits(loaded.corpus).knows
-    return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
+    corpus = chosen.loaded.corpus
+    parameters, knows = chosen.parameters, traits(corpus).knows
+    return {"corpus": corpus, "parameters": parameters, "knows": knows, "others": chosen.others}
 
 
-def loadable(name: str, chosen: Chosen, cfg: Config) -> tuple[Loadable, Temperature]:
-    """A chosen model with an engine, as the server takes it, and its temperature with the reason."""
+def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Temperature]:
+    """A chosen model with an engine, as the server takes it, and its temperature with the reason. The engine holds
+    `adapters`."""
     loaded = chosen.loaded
     temperature = chat_temperature(cfg.temperature, loaded.corpus)
     announced = Announced(
@@ -213,10 +229,24 @@ def loadable(name: str, chosen: Chosen, cfg: Config) -> tuple[Loadable, Temperat
         temperature=temperature.value,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
-        about=about(loaded, chosen.others),
+        about=about(chosen),
     )
-    engine = Engine(loaded.model, loaded.tokenizer, slots=cfg.slots, length=chosen.context)
+    engine = Engine(
+        loaded.model,
+        loaded.tokenizer,
+        slots=cfg.slots,
+        length=chosen.context,
+        adapters=adapters,
+        graphs=chosen.captures,
+    )
     return Loadable(engine, loaded.tokenizer, announced), temperature
+
+
+def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
+    """The base with an adapter that its engine holds under a name."""
+    told = base.announced
+    tag, about = f"{told.tag} + {folder.name}", {**told.about, "parent": told.model}
+    return replace(base, announced=replace(told, model=name, tag=tag, about=about), adapter=name)
 
 
 def settings_of(cfg: Config) -> Settings:
@@ -236,31 +266,46 @@ def hosts_of(cfg: Config) -> tuple[str, ...]:
     return (cfg.host, socket.gethostname(), *cfg.allowed_hosts)
 
 
-def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
-    """Load the models and serve them until Ctrl-C."""
+def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
+    """The models that the flags name, loaded, the default one first. UserError if one cannot be served."""
+    also = [words for words in cfg.also if not names_adapter(words)]
+    folders = adapter_folders([*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model)
+    if cfg.graphs and also:
+        raise UserError("--graphs serves one model and its adapters: leave out --graphs, or the models of --also", 2)
     first = choose(cfg, cfg.dtype, compute)
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
+    if name in folders:
+        raise UserError(f"an adapter would have the name of its base, {name}: give it another one, as NAME=FOLDER", 2)
     chosen = {name: first}
-    for words in cfg.also:
+    for words in also:
         name, further = choose_also(words, cfg, cfg.dtype, compute)
-        if name in chosen:
+        if name in chosen or name in folders:
             raise UserError(f"--also {words} names a model that is served already, as {name}: leave it out", 2)
         chosen[name] = further
-    models = []
+    adapters = hold_adapters(first, folders, compute)
+    models: list[Loadable] = []
     for name, each in chosen.items():
-        model, temperature = loadable(name, each, cfg)
+        model, temperature = loadable(name, each, cfg, adapters if each is first else None)
         models.append(model)
         tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
-        called = f", in the API {harmless(name)}" if cfg.also else ""
+        called = f", in the API {harmless(name)}" if cfg.also or folders else ""
         log(f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}")
         if each.latest:
             log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
         log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
+    adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
+    for model in adapted:
+        log(f"适配器 / adapter: {harmless(model.announced.tag)}, in the API {harmless(model.announced.model)}")
     if first.others and not cfg.also:
         log(f"其他模型 / other models, newest first: {harmless(' | '.join(first.others))}")
-    app = create_app(models, settings_of(cfg))
-    serve_until_stopped(cfg, app, listener)
+    asked = len(cfg.adapter)  # these come before their base, those of --also behind it
+    return [*adapted[:asked], models[0], *adapted[asked:], *models[1:]]
+
+
+def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
+    """Load the models and serve them until Ctrl-C."""
+    serve_until_stopped(cfg, create_app(models_of(cfg, compute), settings_of(cfg)), listener)
 
 
 def show_runs(cfg: Config, listener: socket.socket) -> None:

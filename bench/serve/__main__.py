@@ -1,4 +1,5 @@
-"""Measures inference: speed beside the memory's bandwidth, prompts that are not read again, exactness of batches.
+"""Measures inference: speed beside the memory's bandwidth, prompts that are not read again, exactness of batches,
+and several adapters in one batch.
 
 python -m bench.serve --quick            # ends within 50 seconds
 python -m bench.serve                    # more steps, and a model that does not fit into the caches
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.serve import engine
+from bench.serve import adapters, engine
 from nanochat import device
 from nanochat.common import log, run
 from nanochat.generate.sampling import Sampling
@@ -31,6 +32,8 @@ class Config:
     """decoding steps per round"""
     rounds: int = 3
     """rounds of each configuration"""
+    rank: int = 8
+    """rank of the adapters"""
 
 
 def main(cfg: Config) -> None:
@@ -63,12 +66,18 @@ def main(cfg: Config) -> None:
     log(
         f"fp32 replies: {same.batched} of {same.rows} equal batched and alone, {same.reused} with a prefix hit and cold"
     )
+    layers, channels = (4, 256) if cfg.quick else (12, 768)
+    speeds = adapters.compare(layers, channels, cfg.rank, 2 * steps, 2 * rounds, compute)
+    for name, speed in speeds.items():
+        share = speed / speeds["base"]
+        log(f"{adapters.ROWS} rows, adapters: {name:<5} {speed:9,.1f} tokens per CPU second, {share:.2f} of the base")
     result = {
         "benchmark": "serve", "depth": depth, "dtype": str(compute.dtype).removeprefix("torch."),
         "tokens_per_cpu_second": {str(n): round(n / best[n, "greedy"], 1) for n in BATCHES},
         "batch_32_to_1": round(32 * best[1, "greedy"] / best[32, "greedy"], 2),
         "bandwidth_used": round(used, 3), "second_turn_read": turn.read, "second_turn_tokens": turn.tokens,
         "second_turn_to_cold": round(turn.seconds / turn.cold_seconds, 3),
+        "adapter_rows_per_cpu_second": {name: round(speed, 1) for name, speed in speeds.items()},
         "rows": same.rows, "batched_equal": same.batched, "prefix_equal": same.reused,
     }  # fmt: skip
     print(json.dumps(result), flush=True)

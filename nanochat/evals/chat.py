@@ -74,13 +74,15 @@ def evaluate(
     batch_size: int = 32,
     heard: Heard | None = None,
     keep: Keep | None = None,
+    graphs: bool = False,
 ) -> Score:
     """Evaluate the first `limit` problems of a task. Ranks share the problems; every rank returns the whole score.
 
     `batch_size` problems or replies are computed together. With several samples, a problem counts as right if one of
     them is right. If the task has `grade_parts(i, parts)`, that replaces `grade` and also sees calculator calls.
-    `heard` is called with every written reply of this rank, `keep` with a record of every answer. Examples of a task
-    are left out, from the first on, where they do not fit into the context. UserError on every rank if there is no
+    `heard` is called with every written reply of this rank, `keep` with a record of every answer. With `graphs`, the
+    steps that write replies are captured and replayed. Examples of a task are left out, from the first on, where they
+    do not fit into the context. UserError on every rank if there is no
     problem to evaluate, or if one rank finds a broken one.
     """
     total = len(task) if limit is None else min(limit, len(task))
@@ -103,7 +105,8 @@ def evaluate(
             if task.kind == "choice":
                 grades = _choose(task, fitting, model, tokenizer, batch_size, compute, keep)
             else:
-                grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, compute, heard, keep)
+                grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, compute, heard, keep,
+                                graphs)  # fmt: skip
     except UserError as failure:
         broken = failure
     if parallel.least(int(broken is None), compute) == 0:  # ranks refuse a task together
@@ -207,13 +210,15 @@ def _write(
     compute: Compute,
     heard: Heard | None,
     keep: Keep | None,
+    graphs: bool,
 ) -> dict[int, list[float]]:
     """Let the model write replies, and grade every sample of every problem."""
     if not prompts:
         return {}
     longest = max(map(len, prompts.values())) + sampling.max_tokens
     slots, length = min(batch_size, len(prompts) * samples), min(longest, model.config.sequence_len)
-    engine = Engine(model, tokenizer, slots, length, prefill_tokens=READ_AHEAD)
+    captures = compute.platform if graphs else None
+    engine = Engine(model, tokenizer, slots, length, prefill_tokens=READ_AHEAD, graphs=captures)
     grades: dict[int, list[float]] = {i: [] for i in prompts}
     numbers = list(prompts)
 

@@ -1,15 +1,19 @@
 """Runs new tokens of requests through the model: the shapes of passes, and the scores of prompts.
 
-Passes.decode() is the one place that a graph of fixed shapes can replace. With `pad`, a decoding pass has one of a few
-shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in the cache.
+Passes.decode() is the one place that graphs of fixed shapes replace (graphs.py). With `pad`, a decoding pass has one
+of a few shapes, (1, 1), (2, 1), (4, 1) and so on; everything that changes from step to step is in its inputs and in
+the cache.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.events import Alternatives, Scored
+from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.request import Request
 from nanochat.nn.cache import Cache, Spans
 from nanochat.nn.model import Model
@@ -20,14 +24,30 @@ HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at th
 class Passes:
     """The passes of a model over one cache."""
 
-    def __init__(self, model: Model, cache: Cache, length: int, pad: bool):
-        """`pad` rounds the shape of every pass up to one of a few sizes."""
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        length: int,
+        pad: bool,
+        adapters: Adapters | None = None,
+        graphs: DecodeGraphs | None = None,
+    ):
+        """`pad` rounds the shape of every pass up to one of a few sizes. `adapters` are those that requests ask for,
+        `graphs` replay decoding passes."""
         self.model, self.cache, self.length, self.pad = model, cache, length, pad
+        self.adapters, self.graphs = adapters, graphs
         self.count = 0
 
     def decode(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
         """Feed the next token of each of the first `count` requests; return the logits of the tokens after them."""
         pieces = [request.tokens[request.cached : request.cached + 1] for request in held[:count] if request]
+        if self.graphs is not None:
+            tokens = [request.cached if request else 0 for request in held]
+            logits = self.graphs.step([token for (token,) in pieces], tokens, self._numbers(held[:count]))
+            if logits is not None:
+                self.count += 1
+                return logits
         return self.model.logits(self.run(held, 0, pieces)[:count, 0])
 
     def run(
@@ -53,11 +73,25 @@ class Passes:
         borrowed = slice(first + len(pieces), first + B)
         kept = self.cache.kept(borrowed) if spare else None
         spans = Spans(tokens[first : first + B], fresh)
-        hidden = self.model.hidden(idx, self.cache, slice(first, first + B), lengths, spans)
+        with self._adapted(held[first : first + B]):
+            hidden = self.model.hidden(idx, self.cache, slice(first, first + B), lengths, spans)
         if kept:
             self.cache.restore(borrowed, kept)
         self.count += 1
         return hidden
+
+    def _adapted(self, rows: Sequence[Request | None]) -> contextlib.AbstractContextManager[None]:
+        """Within this, every row of a pass has the adapter that its request asks for."""
+        if self.adapters is None:
+            return contextlib.nullcontext()
+        return self.adapters.rows(self._numbers(rows))
+
+    def _numbers(self, rows: Sequence[Request | None]) -> list[int]:
+        """The numbers of the adapters that the requests of rows ask for."""
+        adapters = self.adapters
+        if adapters is None:
+            return [NONE] * len(rows)
+        return [adapters.number(request.sampling.adapter) if request else NONE for request in rows]
 
     def score(self, hidden: Tensor, requests: Sequence[Request], pieces: Sequence[Sequence[int]]) -> None:
         """Give the requests that asked for them the log-probabilities of the tokens after each token of their pieces.

@@ -1,9 +1,10 @@
 """Which request holds which slot of the cache, and what finished requests leave there for others.
 
 Requests in flight hold slots 0 .. active - 1: first the decoding ones, then the ones that still prefill, so that every
-pass works on one contiguous slice. A request that ends leaves its tokens in a slot behind those. Another request whose
-prompt begins with the same tokens takes that slot over, or copies the common part into the slot that nobody has used
-for the longest time, whichever loses fewer tokens. A request with a new prompt gets the oldest slot too.
+pass works on one contiguous slice. A request that ends leaves its tokens in a slot behind those. Another request for
+the same adapter whose prompt begins with the same tokens takes that slot over, or copies the common part into the slot
+that nobody has used for the longest time, whichever loses fewer tokens. A request with a new prompt gets the oldest
+slot too.
 """
 
 import itertools
@@ -61,7 +62,7 @@ class Rows:
 
     def _usable(self, request: Request, other: Request) -> int:
         """How many tokens of the request's prompt need not be read again if it has what the other one's slot holds."""
-        if request.tokens[:LEAST] != other.tokens[:LEAST]:
+        if request.tokens[:LEAST] != other.tokens[:LEAST] or request.sampling.adapter != other.sampling.adapter:
             return 0
         length = min(common_prefix(request.tokens, other.tokens), other.cached, request.prompt - 1)
         if request.sampling.prompt_logprobs is not None:
@@ -95,6 +96,8 @@ class Rows:
     def promises(self, request: Request, other: Request) -> bool:
         """Whether reading the other request's prompt first spares the request a part of its own."""
         if request.sampling.prompt_logprobs not in (None, other.sampling.prompt_logprobs):
+            return False
+        if request.sampling.adapter != other.sampling.adapter:
             return False
         length = min(common_prefix(request.tokens, other.tokens), request.prompt - 1)
         cut = self.cache.cuts_anywhere or length >= min(BORDER, other.prompt - 1)

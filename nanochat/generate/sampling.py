@@ -53,6 +53,7 @@ class Sampling:
     logprobs: int = 0  # likeliest tokens to report beside every sampled token
     prompt_logprobs: int | None = None  # report the prompt's log-probabilities, with so many likeliest tokens
     schema: str | None = None  # JSON schema that the reply must meet, as JSON text
+    adapter: str = ""  # name of the engine's adapter that the model has for this request; "": none
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:

@@ -100,6 +100,7 @@ class Spans:
 
     held: Sequence[int]
     fresh: Sequence[int]
+    keys: int | None = None  # places of the cache that attention reads by mask, whatever the rows hold: for graphs
 
 
 @dataclass
@@ -129,10 +130,13 @@ class CacheCall:
     ) -> "CacheCall":
         """Where the tokens of a pass go in the cache, and which keys they see."""
         T = idx.size(1)
-        held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
         places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        grain = operations.shape_grain
-        keys = min(-(-(held + T) // grain) * grain, cache.length)
+        if spans is not None and spans.keys is not None:
+            keys = spans.keys
+        else:
+            held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
+            grain = operations.shape_grain
+            keys = min(-(-(held + T) // grain) * grain, cache.length)
         rows = torch.arange(idx.size(0), device=idx.device)[:, None]
         return cls(cache, slots, rows, places, keys, spans, operations, lengths)
 
@@ -145,7 +149,7 @@ class CacheCall:
         held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
         held_k[self.rows, self.places] = k
         held_v[self.rows, self.places] = v
-        if self.spans is None or not self.operations.takes_lengths(q):
+        if self.spans is None or self.spans.keys is not None or not self.operations.takes_lengths(q):
             if window not in self.masks:
                 self.masks[window] = cache_mask(self.places, self.keys, window)
             k, v = held_k[:, : self.keys], held_v[:, : self.keys]

@@ -1,6 +1,6 @@
 """Matrices, and the low-rank adapters (LoRA, arXiv 2106.09685) that are trained while the matrices stay as they are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,15 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.stabilised else self.rank)
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter apart from its model: its shape, and its values by the names of parameters, MATRIX.lora_A.weight and
+    MATRIX.lora_B.weight."""
+
+    config: LoraConfig
+    values: Mapping[str, Tensor]
+
+
 class Linear(nn.Linear):
     """A matrix, and its adapter if it has one; every use casts the parameters to the dtype of the activations.
 
@@ -49,6 +58,9 @@ class Linear(nn.Linear):
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see qwen/int8.py
+        # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
+        self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def adapt(self, config: LoraConfig) -> None:
         """Add an adapter without values, in fp32, on the device of the weight; init_adapters() gives it values."""
@@ -59,7 +71,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
         dtype = input.dtype
-        y = F.linear(input, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.packed is None:
+            y = F.linear(input, self.weight.to(dtype), bias)
+        else:
+            y = self.packed(input) if bias is None else self.packed(input) + bias
+        if self.several is not None:
+            return self.several(input, y)
         if self.lora_A is None or self.lora_B is None:
             return y
         seen = F.dropout(input, self.lora.dropout, self.training) if self.lora.dropout else input

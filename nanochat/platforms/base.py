@@ -249,13 +249,18 @@ class Platform:
         """
         return self.module.make_graphed_callables(call, samples)
 
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, work: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         """A function that repeats `work` as one launch, on the same tensors. `work` must have run once before; what it
-        computes now is undefined until the first replay, and tensors that it makes live as long as the function."""
+        computes now is undefined until the first replay, and tensors that it makes live as long as the function. With
+        a `pool`, they share memory with those of other functions, and a replay overwrites the results of others."""
         graph = self.new_graph()
-        with self.module.graph(graph):
+        with self.module.graph(graph, pool=pool):
             work()
         return graph.replay
+
+    def graph_pool(self) -> Any:
+        """Memory that graphs share whose results are used before another one is replayed; for captured()."""
+        return self.module.graph_pool_handle()
 
     def new_graph(self) -> Any:
         """An empty graph."""

@@ -1,4 +1,5 @@
-"""Captured graphs: a sequence of operators that the device replays as one launch, in training with --graphs.
+"""Captured graphs: a sequence of operators that the device replays as one launch, in training with --graphs; those of
+the engine are in generate/graphs.py.
 
 A graph computes on the memory that it was captured with, so its inputs are copied in, and every pass must have one
 shape. What is learned does not change.
@@ -19,8 +20,7 @@ def check(compute: Compute, compile: bool | None = None) -> None:
     if compile:
         raise UserError(tr("--graphs and --compile were both asked for, and a pass is either captured or compiled. "
                            "Leave one of them out."), exit_code=2)  # fmt: skip
-    if why := compute.platform.graphs_missing():
-        raise UserError(tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why))
+    check_device(compute)
     if compute.world_size > 1:
         raise UserError(
             tr(
@@ -30,6 +30,12 @@ def check(compute: Compute, compile: bool | None = None) -> None:
                 ranks=compute.world_size,
             )
         )
+
+
+def check_device(compute: Compute) -> None:
+    """UserError if the device captures no graphs."""
+    if why := compute.platform.graphs_missing():
+        raise UserError(tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why))
 
 
 class _Pass(nn.Module):

@@ -30,26 +30,28 @@ class Announced:
 
 @dataclass(frozen=True)
 class Loadable:
-    """A model that is ready to be served."""
+    """A model that is ready to be served: an engine, or one of its adapters. Several of these may share an engine."""
 
     engine: Engine
     tokenizer: Tokenizer
     announced: Announced
+    adapter: str = ""  # the name by which the engine knows the adapter; "": the model itself
 
 
 class Hosted:
-    """One model of the server, with its own slots and its own line of waiting requests."""
+    """One model of the server. Adapters of a model share its slots and its line of waiting requests."""
 
-    def __init__(self, given: Loadable, waiting: int, per_address: int, families: Families):
-        """`waiting` and `per_address` bound its line; `families` are the server's metrics."""
+    def __init__(self, given: Loadable, thread: EngineThread[Event], families: Families):
+        """`thread` is the one of its engine; `families` are the server's metrics."""
         engine, announced = given.engine, given.announced
         self.name = announced.model
         self.tokenizer = given.tokenizer
         self.check = engine.check
-        self.thread: EngineThread[Event] = EngineThread(engine, waiting, per_address)
+        self.adapter = given.adapter
+        self.thread = thread
         self.limits = Limits(self.name, engine.length, given.tokenizer.vocab_size)
         self.defaults = Defaults(announced.temperature, announced.top_k, announced.max_tokens)
-        self.metrics = Metrics(families, self.name, self.thread)
+        self.metrics = Metrics(families, self.name, None if given.adapter else thread)
         self._announced, self._started = announced, int(time.time())
 
     def described(self) -> dict[str, Any]:
@@ -71,7 +73,10 @@ class Models:
         names = [each.announced.model for each in given]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UserError(f"two models would have the name {twice!r}: leave one out, or give it another name", 2)
-        self.all = [Hosted(each, waiting, per_address, self.families) for each in given]
+        engines = {id(each.engine): each.engine for each in given}
+        threads = {key: EngineThread[Event](engine, waiting, per_address) for key, engine in engines.items()}
+        self.threads = list(threads.values())  # of all engines
+        self.all = [Hosted(each, threads[id(each.engine)], self.families) for each in given]
         self.default = self.all[0]
 
     def named(self, name: Any) -> Hosted:
@@ -85,11 +90,6 @@ class Models:
     def asked(self, value: Any) -> Hosted:
         """The model that a decoded body asks for. ApiError 404 if there is none of this name."""
         return self.named(value.get("model") if isinstance(value, Mapping) else None)
-
-    @property
-    def threads(self) -> list[EngineThread[Event]]:
-        """The threads of all engines."""
-        return [each.thread for each in self.all]
 
     def _offer(self) -> str:
         names = ", ".join(repr(each.name) for each in self.all)

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -193,6 +193,9 @@ class ChatServer:
 def _work(asked: Asked, model: Hosted) -> Work:
     """What a request asks of the engine. ApiError 400 for what the engine would refuse."""
     work = asked.work(model.tokenizer, model.limits)
+    if model.adapter:
+        own = [(prompt, replace(sampling, adapter=model.adapter)) for prompt, sampling in work.requests]
+        work = work._replace(requests=own)
     try:
         for prompt, sampling in work.requests:
             model.check(prompt, sampling)

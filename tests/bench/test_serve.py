@@ -41,4 +41,5 @@ def test_a_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str], mo
         torch.set_num_threads(threads)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["batched_equal"] == result["prefix_equal"] == result["rows"] == 8
+    assert set(result["adapter_rows_per_cpu_second"]) == {"base", "one", "four"}
     assert result["second_turn_read"] == 12 < result["second_turn_tokens"]

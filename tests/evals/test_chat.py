@@ -11,10 +11,11 @@ import torch.multiprocessing
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, chat
-from nanochat.device import Compute, compute_cleanup
+from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine, reply_parts
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, grader, pass_at, wilson
 from nanochat.generate.sampling import Sampling
+from tests.emulated_npu.worker import on_npu
 from tests.support.meeting import join, open_meeting
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 
@@ -238,3 +239,14 @@ def test_chat_core_is_the_mean_of_centred_accuracies():
 
     # (.40 - .25) / .75 = .2, (.10 - .25) / .75 = -.2, .60 / 1 = .6; their mean is .2
     assert chat_core([score(40, 0.25), score(10, 0.25), score(60, 0)]) == pytest.approx(0.2)
+
+
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_replies_with_graphs_have_the_grades_of_those_without() -> None:
+    compute = compute_init("npu")
+    model = tiny_gpt(TOKENIZER.vocab_size, operations=compute.operations).to(compute.device)
+    plain, graphed = (
+        evaluate(Words(), model, TOKENIZER, compute, Sampling(1.0, 50, max_tokens=8), samples=2, graphs=graphs)
+        for graphs in (False, True)
+    )
+    assert plain == graphed

@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanochat.engine import Engine
 from nanochat.platforms.cpu import Cpu
 from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime.graphs import GraphedModel, check
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
+from tests.generate.test_graphs import replies
 from tests.platforms.test_ascend_training import CPU, VOCAB, Batch
-from tests.support.tiny_model import tiny_gpt
+from tests.support.qwens import VOCABULARY, tiny_qwen
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 
 class Played(TorchDispatchMode):
@@ -83,8 +86,11 @@ class Host(Cpu):
     def graphed(self, call: torch.nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., Any]:
         return Nvidia().graphed(call, samples)
 
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        return Nvidia().captured(work)
+    def captured(self, work: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+        return Nvidia().captured(work, pool)
+
+    def graph_pool(self) -> Any:
+        return Nvidia().graph_pool()
 
 
 def trained(graphed: bool, compute: Any) -> tuple[list[float], list[Tensor]]:
@@ -107,6 +113,17 @@ def test_training_with_graphs_is_training_without(gpu: list[Played]) -> None:
     assert losses == expected_losses
     for ours, theirs in zip(parameters, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen3", "qwen3.5"])
+def test_replies_with_graphs_are_replies_without(gpu: list[Played], family: str) -> None:
+    model = tiny_gpt(VOCABULARY, 640) if family == "gpt" else tiny_qwen(family)
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    expected = replies(Engine(model, tokenizer, 6), ("",))
+    engine = Engine(model, tokenizer, 6, graphs=Host())
+    assert replies(engine, ("",)) == expected
+    assert engine.graphs is not None and len(gpu) == len(engine.graphs.shapes)
+    assert sum(graph.replays for graph in gpu) == engine.graphs.replays > 5 * len(gpu)
 
 
 def test_a_step_of_other_work_is_captured_and_repeated(gpu: list[Played]) -> None:

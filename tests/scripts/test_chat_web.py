@@ -15,16 +15,23 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from nanochat.checkpoint_manager.files import step_dir
+from nanochat.checkpoint_manager.huggingface.adapter import save_adapter
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
+from nanochat.generate.sampling import Sampling
+from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.connections import Caps
-from nanochat.serve.server import Settings
-from scripts.chat_web import Config, addresses, chat_web, check, is_local, listen, only_runs, settings_of
-from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
+from nanochat.serve.server import Settings, create_app
+from scripts.chat_web import Config, addresses, chat_web, check, is_local, listen, models_of, only_runs, settings_of
+from tests.emulated_npu.worker import on_npu
+from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running, serving
+from tests.support.qwens import write_folder
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -221,3 +228,78 @@ def test_a_model_that_is_served_already_is_refused(base_folder):
     said = "--also sft/d4 names a model that is served already, as nanochat-sft-d4"
     with listen("127.0.0.1", 0) as listener, pytest.raises(UserError, match=said):
         chat_web(Config(also=("sft/d4",)), compute_init("cpu"), listener)
+
+
+def test_graphs_are_refused_on_a_cpu_before_the_server_listens(base_folder):
+    with pytest.raises(UserError, match="--graphs was asked for, but cannot be used: the device is a CPU"):
+        models_of(Config(graphs=True), compute_init("cpu"))
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A published model, and an adapter of it."""
+    folder = tmp_path_factory.mktemp("models") / "Qwen-tiny"
+    folder.mkdir()
+    write_folder(folder, "qwen3")
+    model = load_qwen(folder, compute_init("cpu"))
+    add_adapters(model, LoraConfig(2))
+    init_adapters(model)
+    for _, _, _, second in adapted(model):
+        torch.nn.init.normal_(second.weight, generator=torch.Generator().manual_seed(3))
+    save_adapter(model, LoraConfig(2), str(folder), folder.parent / "mine")
+    return folder
+
+
+def test_adapters_are_served_beside_their_base_by_one_engine(published):
+    mine = str(published.parent / "mine")
+    words = ["--model", str(published), "--adapter", mine, "--adapter", f"pip={mine}", "--also", f"poet={mine}"]
+    cfg = parse(Config, [*words, f"other={published}", "-d", "float32"])
+    models = models_of(cfg, compute_init("cpu"))
+    assert [each.announced.model for each in models] == ["mine", "pip", "Qwen-tiny", "poet", "other"]
+    assert [each.adapter for each in models] == ["mine", "pip", "", "poet", ""]
+    assert len({id(each.engine) for each in models}) == 2
+    assert models[1].announced.tag == "Qwen-tiny + mine" and models[1].announced.about["parent"] == "Qwen-tiny"
+    with serving(create_app(models, settings())) as url, httpx.Client(base_url=url, timeout=60) as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [(one["id"], one.get("parent")) for one in listed] == [
+            ("mine", "Qwen-tiny"), ("pip", "Qwen-tiny"), ("Qwen-tiny", None), ("poet", "Qwen-tiny"), ("other", None),
+        ]  # fmt: skip
+        body = ask("the cat", temperature=0, max_tokens=12)
+        said = {name: client.post(CHAT, json={**body, "model": name}).json()["choices"] for name, _ in
+                [(one["id"], 0) for one in listed]}  # fmt: skip
+        assert said["mine"] == said["pip"] == said["poet"] == client.post(CHAT, json=body).json()["choices"]
+        assert said["Qwen-tiny"] == said["other"] != said["mine"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"adapter": ("Qwen-tiny={mine}",)}, "an adapter would have the name of its base, Qwen-tiny"),
+        ({"adapter": ("a={mine}",), "also": ("a={base}",)}, "--also a=.* names a model that is served already"),
+        ({"adapter": ("a={mine}",), "also": ("a={mine}",)}, "two adapters would have the name 'a'"),
+        ({"adapter": ("a={base}",)}, "is no adapter: it has no adapter_config.json"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused_before_the_server_listens(published, flags, said):
+    places = {"mine": published.parent / "mine", "base": published}
+    flags = {name: tuple(word.format(**places) for word in words) for name, words in flags.items()}
+    with pytest.raises(UserError, match=said):
+        models_of(Config(model=published, **flags), compute_init("cpu"))
+
+
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_graphs_serve_one_model_and_its_adapters(published: Path) -> None:
+    compute = compute_init("npu")
+    words = {"model": published, "adapter": (f"pip={published.parent / 'mine'}",)}
+    with pytest.raises(UserError, match="--graphs serves one model and its adapters"):
+        models_of(Config(**words, also=(f"other={published}",), graphs=True), compute)
+    (pip, base), (_, plain) = (models_of(Config(**words, graphs=graphs), compute) for graphs in (True, False))
+    assert pip.engine is base.engine and base.engine.graphs is not None and plain.engine.graphs is None
+    for adapter in ("pip", ""):
+        sampling = Sampling(0.0, max_tokens=9, adapter=adapter)
+        said = [each.engine.generate([[1, 2, 3]], sampling)[0].tokens for each in (base, plain)]
+        assert said[0] == said[1]
+    assert base.engine.graphs.replays > 8

@@ -1,16 +1,20 @@
 """Which model a chat is with: ours, or a published one with or without an adapter."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve import chosen
-from nanochat.serve.chosen import ModelFlags, choose, choose_also
+from nanochat.serve.chosen import ModelFlags, adapter_folders, choose, choose_also, hold_adapters, names_adapter
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
@@ -38,7 +42,7 @@ def logits(choice: chosen.Chosen) -> torch.Tensor:
 def test_a_published_model_is_served_as_it_is_or_with_its_adapter(folder: Path) -> None:
     plain = choose(ModelFlags(model=folder), "auto", on_cpu())
     assert (plain.loaded.stage, plain.loaded.tag, plain.context, plain.others) == ("published", "Qwen-tiny", 256, [])
-    mine = choose(ModelFlags(model=folder, adapter=folder.parent / "mine"), "auto", on_cpu())
+    mine = choose(ModelFlags(model=folder), "auto", on_cpu(), folder.parent / "mine")
     assert mine.loaded.tag == "Qwen-tiny + mine"
     other = load_qwen(folder, on_cpu())
     load_adapter(other, folder.parent / "mine")
@@ -58,7 +62,6 @@ def test_a_long_context_is_not_taken_in_full_unless_asked_for(folder: Path, monk
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (ModelFlags(adapter=Path("a")), "--adapter belongs to a published model"),
         (ModelFlags(source="sft", model=Path("a")), "give either"),
         (ModelFlags(model=Path("/nowhere")), "has no config.json"),
     ],
@@ -71,15 +74,13 @@ def test_flags_that_do_not_go_together_are_refused(flags: ModelFlags, said: str)
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen2")
     with pytest.raises(UserError, match="belongs to another base"):
-        choose(ModelFlags(model=tmp_path, adapter=folder.parent / "mine"), "auto", on_cpu())
+        choose(ModelFlags(model=tmp_path), "auto", on_cpu(), folder.parent / "mine")
 
 
-def test_further_models_are_folders_adapters_and_steps(folder: Path, base_folder: Path) -> None:
+def test_further_models_are_folders_and_steps(folder: Path, base_folder: Path) -> None:
     first = ModelFlags(model=folder)
     name, plain = choose_also(f"base={folder}", ModelFlags(), "auto", on_cpu())
     assert (name, plain.loaded.tag) == ("base", "Qwen-tiny")
-    name, mine = choose_also(f"pip={folder.parent / 'mine'}", first, "auto", on_cpu())
-    assert (name, mine.loaded.tag) == ("pip", "Qwen-tiny + mine")
     for step in (10, 20):
         tiny_checkpoint("sft", step)
     assert [choose_also(words, first, "auto", on_cpu())[0] for words in ("sft/d2", "sft/d2/10")] == [
@@ -104,6 +105,84 @@ def test_a_further_model_that_is_not_there_is_refused(base_folder: Path, words: 
         choose_also(words, ModelFlags(), "auto", on_cpu())
 
 
-def test_a_further_adapter_needs_the_folder_of_its_base(folder: Path) -> None:
-    with pytest.raises(UserError, match="names an adapter: name the folder of its base with --model"):
-        choose_also(f"pip={folder.parent / 'mine'}", ModelFlags(), "auto", on_cpu())
+def test_adapters_have_the_names_that_they_are_given_or_those_of_their_folders(folder: Path) -> None:
+    mine = folder.parent / "mine"
+    found = adapter_folders([str(mine), f"pip={mine}"], folder)
+    assert found == {"mine": mine, "pip": mine} and list(found) == ["mine", "pip"]
+    assert names_adapter(f"pip={mine}") and not names_adapter(f"pip={folder}") and not names_adapter("sft/d4")
+    first = choose(ModelFlags(model=folder), "auto", on_cpu())
+    assert hold_adapters(first, {}, on_cpu()) is None
+    adapters = hold_adapters(first, found, on_cpu())
+    assert adapters is not None and adapters.names == ["mine", "pip"]
+    merged = choose(ModelFlags(model=folder), "auto", on_cpu(), mine)
+    with adapters.rows([1]):
+        torch.testing.assert_close(logits(first), logits(merged), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["a=x", "b=y", "a=z"], "two adapters would have the name 'a'"),
+        (["a/mine", "b/mine"], "two adapters would have the name 'mine'"),
+        (["=x"], "--adapter must be NAME=FOLDER or FOLDER, got '=x'"),
+        (["a="], "--adapter must be NAME=FOLDER or FOLDER, got 'a='"),
+    ],
+)
+def test_names_that_adapters_cannot_have_are_refused(values: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        adapter_folders(values, Path("base"))
+    assert caught.value.exit_code == 2
+
+
+def test_adapters_without_a_base_are_refused() -> None:
+    for refused in (lambda: adapter_folders(["a"], None), lambda: choose(ModelFlags(), "auto", on_cpu(), Path("a"))):
+        with pytest.raises(UserError, match="--adapter belongs to a published model: name its folder with --model"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda settings, _: settings.update(r=0), "rank of at least 1.*got rank 0"),
+        (
+            lambda settings, _: settings.update(r=5),
+            r"mine belongs to another base.*is \(4, \d+\) instead of \(5, \d+\)",
+        ),
+        (lambda settings, _: settings.update(target_modules=["q_proj", "in_proj_z"]), None),
+        (lambda settings, _: settings.update(peft_type="IA3"), "not of a LoRA adapter"),
+        (lambda _, values: values.clear(), "it has nothing for model.layers.0.self_attn.q_proj"),
+        (lambda _, values: values.pop(next(iter(values))), "missing"),
+        (lambda _, values: values.update({"base_model.model.model.wpe.lora_A.weight": torch.ones(4, 3)}), "wpe"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, change: Any, said: str | None) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(folder.parent / "mine", mine)
+    settings = json.loads((mine / "adapter_config.json").read_text())
+    values = load_file(mine / "adapter_model.safetensors")
+    change(settings, values)
+    (mine / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(values, mine / "adapter_model.safetensors")
+    first = choose(ModelFlags(model=folder), "auto", on_cpu())
+    if said is None:  # a target that this base does not have, as peft too accepts
+        hold_adapters(first, {"mine": mine}, on_cpu())
+        return
+    with pytest.raises(UserError, match=said):
+        hold_adapters(first, {"mine": mine}, on_cpu())
+
+
+def test_int8_is_for_qwen_on_a_cpu_that_computes_in_bf16(folder: Path, base_folder: Path) -> None:
+    flags = ModelFlags(model=folder, weights="int8")
+    plain = choose(ModelFlags(model=folder), "bfloat16", on_cpu())
+    packed = choose(flags, "bfloat16", on_cpu())
+    assert packed.parameters == plain.parameters > sum(p.numel() for p in packed.loaded.model.parameters())
+    assert 0 < (logits(packed) - logits(plain)).abs().max() < 0.2 * logits(plain).abs().max()
+    assert choose_also(f"other={folder}", flags, "bfloat16", on_cpu())[1].loaded.model.head.packed is not None
+    with pytest.raises(
+        UserError, match="faster only where a CPU computes in bfloat16, and this one computes in float32"
+    ):
+        choose(flags, "float32", on_cpu())
+    tiny_checkpoint("sft", 10)
+    with pytest.raises(UserError, match=r"no Qwen model.*Leave --weights out") as caught:
+        choose(ModelFlags(weights="int8"), "bfloat16", on_cpu())
+    assert caught.value.exit_code == 2

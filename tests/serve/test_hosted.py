@@ -95,3 +95,20 @@ def test_two_models_of_one_name_are_refused() -> None:
     one = Loadable(engine, engine.tokenizer, OTHER)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="two models would have the name 'nanochat-rl-d4'"):
         create_app([one, one], SETTINGS)
+
+
+def test_adapters_share_the_slots_and_the_line_of_their_base() -> None:
+    base, slow = FakeEngine({"hello": "base"}), FakeEngine({"hello": "other"}, gated=True)
+    pip = Loadable(base, base.tokenizer, replace(OTHER, model="pip"), adapter="own-name")  # type: ignore[arg-type]
+    beside = [pip, Loadable(slow, slow.tokenizer, OTHER)]  # type: ignore[arg-type]
+    with running(base, beside=beside) as url:
+        names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+        assert names == [SETTINGS.model, "pip", OTHER.model]
+        for asked in ({}, {"model": "pip"}, {"model": "pip", "n": 2}):
+            assert httpx.post(url + CHAT, json=ask("hello", **asked)).status_code == 200
+        assert [seen.sampling.adapter for seen in base.seen] == ["", "own-name", "own-name", "own-name"]
+        health = httpx.get(f"{url}/health").json()
+        assert (health["slots"], health["free_slots"]) == (4, 4)  # of two engines, not of three models
+        metrics = httpx.get(f"{url}/metrics").text
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="pip"} 3.0' in metrics
+    assert 'vllm:num_requests_running{model_name="pip"}' not in metrics  # the base tells it

@@ -15,7 +15,7 @@ from nanochat.checkpoint_manager.files import ADAPTER, MODEL, new_folder
 from nanochat.checkpoint_manager.tensors import read_tensors, write_tensors
 from nanochat.common import UserError, read_json, write_json
 from nanochat.device import local
-from nanochat.nn.lora import Linear, LoraConfig, adapted, matches
+from nanochat.nn.lora import Adapter, Linear, LoraConfig, adapted, matches
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 
@@ -93,10 +93,9 @@ def _own_name(name: str) -> str:
     return name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
 
 
-@torch.no_grad()
-def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
-    """Freeze a model and give it the adapter of a folder, sharded or not. UserError if the adapter is of another base:
-    it has the mark of one, or its matrices or their sizes are not the model's."""
+def read_adapter(model: Qwen, folder: Path) -> Adapter:
+    """The adapter of a folder, which fits the model. UserError if the adapter is of another base: it has the mark of
+    one, or its matrices or their sizes are not the model's. Every rank must call this."""
     config, base = read_settings(folder)
     path = folder / ADAPTER
     if not path.is_file():
@@ -110,7 +109,19 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
         raise UserError(f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2) from failure
     if mark is not None and mark != facts(model)["base"]:
         raise UserError(f"{other}: its base has other norms than this model. Name the model that it was trained on", 2)
-    _fit(model, config, values, other)
+    _check_fit(model, config, values, other)
+    return Adapter(config, values)
+
+
+@torch.no_grad()
+def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
+    """Freeze a model and give it the adapter of a folder, sharded or not. UserError as in read_adapter()."""
+    adapter = read_adapter(model, folder)
+    config, values = adapter.config, adapter.values
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    model.requires_grad_(False)
+    for name in {name.rpartition(".lora_")[0] for name in values}:
+        matrices[name].adapt(config)
     for name, _, first, second in adapted(model):
         for half, module in (("A", first), ("B", second)):
             here, value = local(module.weight), values[f"{name}.lora_{half}.weight"]
@@ -119,8 +130,8 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     return config
 
 
-def _fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], other: str) -> None:
-    """Adapt the matrices that the tensors name. UserError, which begins with `other`, if their sizes differ."""
+def _check_fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], other: str) -> None:
+    """UserError, which begins with `other`, if the matrices that the tensors name have other sizes in the model."""
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     wanted: dict[str, Any] = {}
     for name in {name.rpartition(".lora_")[0] for name in values}:
@@ -131,9 +142,7 @@ def _fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], other: s
     wrong = [f"{name} is {given.get(name, 'missing')} instead of {wanted.get(name, 'nothing')}"
              for name in sorted({*given, *wanted}) if given.get(name) != wanted.get(name)]  # fmt: skip
     lacking = [name for name in matrices if matches(name, config.targets) and f"{name}.lora_A.weight" not in given]
-    if wrong or lacking:
-        what = wrong[0] if wrong else f"it has nothing for {lacking[0]}"
+    if wrong or lacking or not values:
+        nothing = f"it has nothing for {(lacking or config.targets)[0]}"
+        what = wrong[0] if wrong else nothing
         raise UserError(f"{other}: {what}. Name the model that it was trained on", 2)
-    model.requires_grad_(False)
-    for name in {name.rpartition(".lora_")[0] for name in values}:
-        matrices[name].adapt(config)

@@ -1,5 +1,6 @@
 """The layers of a Qwen model: vocabulary, norm, attention, MLP. Shapes as in gpt.py."""
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ class Vocabulary(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.operations = operations
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head, see int8.py
 
     def forward(
         self,
@@ -40,6 +42,8 @@ class Vocabulary(nn.Module):
         losses, or with `each` the loss of every token, (...)."""
         if not input.is_floating_point():
             return F.embedding(input, self.weight)
+        if targets is None and self.packed is not None:
+            return self.packed(input).float()
         if targets is None:
             return F.linear(input, self.weight.to(input.dtype)).float()
         flat, wanted, vocab = input.flatten(0, -2), targets.flatten(), self.weight.size(0)

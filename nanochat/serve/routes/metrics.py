@@ -39,7 +39,8 @@ class Families:
 class Metrics:
     """The counters of one model. All times are in seconds."""
 
-    def __init__(self, families: Families, model: str, thread: EngineThread[Event]):
+    def __init__(self, families: Families, model: str, thread: EngineThread[Event] | None):
+        """`thread` is the one of the model's engine; None for an adapter, whose base tells how busy the engine is."""
         self._families, self._model = families, model
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens of replies.")
@@ -50,6 +51,8 @@ class Metrics:
         self.first = self._histogram("time_to_first_token_seconds", "From request to first token.", FIRST)
         self.between = self._histogram("inter_token_latency_seconds", "Between tokens of a reply.", BETWEEN)
         self.whole = self._histogram("e2e_request_latency_seconds", "From request to last token.", WHOLE)
+        if thread is None:
+            return
         self._gauge(
             "num_requests_running", "Requests that the engine works on.", lambda: thread.slots - thread.free_slots
         )
