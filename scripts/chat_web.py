@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED, Loaded
-from nanochat.checkpoint_manager.locate import trained
+from nanochat.checkpoint_manager.locate import trained, updates
 from nanochat.common import UserError, base_dir, log, run, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute, compute_cleanup, compute_init
@@ -32,6 +32,7 @@ from nanochat.serve.listening import App, serve
 from nanochat.serve.server import Settings, create_app, create_runs_app
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
+FEW_UPDATES = 100  # a model of fewer, over all stages, has not learned its corpus; the smoke preset's has 43
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,8 @@ def about(loaded: Loaded, others: list[str]) -> dict[str, Any]:
     """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     knows = traits(loaded.corpus).knows
+    if knows is not None and updates(loaded.meta) < FEW_UPDATES:
+        knows = None  # the model has not learned it
     return {"corpus": loaded.corpus, "parameters": parameters, "knows": knows, "others": others}
 
 
