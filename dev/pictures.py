@@ -4,9 +4,9 @@ python -m dev.pictures --base ~/.cache/nanochat                              # t
 python -m dev.pictures --base ~/.cache/nanochat --tokenizer bench.json       # and the bars of bench.tokenizer
 python -m dev.pictures --base DIR --only chat --tag speedrun
 
-docs/pictures/ then holds chat.png, curves.png, runs.png and tokenizer.png for light pages, and NAME-dark.png for dark
-ones. The pages need Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed when it was given
---against.
+docs/pictures/ then holds chat.png, compare.png, curves.png, runs.png and tokenizer.png for light pages, and
+NAME-dark.png for dark ones. The pages need Chromium on the PATH. The bars need what `python -m bench.tokenizer` printed
+when it was given --against.
 """
 
 import argparse
@@ -30,9 +30,11 @@ FOLDER = ROOT / "docs" / "pictures"
 MOST_BYTES = 300_000  # all pictures of the README together, the floor plan included
 
 QUESTIONS = ("What is the capital of France?", "法国的首都是哪里？", "What is 37 * 48?")
+TO_COMPARE = "Tell me about the moon."  # only fine-tuning teaches what the model cannot answer
 WIDTH, LEAST_HEIGHT = 860, 560  # of the page, in CSS pixels
-RUNS_WIDTH = 1060
+RUNS_WIDTH, COMPARE_WIDTH = 1060, 1000
 TO_THE_FOURTH_CHART = "() => Math.ceil(document.querySelectorAll('.chart')[3].getBoundingClientRect().bottom) + 20"
+OTHERS = ("runs", "compare")  # the pictures of docs/runs.md and docs/chat.md
 SCALE = 2  # pixels of a picture to one of its page
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 TITLES = {"base": "base", "mid": "mid", "sft": "SFT", "rl": "RL"}
@@ -143,6 +145,27 @@ def chat(base: Path, tag: str | None) -> None:
             page.set_viewport_size({"width": WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
             page.wait_for_timeout(500)  # fades and the scroll come to rest
             save(f"chat{theme.suffix}", page.screenshot(), 64)
+
+
+def compare(base: Path, tag: str | None) -> None:
+    """Photograph the answers of the newest model and of the midtrained one to a question, next to each other."""
+    name = tag or trained_tag(base)
+    with serving(base, "-g", name, "--also", f"mid/{name}") as url:
+        for theme, page in pages(url, COMPARE_WIDTH, 1):
+            page.locator("#model summary").click()
+            page.locator(".panel .compare button").click()
+            ask(page, TO_COMPARE, 1)
+            page.evaluate("() => document.activeElement.blur()")
+            page.set_viewport_size({"width": COMPARE_WIDTH, "height": LEAST_HEIGHT // 2})
+            page.set_viewport_size({"width": COMPARE_WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
+            page.wait_for_timeout(500)
+            save(f"compare{theme.suffix}", page.screenshot(), 64)
+
+
+def trained_tag(base: Path) -> str:
+    """The tag whose midtrained model was saved last."""
+    folders = sorted((base / "mid_checkpoints").glob("*/"), key=lambda folder: folder.stat().st_mtime)
+    return folders[-1].name if folders else sys.exit(f"{base} has no midtrained model: give the base folder of a run")
 
 
 def runs(base: Path) -> None:
@@ -342,9 +365,9 @@ def percent(score: dict[str, float]) -> str:
 
 
 def size() -> int:
-    """The bytes of all pictures of the README together; the page of training runs is in docs/runs.md."""
+    """The bytes of all pictures of the README together; OTHERS are in the guides."""
     files = [*FOLDER.glob("*.png"), *FOLDER.parent.glob("architecture-*.svg")]
-    return sum(file.stat().st_size for file in files if not file.name.startswith("runs"))
+    return sum(file.stat().st_size for file in files if not file.name.startswith(OTHERS))
 
 
 def main() -> None:
@@ -353,11 +376,15 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="base folder of the run")
     parser.add_argument("--tag", help="tag of the model, such as speedrun; default: the newest")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="output of bench.tokenizer, with its JSON line")
-    parser.add_argument("--only", choices=("chat", "curves", "runs", "tokenizer"), help="make this picture alone")
+    parser.add_argument(
+        "--only", choices=("chat", "compare", "curves", "runs", "tokenizer"), help="make this picture alone"
+    )
     asked = parser.parse_args()
     base = asked.base.expanduser()
     if asked.only in (None, "chat"):
         chat(base, asked.tag)
+    if asked.only in (None, "compare"):
+        compare(base, asked.tag)
     if asked.only in (None, "curves"):
         curves(base, asked.tag)
     if asked.only in (None, "runs"):

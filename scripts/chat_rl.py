@@ -18,6 +18,7 @@ from nanochat.train import sizes
 from nanochat.train.flags import EpochFlags, Free, named_after
 from nanochat.train.rl import rollout
 from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.samples import Graded
 from nanochat.train.stage import Stage, Work, launch
 from nanochat.train.update import NO_UPDATE
 from tasks.mixtures import rl_tasks
@@ -80,8 +81,10 @@ def train(cfg: Config, compute: Compute) -> None:
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
 
     def measure(line: dict[str, Any]) -> None:
-        score = evaluate(held_out, sampler, tokenizer, compute, greedy, limit=cfg.eval_examples)
+        said = Graded(held_out, cfg.samples, compute)
+        score = evaluate(held_out, sampler, tokenizer, compute, greedy, limit=cfg.eval_examples, heard=said.hear)
         line["accuracy"] = score.accuracy
+        said.keep(stage.folder, line["step"])
         log(f"step {line['step']:05d} | {score}")
 
     replies, key = sampled * cfg.num_samples, rollout.task_key(task)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import UseAppendAction, arg
 
 from nanochat.checkpoint_manager.load import PUBLISHED
-from nanochat.checkpoint_manager.locate import trained
+from nanochat.checkpoint_manager.locate import trained, updates
 from nanochat.common import UserError, base_dir, log, run, tr, warn
 from nanochat.data.traits import traits
 from nanochat.device import Compute, compute_cleanup, compute_init
@@ -43,6 +43,7 @@ from nanochat.serve.listening import App, serve
 from nanochat.serve.server import Settings, create_app, create_runs_app
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
+FEW_UPDATES = 100  # a model of fewer, over all stages, has not learned its corpus; the smoke preset's has 43
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,10 @@ def addresses(listener: socket.socket, host: str) -> list[str]:
 def about(chosen: Chosen) -> dict[str, Any]:
     """What the page tells its visitors of the model, besides its name: data, size, knowledge, and the other models."""
     corpus = chosen.loaded.corpus
-    parameters, knows = chosen.parameters, traits(corpus).knows
-    return {"corpus": corpus, "parameters": parameters, "knows": knows, "others": chosen.others}
+    knows = traits(corpus).knows
+    if knows is not None and updates(chosen.loaded.meta) < FEW_UPDATES:
+        knows = None  # the model has not learned it
+    return {"corpus": corpus, "parameters": chosen.parameters, "knows": knows, "others": chosen.others}
 
 
 def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Temperature]:

@@ -1,5 +1,6 @@
 """Where the checkpoints of a stage lie, and which one a stage and a tag mean."""
 
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from nanochat.common import UserError, base_dir, visible
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl",
            "tune": "scripts.finetune"}  # fmt: skip
+
+_IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # of a Parent
 
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
@@ -138,6 +141,20 @@ def find_parent(stage: str, tag: str | None, step: int | None) -> Parent:
     return Parent(
         stage, folder.name, step, f"{stage} {folder.name} step {step} {digest[:16]}", meta["config"]["corpus"]
     )
+
+
+def updates(meta: dict[str, Any]) -> int:
+    """How many optimizer updates have made the model of a meta.json: those of its stage and of the stages before it, as
+    far back as their checkpoints still tell."""
+    count = meta["step"]
+    while found := _IDENTITY.fullmatch(meta["config"].get("parent", "")):
+        stage, tag, step = found[1], found[2], int(found[3])
+        count += step
+        try:
+            meta = read_meta(checkpoint_dir(stage, tag), step)
+        except (OSError, UserError):  # it has been deleted, or is damaged
+            break
+    return count
 
 
 def make_meta(

@@ -38,8 +38,8 @@ T = TypeVar("T")
 Route = Callable[[Request], Awaitable[Response]]
 SCRIPTS = (
     "about.js", "app.js", "client.js", "sse.js",
-    "chats/check.js", "chats/conversation.js", "chats/files.js", "chats/kept.js", "chats/panel.js", "chats/store.js",
-    "chats/tree.js",
+    "chats/check.js", "chats/conversation.js", "chats/exchange.js", "chats/files.js", "chats/kept.js", "chats/pair.js",
+    "chats/panel.js", "chats/store.js", "chats/tree.js",
     "language/i18n.js", "language/phrases.js", "language/words.js",
     "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/saw.js",
     "reply/tokens.js", "reply/turn.js",
@@ -48,7 +48,8 @@ SCRIPTS = (
     "settings/drawer.js", "settings/values.js",
 )  # fmt: skip
 STYLES = (
-    "style.css", "chats/panel.css", "reply/markdown.css", "reply/reply.css", "runs/runs.css", "settings/settings.css",
+    "style.css", "chats/panel.css", "reply/markdown.css", "reply/pair.css", "reply/reply.css", "runs/runs.css",
+    "settings/settings.css",
 )  # fmt: skip
 PAGES = ("index.html", "runs/index.html")
 ASSETS = {

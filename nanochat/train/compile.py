@@ -18,7 +18,7 @@ from nanochat import device
 from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
 from nanochat.runtime import parallel, signals
-from nanochat.train import memory
+from nanochat.train.fit import memory
 
 SAVED = 0.3  # of an uncompiled step, that compiling saves at least (dev/LOG.md)
 FEW = 10  # steps; fewer are not worth an uncompiled pass to time them

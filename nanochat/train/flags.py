@@ -71,6 +71,8 @@ class StageFlags(RunFlags, Rates):
     model_tag: Free[str | None] = None
     """name of the model, and of its folder of checkpoints; default: d and the depth for base, such as d4.
     Later stages train the model of this name; default: the newest"""
+    samples: Free[int] = 4
+    """replies to held-out prompts to keep at each measurement, as the page /runs shows them; 0: none"""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from nanochat.nn.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import schedule
+from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
-from nanochat.train.memory import reachable
 
 Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
 WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for

@@ -35,9 +35,10 @@ from nanochat.runtime.trackers.jsonl import describe_run
 from nanochat.runtime.tracking import Tracker, parse_trackers
 from nanochat.runtime.watch import guarded
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import probe, sizes
+from nanochat.train import samples, sizes
 from nanochat.train.compile import Ahead, compiled, is_compiled, missing
-from nanochat.train.flags import EpochFlags, Epochs, RunFlags
+from nanochat.train.fit import probe
+from nanochat.train.flags import EpochFlags, Epochs, RunFlags, StageFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
 from nanochat.train.optim import OneRate, Optimizers, Rates
 from nanochat.train.sizes import Batch
@@ -163,10 +164,13 @@ class Stage:
         """Resume, and get ready to train on rows of tokens; gives the batches of the steps to come.
 
         Validation measures bits per byte, or the `objective` if one is given, on `val_tokens` tokens, by default 20
-        steps' worth. On an accelerator the batch is fitted to its memory. The model is compiled where compilation pays.
+        steps' worth, and keeps what the model says to held-out prompts. On an accelerator the batch is fitted to its
+        memory. The model is compiled where compilation pays.
         """
         self.objective = objective or self.objective
         tokens = val_tokens or 20 * batch.tokens_per_step
+        asked = self.flags.samples if isinstance(self.flags, StageFlags) else 0
+        prompts = samples.held_out_prompts(val_rows, asked, self.tokenizer)
 
         def validate(line: Line) -> None:
             val = dataloader.one_pass(val_rows, tokens, batch.device_batch_size, self.compute)
@@ -180,6 +184,7 @@ class Stage:
                 words = _listed(found)
             self._module.train()
             log(f"step {line['step']:05d} | validation: {words}")
+            samples.keep_replies(self.folder, line["step"], prompts, self.model, self.tokenizer, self.compute)
 
         work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
         self.resume(work)

@@ -14,7 +14,7 @@ from nanochat import device
 from nanochat.device import Compute
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.parallel import place_of, trained
-from nanochat.train import memory
+from nanochat.train.fit import memory
 from nanochat.train.optim import Optimizers
 
 WINDOW = 128  # steps whose gradient norms a new one is compared with

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,18 +18,20 @@ import httpx
 import pytest
 import torch
 
-from nanochat.checkpoint_manager.files import step_dir
+from nanochat.checkpoint_manager.files import read_meta, step_dir
 from nanochat.checkpoint_manager.huggingface.adapter import save_adapter
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
+from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.locate import checkpoint_dir, make_meta
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.common import UserError, parse
 from nanochat.device import compute_init
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
+from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
 from nanochat.serve.server import Settings, create_app
-from scripts.chat_web import Config, addresses, chat_web, check, is_local, listen, models_of, only_runs, settings_of
+from scripts.chat_web import Config, about, addresses, chat_web, check, is_local, listen, models_of, only_runs, settings_of
 from tests.emulated_npu.worker import on_npu
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running, serving
 from tests.support.qwens import write_folder
@@ -213,7 +216,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             assert words == answers[0]["choices"][0]["message"]["content"]
             served = client.get("/v1/models").json()["data"][0]
             assert served["id"] == "nanochat-sft-d4"
-            assert served["corpus"] == "tinyworld" and "capitals" in served["knows"]["en"] and served["others"] == []
+            assert served["corpus"] == "tinyworld" and served["knows"] is None and served["others"] == []
             assert served["parameters"] == sum(parameter.numel() for parameter in model.parameters())
             assert served["defaults"] == {"temperature": 0, "top_k": 50, "max_tokens": 12}
     finally:
@@ -221,6 +224,46 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "Traceback" not in err and "ERROR" not in err
+
+
+def checkpoint(stage: str, step: int, before: tuple[str, int] | None = None) -> dict[str, Any]:
+    """Save a step of the tiny model, which began from a step of an earlier stage; its meta.json."""
+    tiny_checkpoint(stage, step)
+    folder = checkpoint_dir(stage, "d2")
+    meta = read_meta(folder, step)
+    if before:
+        meta["config"]["parent"] = f"{before[0]} d2 step {before[1]} 0123456789abcdef"
+        (step_dir(folder, step) / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return meta
+
+
+def promised(meta: dict[str, Any]) -> Any:
+    """What the server says that the model of a meta.json knows."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_gpt(tokenizer.vocab_size)
+    return about(Chosen(Loaded(model, tokenizer, meta, meta["stage"], "d2", meta["step"]), 64, []))["knows"]
+
+
+def test_a_model_of_few_updates_promises_nothing(base_folder):
+    checkpoint("base", 20)
+    checkpoint("mid", 10, ("base", 20))
+    checkpoint("sft", 10, ("mid", 10))
+    assert promised(checkpoint("rl", 3, ("sft", 10))) is None  # the smoke preset: 43 updates
+    assert promised(checkpoint("base", 99)) is None
+    assert "capitals" in promised(checkpoint("base", 100))["en"]
+
+
+def test_the_updates_of_earlier_stages_count_as_far_as_they_are_known(base_folder):
+    checkpoint("base", 240)
+    checkpoint("mid", 5, ("base", 240))
+    assert promised(checkpoint("sft", 5, ("mid", 5))) is not None
+    shutil.rmtree(checkpoint_dir("mid", "d2"))
+    assert promised(checkpoint("sft", 6, ("mid", 5))) is None
+    assert promised(checkpoint("sft", 7, ("base", 240))) is not None
+    (step_dir(checkpoint_dir("base", "d2"), 240) / "meta.json").write_text(
+        "{"
+    )  # damaged: its step is known all the same
+    assert promised(checkpoint("sft", 8, ("base", 240))) is not None
 
 
 def test_a_model_that_is_served_already_is_refused(base_folder):

@@ -129,6 +129,7 @@ HOSTILE = """async ([pieces, rounds]) => {
         "STRONG EM DEL A SPAN DIV BUTTON svg use").split(" "));
     const attributes = { A: ["href", "title", "target", "rel"], OL: ["start"], svg: ["aria-hidden"], use: ["href"],
         BUTTON: ["type"], SPAN: ["data-i18n"] };
+    attributes.PRE = attributes.DIV = ["tabindex", "role", "aria-label", "data-i18n-label"];
     const wrong = [];
     const letters = (text) => text.replace(/[^\\p{L}\\p{N}]/gu, "");
     for (let round = 0; round < rounds; round++) {

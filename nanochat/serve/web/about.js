@@ -1,7 +1,7 @@
-// The model of the chat: fetches the descriptions of what the server has, names the chosen model in the bar, and says on
-// the welcome page what it knows.
+// The model of the chat, and the one it is compared with: fetches the descriptions of what the server has, names the
+// chosen model in the bar, and says on the welcome page what it knows.
 
-import { keepModel, keptModel } from "./chats/kept.js";
+import { keepModels, keptModels } from "./chats/kept.js";
 import { servedModels } from "./client.js";
 import { hasWords, say } from "./language/i18n.js";
 import { make } from "./reply/dom.js";
@@ -12,6 +12,7 @@ const SMOKE = "smoke"; // the tag of the smoke preset's model, which was trained
 const find = (id) => document.getElementById(id);
 
 export let model = null; // the description from /v1/models, or null while the server cannot be reached
+export let rival = null; // the description of the model that answers each question too, or null
 let served = []; // the descriptions of all models of the server, the default one first
 
 /** Load the descriptions and show the chosen one. `changed` is called whenever the model of the chat may be another. */
@@ -21,20 +22,38 @@ export async function loadDescription(changed) {
   } catch {
     served = [];
   }
-  choose(keptModel(), changed);
+  const [id, other] = keptModels();
+  choose(id, other, changed);
 }
 
-/** Talk with the model of a name; with the default one if the server has none of this name. */
-function choose(id, changed) {
+/** Talk with the model of a name, and compare it with another; with the default one, and none, if there is no such name. */
+function choose(id, other, changed) {
   model = served.find((one) => one.id === id) ?? served[0] ?? null;
+  rival = served.find((one) => one.id === other && one !== model) ?? null;
   if (model) document.title = `nanochat · ${model.tag}`;
   showModel(changed);
   changed();
 }
 
-/** Whether the model has learnt to follow a system message: those that are trained here from scratch have not. */
-export function knowsSystem() {
-  return [PUBLISHED, "tune"].includes(model?.stage);
+function chooseAndKeep(id, other, changed) {
+  keepModels(id, other);
+  choose(id, other, changed);
+}
+
+/** Talk with the model of a name from now on. If it was the second of two that are compared, it becomes the first. */
+export function talkWith(id, changed) {
+  if (id === model?.id || !served.some((one) => one.id === id)) return;
+  chooseAndKeep(id, id === rival?.id ? model.id : (rival?.id ?? ""), changed);
+}
+
+/** Have the model of a name answer each question too; null ends the comparison. */
+export function compareWith(id, changed) {
+  chooseAndKeep(model?.id ?? "", id ?? "", changed);
+}
+
+/** Whether a model has learnt to follow a system message: those that are trained here from scratch have not. */
+export function knowsSystem(description) {
+  return [PUBLISHED, "tune"].includes(description?.stage);
 }
 
 /** Name the model in the bar, describe it in the panel behind the name, and say on the welcome page what it knows. */
@@ -73,21 +92,32 @@ function description(corpus) {
   return lines;
 }
 
-/** A button for each model of the server. */
+/** A button for each model of the server, and for each that the chosen one can be compared with. */
 function choices(changed) {
+  const others = served.filter(({ id }) => id !== model.id);
+  const compare = (id) => compareWith(id === rival?.id ? null : id, changed);
+  return [
+    ...buttons("served", served, model.id, (id) => talkWith(id, changed)),
+    ...buttons("compare", others, rival?.id, compare),
+  ];
+}
+
+function buttons(key, models, pressed, press) {
   const title = make("p");
-  say(title, "served");
-  const buttons = served.map(({ id }) => {
+  title.id = `models-${key}`;
+  say(title, key);
+  const list = make("div", key, ...models.map(({ id }) => {
     const button = make("button", "quiet small", make("code", "", id));
     button.type = "button";
-    button.setAttribute("aria-pressed", String(id === model.id));
+    button.setAttribute("aria-pressed", String(id === pressed));
     button.addEventListener("click", () => {
-      keepModel(id);
-      choose(id, changed);
+      press(id);
       find("model").open = false;
       find("model").querySelector("summary").focus();
     });
     return button;
-  });
-  return [title, make("div", "served", ...buttons)];
+  }));
+  list.setAttribute("role", "group");
+  list.setAttribute("aria-labelledby", title.id);
+  return [title, list];
 }

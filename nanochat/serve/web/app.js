@@ -1,6 +1,6 @@
 // The page: the input box, scrolling, languages, and the parts of the page put together.
 
-import { loadDescription, model } from "./about.js";
+import { compareWith, loadDescription, model, rival, talkWith } from "./about.js";
 import { Conversation } from "./chats/conversation.js";
 import { keep, kept } from "./chats/kept.js";
 import { HistoryPanel } from "./chats/panel.js";
@@ -24,6 +24,7 @@ const conversation = new Conversation(log, {
   giveBack(text) {
     prompt.value ||= text;
   },
+  taken: (id) => talkWith(id, described),
 });
 const panel = new HistoryPanel({
   current: () => conversation.chat,
@@ -125,6 +126,11 @@ sendButton.addEventListener("click", () => {
 });
 find("new-chat").addEventListener("click", startNewChat);
 
+find("comparing-end").addEventListener("click", () => {
+  compareWith(null, described);
+  focusPrompt();
+});
+
 // --- scrolling -----------------------------------------------------------------------------------
 
 let following = true; // until the reader scrolls up
@@ -156,6 +162,8 @@ function described() {
   find("runs-link").hidden = !model?.runs;
   showExamples();
   showContext();
+  find("comparing").hidden = rival === null;
+  if (rival) say(find("comparing-text"), "comparing", { first: model.id, second: rival.id });
   drawer.draw(); // other models have other defaults
 }
 

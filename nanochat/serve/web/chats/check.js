@@ -2,6 +2,7 @@
 
 const NOTES = ["stopped", "length", "noAnswer"];
 const LONGEST_TITLE = 200;
+const LONGEST_NAME = 1000; // of a model
 
 function must(condition) {
   if (!condition) throw new TypeError("no chat");
@@ -28,6 +29,17 @@ function readPart(part) {
   return { type: "tool", expression: text(part.expression), result: part.result === null ? null : text(part.result) };
 }
 
+/** What only some answers have: the name of their model, and the place of the answer to their left. */
+function readExtras({ model, beside }, parent, place, all) {
+  const read = {};
+  if (model !== undefined) read.model = text(model, LONGEST_NAME);
+  if (beside !== undefined) {
+    read.beside = count(beside, all.length - 1);
+    must(beside !== place && all[beside].parent === parent && all[beside].beside === undefined);
+  }
+  return read;
+}
+
 function readMessage({ parent, role, ...rest }, place, all) {
   must(Number.isInteger(parent) && parent >= -1 && parent < place);
   const before = parent === -1 ? "assistant" : all[parent].role;
@@ -44,6 +56,7 @@ function readMessage({ parent, role, ...rest }, place, all) {
     used: count(rest.used),
     forgotten: count(rest.forgotten, place),
     context: count(rest.context),
+    ...readExtras(rest, parent, place, all),
   };
 }
 

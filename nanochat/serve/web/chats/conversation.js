@@ -1,29 +1,35 @@
-// The open chat: shows the branch that the reader is on, and asks for at most one answer at a time.
+// The open chat: shows the branch that the reader is on, and asks one question at a time.
 
-import { loadDescription, model } from "../about.js";
-import { answer, ChatError } from "../client.js";
-import { hasWords } from "../language/i18n.js";
+import { model, rival } from "../about.js";
 import { forgottenLine, ModelTurn, UserTurn } from "../reply/turn.js";
-import { current, requestSettings, systemMessage } from "../settings/values.js";
-import { add, children, newChat, newestEnd, pathTo } from "./tree.js";
-
-const TOO_LONG = ["context_length_exceeded", "body_too_large"]; // trying again as it is would fail again
+import { ask, newExchange, record } from "./exchange.js";
+import { Pair } from "./pair.js";
+import { besideAt, children, newChat, newestEnd, pathTo } from "./tree.js";
 
 /**
- * `shown` are the answered exchanges on the page, {asked, turn, user, answer, forgotten}: the two turns, the places of
- * their messages in the chat, and how many exchanges the model did not see. `last` is the last exchange, answered or
- * not, and may be answered again; its `old` is then the exchange that another answer replaces.
+ * `shown` are the answered exchanges on the page, as exchange.js describes them. `last` is the last exchange, answered
+ * or not, and may be answered again. `pair` are the last two answers, if two models have answered; `last` is one of them.
  */
 export class Conversation {
-  /** `page` has changed(), called when the chat or the state has changed, follow(again), focus() and giveBack(text). */
+  /**
+   * `page` has changed(), called when the chat or the state has changed, described(), follow(again), focus(),
+   * giveBack(text) and taken(name), called with the model whose answer the reader continues from.
+   */
   constructor(log, page) {
     this.log = log;
     this.page = page;
+    this.asking = {
+      ...page,
+      forgot: (exchange) => {
+        if (exchange === this.last) this.#showForgotten(exchange.forgotten, exchange.by.context_length);
+      },
+      ended: () => this.page.changed(),
+    };
     this.#empty(newChat());
   }
 
   #empty(chat) {
-    Object.assign(this, { chat, shown: [], last: null, running: null });
+    Object.assign(this, { chat, shown: [], last: null, running: null, pair: null });
   }
 
   get isEmpty() {
@@ -54,13 +60,17 @@ export class Conversation {
     this.shown = [];
     this.log.replaceChildren();
     this.log.removeAttribute("aria-busy");
+    this.pair = null;
+    const beside = chat.at < 0 ? null : besideAt(chat, chat.at);
+    if (beside) [chat.at] = beside;
     const path = pathTo(chat, chat.at);
     for (let place = 0; place + 1 < path.length; place += 2) {
       const [user, answered] = path.slice(place, place + 2);
-      const message = chat.messages[answered];
       const asked = this.#question(chat.messages[user].text);
-      const entry = { asked, turn: ModelTurn.of(message), user, answer: answered, forgotten: message.forgotten };
-      this.log.append(asked.element, entry.turn.element);
+      const entry = this.#entry(asked, user, answered);
+      const paired = beside && answered === chat.at;
+      if (paired) this.pair = new Pair([entry, this.#entry(asked, user, beside[1])], [...this.shown]);
+      this.log.append(asked.element, paired ? this.pair.element : entry.turn.element);
       this.shown.push(entry);
       this.#arrows(entry);
     }
@@ -68,6 +78,12 @@ export class Conversation {
     this.#showForgotten(this.last?.forgotten, this.last && chat.messages[this.last.answer].context);
     this.#offer();
     this.page.follow(true);
+  }
+
+  #entry(asked, user, answered) {
+    const message = this.chat.messages[answered];
+    const { parent } = this.chat.messages[user];
+    return { asked, turn: ModelTurn.of(message), user, answer: answered, parent, forgotten: message.forgotten, by: null };
   }
 
   #question(text) {
@@ -82,7 +98,7 @@ export class Conversation {
       where.branches(all.indexOf(place), all.length, (next) => this.#goTo(all[next]));
     };
     put(asked, user, this.chat.messages[user].parent);
-    put(turn, answered, user);
+    if (!this.pair?.exchanges.some((one) => one.turn === turn)) put(turn, answered, user);
   }
 
   #goTo(place) {
@@ -93,7 +109,8 @@ export class Conversation {
   }
 
   #offer() {
-    const { last } = this;
+    const { last, pair } = this;
+    if (pair) return pair.offer((exchange) => this.#take(exchange), (exchange) => this.#both([pair.renew(exchange)]));
     if (!last || last.turn.hopeless) return;
     last.turn.offer(() => this.again());
     const whole = last.turn.parts.at(-1)?.type === "text"; // not in the middle of a calculation
@@ -110,9 +127,11 @@ export class Conversation {
   /** Ask a question at the end of the chat. */
   send(question) {
     if (this.running || !question.trim()) return false;
+    if (this.pair) this.#settle(this.pair.said[0]);
     const asked = this.#question(question);
     this.log.append(asked.element);
-    this.#reply({ asked, user: null, parent: this.chat.at });
+    if (rival) this.#compare(asked);
+    else this.#reply({ asked, user: null, parent: this.chat.at });
     return true;
   }
 
@@ -126,7 +145,7 @@ export class Conversation {
     asked.element.remove();
     this.shown = place < 0 ? this.shown : this.shown.slice(0, place);
     this.chat.at = parent;
-    this.last = null;
+    this.last = this.pair = null;
     this.send(text);
     this.page.focus();
   }
@@ -153,83 +172,34 @@ export class Conversation {
     const { last } = this;
     if (this.running || !last) return;
     last.turn.resume();
-    this.#run(last, { continue_final_message: true });
+    last.by = null; // the model of the chat may be another one by now
+    this.#run(last, { more: { continue_final_message: true } });
     this.page.focus();
   }
 
   #reply({ asked, user, parent, old = null, lively = false }) {
-    const turn = new ModelTurn(current().logprobs);
     const forgotten = this.shown.at(-1)?.forgotten ?? 0;
+    const exchange = newExchange({ asked, user, parent, old, forgotten });
     this.last?.turn.withdraw();
     asked.element.classList.remove("unanswered");
-    this.log.append(turn.element);
-    const before = old ? children(this.chat, user).length : 0;
-    this.#run({ asked, turn, user, parent, old, answer: null, forgotten }, {}, lively, before);
+    this.log.append(exchange.turn.element);
+    this.#run(exchange, { lively, before: old ? children(this.chat, user).length : 0 });
   }
 
-  /** Ask for the answer of an exchange, or for more of it. `before` counts the answers that the question has. */
-  async #run(last, more, lively = false, before = 0) {
-    const stop = (this.running = new AbortController());
-    this.last = last;
-    this.log.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
-    this.page.changed();
-    this.page.follow(true);
-    let note = null;
-    try {
-      if (model === null) await loadDescription(this.page.described);
-      if (model === null) throw new ChatError("unreachable");
-      const settings = requestSettings(lively, before);
-      const messages = this.#messages(last);
-      if (last.answer === null) last.turn.asked = { messages, model: model.id }; // else the answer is continued
-      note = await this.#stream(last, answer(messages, { ...settings, ...more }, stop.signal));
-    } catch (failure) {
-      if (stop.signal.aborted) note = "stopped";
-      else this.#fail(failure, last);
-    }
+  /** Ask for the answer of an exchange, or for more of it. */
+  async #run(last, request) {
+    const stop = new AbortController();
+    this.#begin(stop, last);
+    const note = await ask(last, { earlier: this.shown, ...request }, stop.signal, this.asking);
     if (stop === this.running) this.#finish(note); // else the reader has opened another chat meanwhile
   }
 
-  #messages({ asked, forgotten, answer: answered }) {
-    const turns = this.shown.slice(forgotten).flatMap((entry) => [
-      { role: "user", content: entry.asked.text },
-      { role: "assistant", parts: entry.turn.parts },
-    ]);
-    const question = answered === null ? [{ role: "user", content: asked.text }] : [];
-    return [...systemMessage(), ...turns, ...question];
-  }
-
-  /** Show the pieces of an answer as they arrive; return the note to show below the answer, or null. */
-  async #stream(last, pieces) {
-    const { turn } = last;
-    const start = performance.now();
-    const [tokens, seconds] = turn.numbers ?? [0, 0]; // of an answer that is continued
-    let finish = null;
-    for await (const piece of pieces) {
-      if (piece.forgotten) {
-        last.forgotten += piece.forgotten / 2; // later requests leave these messages out as well
-        this.#showForgotten(last.forgotten, model.context_length);
-        if (turn.asked) turn.asked.messages = without(turn.asked.messages, piece.forgotten);
-      }
-      if (piece.text) turn.addText(piece.text);
-      if (piece.tool) turn.addTool(piece.tool);
-      if (piece.tokens) turn.count(tokens + piece.tokens, seconds + (performance.now() - start) / 1000);
-      if (piece.scores) turn.addScores(piece.scores);
-      if (piece.used) turn.used = piece.used;
-      if (piece.finish) finish = piece.finish;
-      this.page.follow();
-    }
-    if (finish === "length") return "length";
-    return turn.saidSomething ? null : "noAnswer";
-  }
-
-  #fail(failure, { turn, asked, answer: answered }) {
-    if (!(failure instanceof ChatError)) console.error(failure);
-    const { code = "broken", detail = "", values = {} } = failure;
-    const key = hasWords(code) ? code : "failed";
-    turn.fail(key, { ...values, detail, context: model?.context_length });
-    turn.hopeless = TOO_LONG.includes(code);
-    if (turn.hopeless && answered === null) this.page.giveBack(asked.text); // to be made shorter
-    if (code === "unreachable") loadDescription(this.page.described);
+  /** `running` can be aborted. */
+  #begin(running, last) {
+    Object.assign(this, { running, last });
+    this.log.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
+    this.page.changed();
+    this.page.follow(true);
   }
 
   #finish(note) {
@@ -246,43 +216,85 @@ export class Conversation {
       old.turn.element.hidden = false;
       this.shown.push(old);
     } else last.asked.element.classList.add("unanswered");
+    this.#end();
+  }
+
+  #end() {
     this.#offer();
     this.log.removeAttribute("aria-busy");
     this.page.changed();
     this.page.follow();
   }
 
+  // --- two models --------------------------------------------------------------------------------
+
+  /** Ask the model of the chat and its rival the same question. */
+  #compare(asked) {
+    const forgotten = this.shown.at(-1)?.forgotten ?? 0;
+    const both = [model, rival].map((by) => newExchange({ asked, parent: this.chat.at, forgotten, by }));
+    this.last?.turn.withdraw();
+    this.pair = new Pair(both, [...this.shown]);
+    this.log.append(this.pair.element);
+    this.#both(both);
+  }
+
+  /** Ask for the answers of the pair, or for one of them again. */
+  async #both(exchanges) {
+    const { pair } = this;
+    if (this.running) return;
+    pair.withdraw();
+    pair.exchanges[0].asked.element.classList.remove("unanswered");
+    this.#begin(pair, pair.exchanges[0]);
+    await pair.run(exchanges, this.asking);
+    if (pair !== this.running) return; // the reader has opened another chat meanwhile
+    this.running = null;
+    pair.record(this.chat);
+    const [first] = pair.said;
+    this.shown = first ? [...pair.earlier, first] : pair.earlier;
+    this.last = first ?? pair.exchanges[0];
+    if (first) this.#arrows(first);
+    else this.last.asked.element.classList.add("unanswered");
+    this.#end();
+  }
+
+  /** Continue from one of two answers. */
+  #take(exchange) {
+    if (this.running) return;
+    this.#settle(exchange);
+    this.page.taken(exchange.turn.by);
+    this.#offer();
+    this.page.changed();
+    this.page.focus();
+  }
+
+  /** Show one of two answers alone; the other one becomes a branch. Two that failed stay as they are. */
+  #settle(kept) {
+    const { pair } = this;
+    this.pair = null;
+    if (!kept) return pair.withdraw();
+    pair.settle(this.chat, kept);
+    this.shown[this.shown.length - 1] = this.last = kept;
+    this.#arrows(kept);
+    this.#showForgotten(kept.forgotten, this.chat.messages[kept.answer].context);
+  }
+
+  // --- keeping -----------------------------------------------------------------------------------
+
   /** The chat as it stands, with what has arrived of an answer in progress. */
   snapshot() {
-    const { chat, last, running } = this;
-    if (!running || !last.turn.saidSomething) return chat;
+    const { chat, last, running, pair } = this;
     const copy = { ...chat, messages: [...chat.messages] };
-    record(copy, { ...last }, "stopped");
+    if (running && pair) pair.copy().record(copy);
+    else if (running && last.turn.saidSomething) record(copy, { ...last });
+    else return chat;
     return copy;
   }
 
   /** A question that has no answer, as text: it would be lost with the page. */
   get unanswered() {
-    const { last, shown, running } = this;
-    const answered = running ? last.turn.saidSomething || last.old : shown.some(({ asked }) => asked === last?.asked);
+    const { last, shown, running, pair } = this;
+    const saying = pair ? pair.said.length > 0 : last?.turn.saidSomething || last?.old;
+    const answered = running ? saying : shown.some(({ asked }) => asked === last?.asked);
     return last && !answered ? last.asked.text : "";
   }
-}
-
-/** Messages without the first `count` of them, the system message left out of the count. */
-function without(messages, count) {
-  const first = messages[0].role === "system" ? 1 : 0;
-  return [...messages.slice(0, first), ...messages.slice(first + count)];
-}
-
-/** Put the question, unless it is there, and its answer into the chat, and their places into the exchange. */
-function record(chat, exchange, cut = null) {
-  const { asked, turn, parent, forgotten } = exchange;
-  exchange.user ??= add(chat, { parent, role: "user", text: asked.text });
-  const { parts, numbers, used, error } = turn;
-  const note = cut ?? (error ? "stopped" : turn.note);
-  const message = { parent: exchange.user, role: "assistant", parts, note, numbers, used, forgotten };
-  message.context = model?.context_length ?? 0;
-  if (exchange.answer === null) exchange.answer = add(chat, message);
-  else chat.messages[exchange.answer] = message;
 }

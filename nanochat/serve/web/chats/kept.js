@@ -1,10 +1,11 @@
-// Keeps what belongs to this tab alone, the open chat, its model and the key of its server, so that they survive a reload.
+// Keeps what belongs to this tab alone, the open chat, its models and the key of its server, so that they survive a reload.
 
 import { readChat } from "./check.js";
 
 const KEY = "nanochat.chat";
 const API_KEY = "nanochat.key";
 const MODEL = "nanochat.model";
+const RIVAL = "nanochat.rival";
 let apiKey = ""; // of this page, where the browser forbids storage
 
 /** Keep the open chat and what stands in the input box. */
@@ -45,20 +46,21 @@ export function keptKey() {
   }
 }
 
-/** Keep the name of the model that the reader talks with. */
-export function keepModel(id) {
+/** Keep the name of the model that the reader talks with, and of the one it is compared with; "" is none. */
+export function keepModels(id, rival) {
   try {
     sessionStorage.setItem(MODEL, id);
+    sessionStorage.setItem(RIVAL, rival);
   } catch {
     // the choice lasts until the page is left
   }
 }
 
-/** The name of the model that the reader talks with, or null. */
-export function keptModel() {
+/** The names of these two models; null for what was not chosen. */
+export function keptModels() {
   try {
-    return sessionStorage.getItem(MODEL);
+    return [sessionStorage.getItem(MODEL), sessionStorage.getItem(RIVAL)];
   } catch {
-    return null;
+    return [null, null];
   }
 }

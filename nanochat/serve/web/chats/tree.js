@@ -5,6 +5,8 @@
  * milliseconds since 1970, and `at` is the last message of the branch that is shown (-1 in an empty chat). A message is
  * {parent, role: "user", text} or {parent, role: "assistant", parts, note, numbers, used, forgotten, context}; `parent`
  * is the place of the message before it, or -1. `forgotten` counts the exchanges that the model no longer saw.
+ * An answer may also have `model`, the name of the model that gave it, and `beside`, the place of the other answer to its
+ * question that stands to its left until the reader has continued from one of them.
  */
 export function newChat() {
   const now = Date.now();
@@ -32,6 +34,14 @@ export function newestEnd(chat, place) {
   const last = new Map(chat.messages.map(({ parent }, child) => [parent, child]));
   while (last.has(place)) place = last.get(place);
   return place;
+}
+
+/** The places of two answers that stand next to each other, the left one first, if one of them is at `place`; else null. */
+export function besideAt(chat, place) {
+  const left = chat.messages[place].beside;
+  if (left !== undefined) return [left, place];
+  const right = chat.messages.findIndex(({ beside }) => beside === place);
+  return right < 0 ? null : [place, right];
 }
 
 /** The places of the messages up to one, the oldest first. */

@@ -1,5 +1,6 @@
 // Draws the tree of markdown.js as elements, and changes only those elements that a longer text has changed.
 
+import { say } from "../language/i18n.js";
 import { phrased } from "../language/phrases.js";
 import { copyButton, make } from "./dom.js";
 
@@ -30,7 +31,15 @@ function drawItem([first, ...rest], tools) {
 function drawCode({ language, text }, tools) {
   const code = make("code", "", ...split(text, tools));
   const copy = copyButton(() => code.textContent, "copyCode");
-  return make("div", "code", make("div", "head", make("span", "", language), copy), make("pre", "", code));
+  return make("div", "code", make("div", "head", make("span", "", language), copy), scrolling("codeBlock", make("pre", "", code)));
+}
+
+/** Let the arrow keys scroll an element, and name it for those who cannot see why it takes the focus. */
+function scrolling(key, element) {
+  element.tabIndex = 0;
+  element.setAttribute("role", "group");
+  say(element, key, {}, "label");
+  return element;
 }
 
 function split(text, tools) {
@@ -41,7 +50,8 @@ function drawTable({ align, head, rows }, tools) {
   const row = (cells, tag) => make("tr", "", ...cells.map((nodes, column) =>
     make(tag, align[column] ?? "", ...drawInline(nodes, tools))));
   const body = rows.map((cells) => row(cells, "td"));
-  return make("div", "scrolls", make("table", "", make("thead", "", row(head, "th")), make("tbody", "", ...body)));
+  const table = make("table", "", make("thead", "", row(head, "th")), make("tbody", "", ...body));
+  return scrolling("table", make("div", "scrolls", table));
 }
 
 function drawInline(nodes, tools) {

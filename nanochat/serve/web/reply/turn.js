@@ -98,21 +98,34 @@ export class ModelTurn {
     this.note = null; // a key in words.js
     this.numbers = null; // [tokens, seconds since the question was sent]
     this.asked = null; // {messages, model}: what it answers and which model it is of, if it was asked since the page was opened
+    this.by = ""; // the name of the model, where it is shown
+    this.open = true; // until the answer has ended
     this.used = 0; // tokens of the context, of the chat and this answer together
     this.body = make("div", "body streaming");
     this.meta = make("div", "meta");
-    this.element = make("article", "turn model", speaker("model"), this.body, this.meta);
+    this.speaker = speaker("model");
+    this.element = make("article", "turn model", this.speaker, this.body, this.meta);
     this.tools = []; // the elements of the calculator calls
   }
 
   /** The turn of an answer that has ended, from its message in tree.js. */
-  static of({ parts, note, numbers, used }) {
+  static of({ parts, note, numbers, used, model }) {
     const turn = new ModelTurn();
+    if (model) turn.name(model);
     turn.whole = true;
     for (const part of parts) part.type === "tool" ? turn.addTool(part) : turn.addText(part.text);
     [turn.numbers, turn.used] = [numbers, used];
     turn.end(note);
     return turn;
+  }
+
+  /** Show which model answers, where there are two. */
+  name(model) {
+    this.by = model;
+    say(this.speaker, "modelNamed", { model });
+    const shown = make("p", "by", model);
+    shown.setAttribute("aria-hidden", "true"); // the speaker's name says it
+    this.speaker.after(shown);
   }
 
   get text() {
@@ -172,7 +185,7 @@ export class ModelTurn {
   /** Finish the turn. `note` is a key in words.js, or null. */
   end(note) {
     this.note = note;
-    this.whole = false;
+    this.open = this.whole = false;
     this.#draw(false);
     this.body.classList.remove("streaming");
     if (note) {
@@ -206,14 +219,22 @@ export class ModelTurn {
     this.meta.insertBefore(this.more, this.meta.querySelector(".numbers"));
   }
 
+  /** Offer to continue the chat from this answer, one of two. */
+  offerTake(press) {
+    this.take = smallButton("take", "check", press);
+    this.take.classList.add("take");
+    say(this.take, "takeNamed", { model: this.by }, "label");
+    this.meta.prepend(this.take);
+  }
+
   withdraw() {
-    this.again?.remove();
-    this.more?.remove();
+    for (const button of [this.again, this.more, this.take]) button?.remove();
   }
 
   /** Grow again, after the turn has ended. */
   resume() {
     this.note = null;
+    this.open = true;
     this.error?.remove();
     this.error = undefined;
     this.meta.replaceChildren();

@@ -59,6 +59,8 @@ export class Chart {
     this.plot.setAttribute("role", "slider");
     this.summary = make("summary");
     this.table = make("div", "scroll");
+    this.table.tabIndex = 0; // so that the arrow keys scroll it
+    this.table.setAttribute("role", "region");
     this.details = make("details", "figures", this.summary, this.table);
     this.element = make("figure", "chart", make("figcaption", "", this.title, this.readout), this.plot, this.details);
     [this.curves, this.over, this.cursor, this.drawnWidth] = [[], "step", null, 0];
@@ -78,6 +80,7 @@ export class Chart {
     const name = figureName(this.name);
     this.title.textContent = name;
     this.plot.setAttribute("aria-label", words("curveOf", { figure: name }));
+    this.table.setAttribute("aria-label", name);
     say(this.summary, "asTable");
     this.draw();
     this.fillTable();

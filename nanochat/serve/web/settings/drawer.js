@@ -1,6 +1,6 @@
 // The drawer of settings: an input box for each, with one sentence on what it does, and a way back to the defaults.
 
-import { knowsSystem, model } from "../about.js";
+import { knowsSystem, model, rival } from "../about.js";
 import { hasWords, say } from "../language/i18n.js";
 import { make } from "../reply/dom.js";
 import { change, current, defaultTokens, NUMBERS, reset } from "./values.js";
@@ -31,7 +31,7 @@ export class SettingsDrawer {
 
   draw() {
     const boxes = NUMBERS.map((number) => this.#number(number));
-    if (knowsSystem()) boxes.unshift(this.#system());
+    if (knowsSystem(model) || knowsSystem(rival)) boxes.unshift(this.#system());
     find("settings-list").replaceChildren(...boxes, this.#logprobs());
   }
 
@@ -45,7 +45,7 @@ export class SettingsDrawer {
     Object.assign(box, { type: "number", min: low, max: high, step: step < 1 ? "any" : 1, inputMode: "decimal" });
     box.value = current()[name] ?? "";
     const standard = { temperature: model?.defaults.temperature, top_k: model?.defaults.top_k, top_p: 1, min_p: 0 };
-    if (model) standard.max_tokens = defaultTokens();
+    if (model) standard.max_tokens = defaultTokens(model);
     box.placeholder = standard[name] ?? "";
     const wrong = make("span", "wrong");
     say(wrong, "outOfRange", { low, high });

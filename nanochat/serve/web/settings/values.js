@@ -1,6 +1,6 @@
 // The reader's settings, kept on the device: what a request asks for beyond the server's own defaults.
 
-import { knowsSystem, model } from "../about.js";
+import { knowsSystem } from "../about.js";
 
 const KEY = "nanochat.settings";
 const LIVELY = 0.6; // the least temperature of a second answer, or it would be the first one again
@@ -59,27 +59,27 @@ export function reset() {
 }
 
 /** The longest answer in tokens: the server's default, but at most half of the context, to leave room for questions. */
-export function defaultTokens() {
+export function defaultTokens(model) {
   return Math.max(1, Math.min(model.defaults.max_tokens, Math.floor(model.context_length / 2)));
 }
 
 /**
- * The fields of a request. A `lively` answer draws its words although the first one may not have; a chosen seed moves
+ * The fields of a request to a model. A `lively` answer draws its words although the first one may not have; a chosen seed moves
  * on by the number of answers `before`, as it would give the same answer again.
  */
-export function requestSettings(lively, before) {
+export function requestSettings(model, lively, before) {
   const { system, logprobs, seed, max_tokens, temperature, ...numbers } = settings;
   return {
     ...numbers,
     model: model.id,
     temperature: lively ? Math.max(temperature ?? model.defaults.temperature, LIVELY) : temperature,
     seed: seed === undefined ? undefined : seed + before,
-    max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(),
+    max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(model),
     ...(logprobs && { logprobs: true, top_logprobs: ALTERNATIVES }),
   };
 }
 
-/** The system message of a chat, as a list of at most one message. */
-export function systemMessage() {
-  return settings.system && knowsSystem() ? [{ role: "system", content: settings.system }] : [];
+/** The system message of a chat with a model, as a list of at most one message. */
+export function systemMessage(model) {
+  return settings.system && knowsSystem(model) ? [{ role: "system", content: settings.system }] : [];
 }

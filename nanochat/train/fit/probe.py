@@ -9,7 +9,7 @@ import torch.nn as nn
 from nanochat.common import UserError, log
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.train import memory
+from nanochat.train.fit import memory
 from nanochat.train.optim import Optimizers
 from nanochat.train.sizes import Batch
 

@@ -10,7 +10,7 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.platforms.cpu import Cpu
 from nanochat.platforms.nvidia import Nvidia
-from nanochat.train import memory
+from nanochat.train.fit import memory
 from tests.support.tiny_model import on_cpu, pretend
 
 CUDA = pretend(Nvidia())

@@ -11,7 +11,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import Sharding, whole_parameters
-from nanochat.train import memory, probe
+from nanochat.train.fit import memory, probe
 from nanochat.train.sizes import Batch
 from nanochat.train.update import LossScale, update
 from tests.support.rank_training import CONFIG, CPU, batches, make

@@ -1,0 +1,103 @@
+// An exchange, which is a question and its answer: asks a model for the answer, and puts both into the chat.
+
+import { loadDescription, model } from "../about.js";
+import { answer, ChatError } from "../client.js";
+import { hasWords } from "../language/i18n.js";
+import { ModelTurn } from "../reply/turn.js";
+import { current, requestSettings, systemMessage } from "../settings/values.js";
+import { add } from "./tree.js";
+
+const TOO_LONG = ["context_length_exceeded", "body_too_large"]; // trying again as it is would fail again
+
+/**
+ * An exchange without an answer. `asked` and `turn` are the two turns on the page, `user` and `answer` the places of
+ * their messages in the chat, `parent` is the place before the question, `forgotten` counts the exchanges that the model
+ * does not see, `old` is the exchange that another answer replaces, and `by` describes the model that answers: null
+ * stands for the model of the chat.
+ */
+export function newExchange({ asked, user = null, parent, old = null, forgotten, by = null }) {
+  return { asked, turn: new ModelTurn(current().logprobs), user, answer: null, parent, old, forgotten, by };
+}
+
+/**
+ * Ask for the answer of an exchange, or for more of it, and show what arrives. Returns the note to show below the
+ * answer, or null. `request` has `earlier`, the exchanges before, `lively` and `before` as requestSettings takes them,
+ * and `more`, further fields. `page` has described(), forgot(exchange), follow() and giveBack(text).
+ */
+export async function ask(exchange, request, signal, page) {
+  const { earlier, lively = false, before = 0, more = {} } = request;
+  try {
+    if (exchange.by === null && model === null) await loadDescription(page.described);
+    exchange.by ??= model;
+    if (exchange.by === null) throw new ChatError("unreachable");
+    const messages = messagesOf(exchange, earlier);
+    if (exchange.answer === null) exchange.turn.asked = { messages, model: exchange.by.id }; // else it is continued
+    const settings = { ...requestSettings(exchange.by, lively, before), ...more };
+    return await stream(exchange, answer(messages, settings, signal), page);
+  } catch (failure) {
+    if (signal.aborted) return "stopped";
+    fail(failure, exchange, page);
+    return null;
+  }
+}
+
+function messagesOf({ asked, forgotten, answer: answered, by }, earlier) {
+  const turns = earlier.slice(forgotten).flatMap((entry) => [
+    { role: "user", content: entry.asked.text },
+    { role: "assistant", parts: entry.turn.parts },
+  ]);
+  const question = answered === null ? [{ role: "user", content: asked.text }] : [];
+  return [...systemMessage(by), ...turns, ...question];
+}
+
+async function stream(exchange, pieces, page) {
+  const { turn } = exchange;
+  const start = performance.now();
+  const [tokens, seconds] = turn.numbers ?? [0, 0]; // of an answer that is continued
+  let finish = null;
+  for await (const piece of pieces) {
+    if (piece.forgotten) {
+      exchange.forgotten += piece.forgotten / 2; // later requests leave these messages out as well
+      page.forgot(exchange);
+      if (turn.asked) turn.asked.messages = without(turn.asked.messages, piece.forgotten);
+    }
+    if (piece.text) turn.addText(piece.text);
+    if (piece.tool) turn.addTool(piece.tool);
+    if (piece.tokens) turn.count(tokens + piece.tokens, seconds + (performance.now() - start) / 1000);
+    if (piece.scores) turn.addScores(piece.scores);
+    if (piece.used) turn.used = piece.used;
+    if (piece.finish) finish = piece.finish;
+    page.follow();
+  }
+  if (finish === "length") return "length";
+  return turn.saidSomething ? null : "noAnswer";
+}
+
+function fail(failure, { turn, asked, answer: answered, by }, page) {
+  if (!(failure instanceof ChatError)) console.error(failure);
+  const { code = "broken", detail = "", values = {} } = failure;
+  const key = hasWords(code) ? code : "failed";
+  turn.fail(key, { ...values, detail, context: by?.context_length });
+  turn.hopeless = TOO_LONG.includes(code);
+  if (turn.hopeless && answered === null) page.giveBack(asked.text); // to be made shorter
+  if (code === "unreachable") loadDescription(page.described);
+}
+
+/** Messages without the first `count` of them, the system message left out of the count. */
+function without(messages, count) {
+  const first = messages[0].role === "system" ? 1 : 0;
+  return [...messages.slice(0, first), ...messages.slice(first + count)];
+}
+
+/** Put the question, unless it is there, and its answer into the chat, and their places into the exchange. */
+export function record(chat, exchange) {
+  const { asked, turn, parent, forgotten, by } = exchange;
+  exchange.user ??= add(chat, { parent, role: "user", text: asked.text });
+  const { parts, numbers, used, error, open } = turn;
+  const note = error || open ? "stopped" : turn.note;
+  const message = { parent: exchange.user, role: "assistant", parts, note, numbers, used, forgotten };
+  message.context = by?.context_length ?? 0;
+  if (turn.by) message.model = turn.by;
+  if (exchange.answer === null) exchange.answer = add(chat, message);
+  else chat.messages[exchange.answer] = message;
+}

@@ -1,0 +1,1 @@
+"""How much of a step fits into the memory of a device."""

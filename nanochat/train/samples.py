@@ -1,0 +1,101 @@
+"""What a model says while it trains: greedy replies to held-out prompts, kept beside the figures of its stage."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch.nn as nn
+
+from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.data.conversation import Part, Task
+from nanochat.dataloader import Source
+from nanochat.device import Compute
+from nanochat.engine import Engine
+from nanochat.evals.chat import words
+from nanochat.generate.reply import reply_parts
+from nanochat.generate.sampling import Sampling
+from nanochat.nn.model import Model
+from nanochat.report.samples import Sample, keep_samples
+from nanochat.runtime import parallel
+from nanochat.tokenizer import Tokenizer
+
+HELD_OUT = "held_out"  # the source of these samples; the page of runs has words for it
+OPENING = 12  # tokens of a document that the model continues
+LONGEST = 48  # tokens of a reply
+ROWS = 64  # of held-out rows, at most, that are searched for prompts
+
+
+def held_out_prompts(rows: Source, count: int, tokenizer: Tokenizer) -> list[list[int]]:
+    """At most `count` different prompts from held-out rows: questions where the rows hold conversations, up to the mark
+    of the answer, and the first words where they hold documents."""
+    room = rows.row_tokens - 1 - LONGEST
+    found: list[list[int]] = []
+    for number in range(min(rows.count, ROWS)):
+        if len(found) >= count:
+            break
+        prompt = _prompt(rows.batch(rows.plan_rows(number, 1))[0][0].tolist(), tokenizer)
+        if 1 < len(prompt) <= room and prompt not in found:
+            found.append(prompt)
+    return found
+
+
+def _prompt(row: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The beginning of the first document or conversation of a row."""
+    first = row[: row.index(tokenizer.bos, 1)] if tokenizer.bos in row[1:] else row
+    answer = tokenizer.special("assistant_start")
+    return first[: first.index(answer) + 1] if answer in first else first[: 1 + OPENING]
+
+
+def keep_replies(
+    folder: Path, step: int, prompts: Sequence[Sequence[int]], model: Model, tokenizer: Tokenizer, compute: Compute
+) -> None:
+    """Keep what the model of a step says to prompts in the folder of its stage; every rank must call this.
+
+    Rank 0 speaks, with a whole copy of the model that is dropped again, since the ranks may have shards. The model and
+    all states of random numbers stay as they are.
+    """
+    if not prompts:
+        return
+    trained = cast(nn.Module, model)
+    if not compute.main:
+        for _ in parallel.whole_parameters(trained):
+            pass  # the rank takes part in gathering
+        return
+    speaker = on_meta(cast(Any, model.config), compute).eval()
+    held_in(speaker, compute.dtype)
+    speaker.to_empty(device=compute.device)
+    parallel.refresh(speaker, trained)
+    room = min(max(map(len, prompts)) + LONGEST, model.config.sequence_len)
+    engine = Engine(speaker, tokenizer, len(prompts), room)
+    said = engine.generate(prompts, Sampling(temperature=0.0, max_tokens=LONGEST), 1, lambda *_: compute.pulse.beat())
+    keep_samples(folder, [
+        Sample(step, HELD_OUT, _read(prompt, tokenizer), _read(one.tokens, tokenizer))
+        for prompt, one in zip(prompts, said, strict=True)
+    ])  # fmt: skip
+
+
+def _read(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    return words(reply_parts(tokens, tokenizer))
+
+
+class Graded:
+    """Keeps the replies to the first problems of a measurement, on rank 0; give `hear` to evals.chat.evaluate()."""
+
+    def __init__(self, task: Task, count: int, compute: Compute):
+        """`count` is the number of problems, at most those of rank 0."""
+        self.task, self.main = task, compute.main
+        self._last = count * compute.world_size  # ranks take turns in the problems
+        self._said: dict[int, tuple[str, float]] = {}
+
+    def hear(self, i: int, parts: list[Part], grade: float) -> None:
+        """Take the reply to problem `i` and its grade."""
+        if self.main and i < self._last:
+            self._said[i] = words(parts), grade
+
+    def keep(self, folder: Path, step: int) -> None:
+        """Keep the replies as samples of a step in the folder of a stage."""
+        if self._said:
+            keep_samples(folder, [
+                Sample(step, self.task.name, self.task[i].prompt.messages[-1].text, *self._said[i])
+                for i in sorted(self._said)
+            ])  # fmt: skip

@@ -1,0 +1,193 @@
+"""The pages as axe-core sees them: no serious or critical barrier in any state, at two sizes, light and dark."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from nanochat.data.conversation import Part
+from nanochat.report.samples import Sample, keep_samples
+from nanochat.serve.hosted import Announced, Loadable
+from nanochat.serve.server import create_runs_app
+from tests.serve.test_web_runs import write
+from tests.support.browsing import finished, send, visit
+from tests.support.fake_engine import ABOUT, FakeEngine, running, serving
+
+pytestmark = pytest.mark.browser
+
+BARRIERS = ("serious", "critical")
+LONG_LINE = "print('" + "x" * 300 + "')"
+RICH = [
+    "## Sum\n\nIt is ",
+    Part("python", "37*48"),
+    Part("python_output", "1776"),
+    f" and *that* is **right**: [why](https://example.com).\n\n> quoted\n\n1. one\n2. two\n\n"
+    f"| number | {'square ' * 12}|\n| --- | --- |\n| 2 | {'four ' * 30}|\n\n```python\n{LONG_LINE}\n```\n\nUse `sum`.",
+]
+SIZES = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 375, "height": 740}}
+looks = pytest.mark.parametrize("scheme", ["light", "dark"])
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def barriers(page: Page) -> list[str]:
+    """What axe finds on the page as it is, one line for each element; motion has come to rest."""
+    page.wait_for_function("() => document.getAnimations().every(({ playState, effect }) => "
+                           "playState !== 'running' || effect.getTiming().iterations === Infinity)")  # fmt: skip
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{rule['id']}: {node['html'][:160]}: {node['failureSummary']}"
+        for rule in found
+        if rule["impact"] in BARRIERS
+        for node in rule["nodes"]
+    ]
+
+
+def through(page: Page, states: dict[str, Callable[[], Any]]) -> str:
+    """Bring the page into each state in turn; what axe finds in each of them, as lines."""
+    found = []
+    for name, enter in states.items():
+        enter()
+        found += [f"{name}: {said}" for said in barriers(page)]
+    return "\n".join(found)
+
+
+@contextlib.contextmanager
+def chatting(browser: Browser, size: str, scheme: Any) -> Iterator[tuple[Page, FakeEngine]]:
+    """The chat page of a server with two models, and the engine of the first."""
+    first, second = FakeEngine({"rich": RICH, "silence": []}), FakeEngine({"rich": ["Another answer."]})
+    pip = Announced("pip", "published", "pip", 1, about=ABOUT)
+    beside = [Loadable(second, second.tokenizer, pip)]  # type: ignore[arg-type]
+    with (
+        running(first, beside=beside) as url,
+        visit(browser, url, viewport=SIZES[size], color_scheme=scheme) as page,
+    ):
+        yield page, first
+
+
+def ask(page: Page, text: str = "rich") -> None:
+    send(page, text)
+    finished(page)
+
+
+def press(page: Page, *places: str) -> None:
+    for place in places:
+        page.locator(place).click()
+
+
+@looks
+@sizes
+def test_a_chat_has_no_barriers(browser, size, scheme):
+    with chatting(browser, size, scheme) as (page, engine):
+
+        def unfold() -> None:
+            press(page, ".tool summary", ".numbers summary", ".saw summary")
+            expect(page.locator(".saw .prompt")).to_be_visible()
+
+        def edit() -> None:
+            page.locator(".turn.user").hover()
+            page.get_by_role("button", name="Edit this message").click()
+
+        def again() -> None:
+            page.keyboard.press("Escape")
+            page.get_by_role("button", name="Answer again").click()
+            finished(page)
+
+        def refused() -> None:
+            engine.fail = True
+            ask(page)
+            expect(page.get_by_role("alert")).to_be_visible()
+
+        found = through(page, {
+            "empty": lambda: expect(page.locator("#welcome")).to_be_visible(),
+            "writing": lambda: page.fill("#prompt", "rich"),
+            "chat": lambda: ask(page),
+            "unfolded": unfold,
+            "editing": edit,
+            "branches": again,
+            "no answer": lambda: ask(page, "silence"),
+            "failed": refused,
+        })  # fmt: skip
+        assert not found, found
+
+
+@looks
+@sizes
+def test_what_opens_beside_a_chat_has_no_barriers(browser, size, scheme):
+    with chatting(browser, size, scheme) as (page, _):
+
+        def history() -> None:
+            press(page, "#model summary", "#history-toggle")
+            expect(page.locator("#history-list .chat")).to_have_count(1)
+
+        def delete() -> None:
+            page.locator("#history-list .chat").hover()
+            page.get_by_role("button", name="Delete").click()
+            expect(page.locator("#history-told button")).to_be_focused()
+
+        def tokens() -> None:
+            page.get_by_label("Token probabilities").check()
+            press(page, "#settings-close")
+            ask(page)
+            page.locator(".token").last.hover()
+            expect(page.locator("#token-tip")).to_be_visible()
+
+        def compare() -> None:
+            press(page, "#model summary", ".panel .compare button")
+            ask(page)
+            expect(page.locator(".pair .turn")).to_have_count(2)
+
+        ask(page)
+        found = through(page, {
+            "models": lambda: press(page, "#model summary"),
+            "history": history,
+            "deleted": delete,
+            "settings": lambda: press(page, "#history-close", "#settings-toggle"),
+            "tokens": tokens,
+            "comparison": compare,
+        })  # fmt: skip
+        assert not found, found
+
+
+@looks
+@sizes
+def test_the_page_of_runs_has_no_barriers(browser, base_folder: Path, size, scheme):
+    write(base_folder, "d4", 40).close()
+    write(base_folder, "d2", 20)
+    folder = base_folder / "base_checkpoints" / "d4"
+    keep_samples(folder, [Sample(40, "GSM8K", "2 + 2?", "4", 1.0), Sample(40, "GSM8K", "2 + 3?", "6", 0.0)])
+    with (
+        serving(create_runs_app(base_folder, (), "")) as url,
+        visit(browser, f"{url}/runs", ready="#page", viewport=SIZES[size], color_scheme=scheme) as page,
+    ):
+
+        def draw() -> None:
+            for box in page.get_by_role("checkbox").all():
+                box.check()
+            page.wait_for_function("() => document.querySelector('.chart .curve')")
+
+        def unfold() -> None:
+            for one in page.locator("details:not([open]) > summary").all():
+                if one.is_visible():
+                    one.click()
+
+        found = through(page, {
+            "list": lambda: expect(page.locator("#rows tr")).to_have_count(2),
+            "charts": draw,
+            "unfolded": unfold,
+            "pointed at": lambda: page.locator(".chart svg").first.hover(),
+        })  # fmt: skip
+        assert not found, found
+
+
+@looks
+def test_the_page_of_runs_without_a_run_has_no_barriers(browser, base_folder: Path, scheme):
+    with (
+        serving(create_runs_app(base_folder, (), "")) as url,
+        visit(browser, f"{url}/runs", ready="#page", color_scheme=scheme) as page,
+    ):
+        expect(page.get_by_role("heading", name="No run yet")).to_be_visible()
+        assert barriers(page) == []
