@@ -31,7 +31,18 @@ from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
 from nanochat.serve.server import Settings, create_app
-from scripts.chat_web import Config, about, addresses, chat_web, check, is_local, listen, models_of, only_runs, settings_of
+from scripts.chat_web import (
+    Config,
+    about,
+    addresses,
+    chat_web,
+    check,
+    is_local,
+    listen,
+    models_of,
+    only_runs,
+    settings_of,
+)
 from tests.emulated_npu.worker import on_npu
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running, serving
 from tests.support.qwens import write_folder
