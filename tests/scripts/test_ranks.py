@@ -13,7 +13,7 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 from nanochat.runtime.tracking import read_metrics
 from tests.support.ranks import run_ranks
-from tests.support.small_world import STAGES, make_corpus, run_stage, shrink, stage_folder, up_to
+from tests.support.small_world import STAGES, make_corpus, run_stage, shrink, small_chain, stage_folder, up_to
 from tests.support.tiny_model import on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,13 +25,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A base folder with a few steps of every stage by one process."""
-    base = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        make_corpus(base)
-        for stage in STAGES:
-            run_stage(stage, num_iterations=STEPS, eval_every=STEPS)
+    with small_chain(tmp_path_factory.mktemp("alone"), num_iterations=STEPS, eval_every=STEPS) as base:
         yield base
 
 

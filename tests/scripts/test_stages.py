@@ -29,7 +29,7 @@ from tests.support.small_world import (
     in_bf16,
     make_corpus,
     run_stage,
-    shrink,
+    small_chain,
     stage_folder,
     tensors,
     up_to,
@@ -48,14 +48,8 @@ class Chain:
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.smoke)])
 def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
-    base = tmp_path_factory.mktemp("chain")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        make_corpus(base)
-        compute = on_cpu() if request.param == "float32" else in_bf16()
-        for stage in STAGES:
-            run_stage(stage, compute)
+    compute = on_cpu() if request.param == "float32" else in_bf16()
+    with small_chain(tmp_path_factory.mktemp("chain"), compute) as base:
         yield Chain(base, compute)
 
 

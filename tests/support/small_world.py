@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -93,6 +94,18 @@ def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> Non
     """Train a stage in this process, in the base folder of the environment."""
     with contextlib.suppress(AlreadyDone):
         SCRIPTS[stage].train(config(stage, **changes), compute or on_cpu())
+
+
+@contextlib.contextmanager
+def small_chain(base: Path, compute: Compute | None = None, **changes: Any) -> Iterator[Path]:
+    """`base` as the base folder, in which every stage has run at test size. `changes` are flags of all stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        make_corpus(base)
+        for stage in STAGES:
+            run_stage(stage, compute, **changes)
+        yield base
 
 
 def words(stage: str, **changes: Any) -> list[str]:

@@ -19,9 +19,9 @@ from tests.support.small_world import (
     STAGES,
     Even,
     even_tasks,
-    make_corpus,
     run_stage,
     shrink,
+    small_chain,
     stage_folder,
     tensors,
     up_to,
@@ -117,13 +117,7 @@ def test_graded_replies_are_those_to_the_first_problems_in_their_order(tmp_path:
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A base folder with eight steps of every stage, and their samples."""
-    base = tmp_path_factory.mktemp("chain")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        make_corpus(base)
-        for stage in STAGES:
-            run_stage(stage, **SHORT)
+    with small_chain(tmp_path_factory.mktemp("chain"), **SHORT) as base:
         yield base
 
 
