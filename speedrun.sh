@@ -4,6 +4,7 @@
 #   bash speedrun.sh --data tinyworld   the embedded corpus on any device; needs no network
 #   bash speedrun.sh --preset smoke     every stage in two minutes, to see that everything works
 #   bash speedrun.sh --preset d12       FineWeb-Edu, 12 layers, as published for Ascend; the default of speedrun_npu.sh
+#   bash speedrun.sh --family qwen3     a model of Qwen3's shape, which transformers, vLLM and llama.cpp load once exported
 #   bash speedrun.sh --other_code       resume a stage that started before you changed the code
 # Set NPROC_PER_NODE to use fewer devices than the machine has.
 # You can stop the command at any moment: typed again, it resumes; typed again after the end, it says that all is done.
@@ -14,11 +15,12 @@ source setup_env.sh
 
 preset=auto
 data=auto
+family=gpt
 accepted=() # flags for all training stages
 while [ $# -gt 0 ]; do
     case $1 in
-    --preset=* | --data=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
-    --preset | --data)
+    --preset=* | --data=* | --family=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+    --preset | --data | --family)
         if [ $# -lt 2 ]; then
             echo "error: $1 needs a value; bash speedrun.sh --help lists the flags" >&2
             exit 2
@@ -32,13 +34,18 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     *)
-        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
+        echo "error: speedrun.sh takes --preset auto|smoke|tinyworld|tinyworld-small|d12|d20, --data NAME, --family gpt|qwen3 and --other_code, got $1; bash speedrun.sh --help lists the flags" >&2
         exit 2
         ;;
     esac
 done
 case $preset in auto | smoke | tinyworld | tinyworld-small | d12 | d20) ;; *)
     echo "error: --preset must be auto, smoke, tinyworld, tinyworld-small, d12 or d20, got $preset; bash speedrun.sh --help lists the flags" >&2
+    exit 2
+    ;;
+esac
+case $family in gpt | qwen3) ;; *)
+    echo "error: --family must be gpt or qwen3, got $family; bash speedrun.sh --help lists the flags" >&2
     exit 2
     ;;
 esac
@@ -66,7 +73,7 @@ finish() { # print the table of results and what to type next
     echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
 }
 
-key="$preset $data" # identifies a finished run by the flags that it was started with
+key="$preset $data" && [ $family = gpt ] || key+=" $family" # identifies a finished run by the flags that it was started with
 if python -m nanochat.report finished --key "$key"; then
     echo "Everything is done already / 全部阶段都已完成。"
     finish
@@ -154,13 +161,19 @@ preflight() { # FLAGS...: stop now if a later stage would lack data, disk or mem
     python -m scripts.preflight --data "$data" --devices "$devices" "$@"
 }
 
-tag=speedrun
-tinyworld() { # VOCABULARY TOKENS; takes the size of the model from size and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
+tokenizer_flags=() family_flags=() of_family=
+if [ $family = qwen3 ]; then
+    tokenizer_flags=(--pattern qwen2) # the only one of ours that llama.cpp knows
+    family_flags=(--family qwen3)
+    of_family=-qwen3
+fi
+
+tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its size from size, and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
     preflight "${size[@]}" --vocab_size "$1" --tokens "$2"
     run_stage dataset python -m nanochat.dataset --data tinyworld
-    run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1"
+    run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1" "${tokenizer_flags[@]}"
     run_stage tok_eval python -m scripts.tok_eval --data tinyworld
-    train base_train scripts.base_train --data tinyworld --model_tag $tag "${size[@]}" "${base_flags[@]}"
+    train base_train scripts.base_train --data tinyworld --model_tag $tag "${family_flags[@]}" "${size[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --once
     train mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
     stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
@@ -170,12 +183,14 @@ tinyworld() { # VOCABULARY TOKENS; takes the size of the model from size and the
     stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
 }
 
-fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags, common ones from every
+fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags
+    tag=d$2$of_family
+    local every=(--model_tag="$tag")
     preflight --depth "$2" --shards "$([ "$data" = fineweb ] && echo "$1" || echo 0)"
     if [ "$data" = fineweb ]; then run_stage dataset python -m nanochat.dataset -n "$1"; fi
-    run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536
+    run_stage tok_train python -m scripts.tok_train --data "$data" --max_chars=2000000000 --vocab_size=65536 "${tokenizer_flags[@]}"
     run_stage tok_eval python -m scripts.tok_eval --data "$data"
-    train base_train scripts.base_train --data "$data" "${base_flags[@]}"
+    train base_train scripts.base_train --data "$data" --model_tag="$tag" "${family_flags[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --once "${every[@]}"
     stage base_eval scripts.base_eval "${every[@]}"
     train mid_train scripts.mid_train "${every[@]}" "${mid_flags[@]}"
@@ -201,7 +216,6 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
         read -ra base_flags <<<"$plan"
         mid_flags+=(--device_batch_size="${rows%% *}")
     fi
-    every=(--model_tag=d12)
     sft_flags=(--device_batch_size=8 --target_examples_per_step=32)
     rl_flags=(--device_batch_size=4 --examples_per_step=16)
 }
@@ -213,7 +227,7 @@ size=(--depth=4 --model_dim=192 --head_dim=64 --max_seq_len=256)
 eval_flags=()
 case $preset in
 smoke)
-    tag=smoke
+    tag=smoke$of_family
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
     base_flags=(--window_pattern=L --total_batch_size=2048 --num_iterations=20 --no_compile --eval_every=20)
     mid_flags=(--total_batch_size=2048 --num_iterations=10 --no_compile)
@@ -223,6 +237,7 @@ smoke)
     tinyworld 1024 82000
     ;;
 tinyworld | tinyworld-small)
+    tag=speedrun$of_family
     tokens=7500000
     base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=520)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
@@ -230,7 +245,7 @@ tinyworld | tinyworld-small)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
         --init_lr_frac=0.013 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=300)
     if [ "$preset" = tinyworld-small ]; then
-        tag=speedrun-small
+        tag=speedrun-small$of_family
         tokens=2800000
         base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=240)
         mid_flags=(--total_batch_size=4096 --num_iterations=330)
@@ -243,7 +258,7 @@ d12)
     fineweb 40 12 # the run needs 1.6 billion tokens, and a shard holds 50 million
     ;;
 d20)
-    base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=() every=()
+    base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=()
     fineweb 120 20
     ;;
 esac

@@ -45,7 +45,7 @@ class Config:
     """Print speed and memory of fine-tuning as a table, and one JSON object on the last line."""
 
     quick: bool = False
-    """small shapes, few steps and ours alone, so that it ends within 50 seconds"""
+    """small shapes, few steps, ours alone and not compiled, so that it ends within 50 seconds"""
     against: tuple[Literal["transformers"], ...] = ()
     """what to measure beside ours: transformers, with peft's adapters"""
     families: tuple[Literal["qwen3", "qwen3.5"], ...] = ("qwen3", "qwen3.5")
@@ -58,6 +58,9 @@ class Config:
     """tokens of a row"""
     checkpoint_activations: bool = False
     """compute each layer again in the backward pass, on both sides"""
+    compile: bool = True
+    """compile our step, as scripts.finetune does where the run is long enough to repay it; transformers' Trainer does
+    not compile unless it is asked to"""
 
 
 @dataclass
@@ -113,7 +116,8 @@ def measure(
 ) -> dict[str, Measured]:  # fmt: skip
     """Let the sides take turns of one step; the first step of each is not timed."""
     task = {"shape": asdict(shape), "published": published(shape), "rank": rank, "dtype": dtype, "rows": cfg.rows,
-            "tokens": cfg.tokens, "targets": list(targets), "checkpoints": cfg.checkpoint_activations}  # fmt: skip
+            "tokens": cfg.tokens, "targets": list(targets), "checkpoints": cfg.checkpoint_activations,
+            "compile": cfg.compile}  # fmt: skip
     with contextlib.ExitStack() as stack:
         started = {side: stack.enter_context(process({**task, "side": side})) for side in sides}
         measured = {}
@@ -166,7 +170,7 @@ def main(cfg: Config) -> None:
     dtype = str(device.compute_init("cpu").platform.best_dtype()[0]).removeprefix("torch.")
     small = SMALL if cfg.quick else {}
     if cfg.quick:
-        cfg = Config(True, (), cfg.families, 2, 2, min(cfg.tokens, 256), cfg.checkpoint_activations)
+        cfg = Config(True, (), cfg.families, 2, 2, min(cfg.tokens, 256), cfg.checkpoint_activations, compile=False)
     tokens = cfg.rows * cfg.tokens
     log(f"{cfg.rows} rows of {cfg.tokens} tokens, {dtype}, one thread, median of {cfg.steps} steps")
     result: dict[str, Any] = {"benchmark": "finetune", "dtype": dtype, "quick": cfg.quick}

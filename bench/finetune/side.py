@@ -25,8 +25,9 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
     from nanochat.nn.qwen.config import QwenConfig
     from nanochat.nn.qwen.model import Qwen
+    from nanochat.train.compile import compiled
     from nanochat.train.optim import OneRate, Optimizers
-    from nanochat.train.update import LossScale, Spikes, update
+    from nanochat.train.update import CrossEntropy, LossScale, Spikes, forward, update
 
     compute = device.compute_init("cpu")
     model = Qwen(QwenConfig(**task["shape"]), compute.dtype, compute.operations)
@@ -42,10 +43,22 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     scale, spikes = LossScale.start(compute, {}), Spikes()
     model.train()
 
+    def batch_of(inputs: Tensor, targets: Tensor) -> dataloader.Step:
+        return dataloader.Step(0, targets.numel(), [(inputs, targets, torch.zeros_like(inputs))], ("documents",))
+
+    fast: torch.nn.Module = model
+    if task["compile"]:
+        zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
+        trial = batch_of(zeros, zeros.clone())
+
+        def one_pass(module: torch.nn.Module) -> Tensor:
+            return forward(module, trial.micro_batches[0], trial.extras, CrossEntropy(), compute)[0]
+
+        fast = compiled(model, True, tuple(zeros.shape), compute, model.compile_groups(), one_pass=one_pass)
+
     def step(inputs: Tensor, targets: Tensor) -> float:
-        documents = torch.zeros_like(inputs)
-        batch = dataloader.Step(0, targets.numel(), [(inputs, targets, documents)], ("documents",))
-        return update(model, optimizers, batch, scale, compute, spikes).loss
+        batch = batch_of(inputs, targets)
+        return update(fast, optimizers, batch, scale, compute, spikes).loss
 
     return step, sum(p.numel() for p in model.parameters())
 

@@ -25,13 +25,13 @@ def test_the_median_step_counts() -> None:
 def test_a_process_that_fails_is_named() -> None:
     shape = QwenConfig(**{**SHAPES["qwen3"], **TINY, "n_kv_head": 2})
     with pytest.raises(UserError, match=r"ours ended with code 1; its last lines:(.|\n)*no_such_proj"):
-        finetune.measure(["ours"], shape, 2, "float32", Config(steps=1, rows=1, tokens=8), ("no_such_proj",))
+        finetune.measure(["ours"], shape, 2, "float32", Config(steps=1, rows=1, tokens=8, compile=False), ("no_such_proj",))
 
 
 def test_both_sides_train_the_same_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parameters on both sides, adapters included, and a loss near that of chance, log 300 = 5.70."""
     monkeypatch.setattr(finetune, "SHAPES", {name: {**shape, **TINY} for name, shape in SHAPES.items()})
-    finetune.main(Config(against=("transformers",), families=("qwen3.5",), steps=1, rows=1, tokens=8))
+    finetune.main(Config(against=("transformers",), families=("qwen3.5",), steps=1, rows=1, tokens=8, compile=False))
     printed = capsys.readouterr().out.splitlines()
     rows = [line.split("  ") for line in printed if " parameters, loss " in line]
     about = [row[-1].split(" parameters, loss ") for row in rows]
