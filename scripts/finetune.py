@@ -18,6 +18,8 @@ from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
 from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.nn.lora import LoraConfig
+from nanochat.planner.forecast import Tuning
+from nanochat.planner.tuning import check_fits
 from nanochat.prepare.plan import TooLong
 from nanochat.train import schedule, sizes
 from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, RunFlags
@@ -120,6 +122,9 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, base.model.config, base.held,
                                 conversations.name, compute)  # fmt: skip
     steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
+    rows = 1 if batch.probe else batch.device_batch_size
+    check_fits(Tuning(base.model.config, lora, rows, batch.passes > 1, cfg.checkpoint_activations, cfg.shard,
+                      compute.world_size, str(compute.dtype).removeprefix("torch.")), base.model, compute)  # fmt: skip
     stage.set_up(base.model, base.tokenizer, OneRate(cfg.rate, cfg.weight_decay), 1.0, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for rows in (answers, val_answers):

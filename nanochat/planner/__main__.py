@@ -1,10 +1,11 @@
-"""Predicts speed, memory and disk of pretraining on accelerators, and plans flags for it.
+"""Predicts speed, memory and disk of pretraining on accelerators, forecasts the memory of fine-tuning, plans flags.
 
 python -m nanochat.planner                            # flags of pretraining for the cards of this host
 python -m nanochat.planner --chip 910B3 --ranks 8     # for other cards
 python -m nanochat.planner --table                    # d12 to d32 on every known chip and 1 to 128 cards
 python -m nanochat.planner --rows                     # rows of a pass that each chip's memory holds
 python -m nanochat.planner --published                # what it says of runs that others have published
+python -m nanochat.planner --model ./Qwen3-8B --chip 910B3 --ranks 4 --shard full    # memory of fine-tuning
 
 The flags are printed on one line, and the reason for them on standard error. The cards' speed comes from data sheets
 and from what others have measured; after `python check_npu.py --bench` that of your own cards comes from there.
@@ -12,16 +13,23 @@ and from what others have measured; after `python check_npu.py --bench` that of 
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanochat import device
+from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.common import UserError, run
+from nanochat.nn.lora import LoraConfig
 from nanochat.planner import calibration, tables
 from nanochat.planner.cards import Rates, rates_of
+from nanochat.planner.forecast import Tuning
 from nanochat.planner.plan import Plan, plan_of
 from nanochat.planner.programs import program_of
+from nanochat.planner.published_tuning import print_published
 from nanochat.planner.roofline import least_rows
+from nanochat.planner.tuning import print_forecast
 from nanochat.planner.work import size_of
 from nanochat.platforms.base import Chip
+from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount
 
 
@@ -45,6 +53,20 @@ class Config:
     """print a table for several depths: how many rows of a pass fit, with a vocabulary of 32,768 / 65,536"""
     published: bool = False
     """print the predictions for runs that others have published beside what they reached"""
+    published_memory: bool = False
+    """print the forecast memory of fine-tuning runs that others have published beside theirs; takes minutes"""
+    model: Path | None = None
+    """folder of a published model, of which the config.json is enough: forecast the memory of fine-tuning it"""
+    lora_rank: int = 8
+    """with --model: rank of the adapter; 0 trains every parameter"""
+    device_batch_size: int = 1
+    """with --model: rows of a pass on one card"""
+    max_length: int = 2048
+    """with --model: tokens of a row"""
+    checkpoint_activations: bool = False
+    """with --model: compute each layer again in the backward pass"""
+    shard: parallel.Sharding = "grad"
+    """with --model: what the cards share, as in training"""
 
 
 def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
@@ -75,6 +97,16 @@ def rates_for(chip: Chip, bench: calibration.Bench | None) -> tuple[Rates | None
     return rates_of(chip), "data sheet and shares that others have measured"
 
 
+def tuning_of(cfg: Config, folder: Path, chip: Chip, ranks: int) -> Tuning:
+    """The step of fine-tuning that the flags describe, in the format that the chip computes in."""
+    for flag in ("device_batch_size", "max_length"):
+        if getattr(cfg, flag) < 1:
+            raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
+    shape = read_config(folder.expanduser(), cfg.max_length)
+    lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
+    return Tuning(shape, lora, cfg.device_batch_size, False, cfg.checkpoint_activations, cfg.shard, ranks)
+
+
 def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> None:
     """Print what --table, --rows or --published asks for."""
     if cfg.published:
@@ -101,6 +133,9 @@ def main(cfg: Config) -> None:
         )
     if ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {ranks}", exit_code=2)
+    if cfg.published_memory:
+        print_published()
+        return
     bench = calibration.read(calibration.path_of())
     if cfg.table or cfg.rows or cfg.published:
         print_tables(cfg, chip, bench)
@@ -112,6 +147,9 @@ def main(cfg: Config) -> None:
         raise UserError(
             "this host has no card of a known kind; name a kind with --chip and a number of cards with --ranks"
         )
+    if cfg.model is not None:
+        print_forecast(tuning_of(cfg, cfg.model, chip, max(ranks, 1)), cfg.model.name, chip)
+        return
     rates, source = rates_for(chip, bench)
     size = size_of(cfg.depth, cfg.vocab_size)
     plan = plan_of(size, chip, max(ranks, 1), cfg.total_batch_size, rates, source.startswith("measured"))

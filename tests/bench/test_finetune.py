@@ -24,8 +24,9 @@ def test_the_median_step_counts() -> None:
 
 def test_a_process_that_fails_is_named() -> None:
     shape = QwenConfig(**{**SHAPES["qwen3"], **TINY, "n_kv_head": 2})
+    once = Config(steps=1, rows=1, tokens=8, compile=False)
     with pytest.raises(UserError, match=r"ours ended with code 1; its last lines:(.|\n)*no_such_proj"):
-        finetune.measure(["ours"], shape, 2, "float32", Config(steps=1, rows=1, tokens=8, compile=False), ("no_such_proj",))
+        finetune.measure(["ours"], shape, 2, "float32", once, ("no_such_proj",))
 
 
 def test_both_sides_train_the_same_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

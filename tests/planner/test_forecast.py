@@ -1,0 +1,92 @@
+"""The forecast of a step's memory, against what torch allocates when such a step really runs."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.common import UserError
+from nanochat.device import DTYPES, MASTER, Compute, compute_init, local
+from nanochat.nn.lora import LoraConfig, add_adapters
+from nanochat.nn.operations import Operations
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.nn.qwen.model import Qwen
+from nanochat.planner.forecast import Memory, Tuning, forecast
+from nanochat.runtime import parallel
+from nanochat.train.optim import OneRate, Optimizers
+from tests.support.ranks import run_ranks
+
+SIZES = {"sequence_len": 256, "vocab_size": 4096, "n_layer": 4, "n_embd": 128, "n_head": 4, "n_kv_head": 2,
+         "head_dim": 32, "n_hidden": 384, "tied": 0}  # fmt: skip
+QWEN3 = QwenConfig(**SIZES)
+QWEN35 = QwenConfig(**{**SIZES, "rotary_dim": 8}, layers="DDDA", zero_centred=1, output_gate=1, delta_key_heads=2,
+                    delta_value_heads=2, delta_key_dim=32, delta_value_dim=32)  # fmt: skip
+
+
+def measured(tuning: Tuning, compute: Compute) -> Memory:
+    """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
+    compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=Operations())
+    model: Qwen = on_meta(tuning.shape, compute)
+    held_in(model, compute.dtype if tuning.lora else MASTER)
+    if tuning.lora:
+        add_adapters(model, tuning.lora)
+    model.checkpoints = tuning.checkpoint_activations
+    parallel.shard(model, model.shard_groups(), compute, tuning.shard)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    optimizers = Optimizers(model, model.parameter_roles(), tuning.shape.n_embd, OneRate(1e-4), 1.0, compute.dtype)
+
+    def step() -> None:
+        passes = 2 if tuning.several_passes else 1
+        for number in range(passes):
+            parallel.sync_gradients(model, number == passes - 1)
+            tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
+            model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
+        optimizers.step()
+        optimizers.zero_grad()
+
+    step()
+    parameters = [local(parameter) for parameter in model.parameters()]
+    state = [local(here) for here, _, _ in optimizers.state().values()]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *state))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return Memory(held, held + max(itertools.accumulate(size for _, size in changes)))
+
+
+@pytest.mark.parametrize("shape", [QWEN3, QWEN35], ids=["qwen3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"lora": LoraConfig()}, {"lora": None, "several_passes": True}, {"lora": None, "checkpoint_activations": True}],
+    ids=["adapter", "full, two passes", "full, activations computed again"],
+)
+def test_one_rank_takes_what_was_forecast(shape: QwenConfig, changes: dict) -> None:
+    tuning = Tuning(shape, rows=2, **changes)
+    told, real = forecast(tuning), measured(tuning, compute_init("cpu"))
+    assert abs(told.held / real.held - 1) < 0.02
+    assert abs(told.peak / real.peak - 1) < 0.1, (told, real)
+
+
+def worker_measures(compute: Compute, tunings: list[Tuning]) -> list[Memory]:
+    return [measured(tuning, compute) for tuning in tunings]
+
+
+def test_two_ranks_take_what_was_forecast() -> None:
+    tunings = [
+        Tuning(QWEN3, lora, 2, False, False, shard, 2)
+        for shard, lora in (("none", LoraConfig()), ("grad", None), ("full", None), ("full", LoraConfig()))
+    ]
+    for tuning, real in zip(tunings, run_ranks(2, worker_measures, tunings)[0], strict=True):
+        told = forecast(tuning)
+        assert abs(told.peak / real.peak - 1) < 0.1, (tuning.shard, told, real)
+
+
+def test_a_step_that_cannot_run_is_named() -> None:
+    with pytest.raises(UserError, match=r"could not be forecast: .*no_such_proj"):
+        forecast(Tuning(QWEN3, LoraConfig(targets=("no_such_proj",))))

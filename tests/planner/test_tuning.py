@@ -1,0 +1,105 @@
+"""Fine-tuning that does not fit a card: what is refused, and which setting is named instead."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanochat.checkpoint_manager.families import on_meta
+from nanochat.checkpoint_manager.huggingface.config import published
+from nanochat.common import UserError
+from nanochat.device import compute_init
+from nanochat.nn.lora import LoraConfig, add_adapters
+from nanochat.nn.qwen.config import QwenConfig
+from nanochat.planner import tuning
+from nanochat.planner.forecast import Memory, Tuning
+from nanochat.planner.published_tuning import RUNS, SHAPES
+from nanochat.planner.tuning import check_fits, flags_of, nearest, refusal, remedies
+
+SHAPE = QwenConfig(sequence_len=1024, vocab_size=512, n_layer=2, n_embd=64, n_head=2, n_kv_head=1, head_dim=32,
+                   n_hidden=128)  # fmt: skip
+FULL = Tuning(SHAPE, None, rows=4, ranks=2)
+
+
+def size(asked: Tuning) -> Memory:
+    """A stand-in that is quick: state shared by ranks, and activations by rows, tokens and whether they are kept."""
+    state = (8 if asked.lora else 100) // (asked.ranks if asked.shard == "full" else 1)
+    kept = 1 if asked.checkpoint_activations else 4
+    return Memory(state, state + kept * asked.rows * asked.shape.sequence_len // 64)
+
+
+def test_what_changes_the_result_comes_last() -> None:
+    assert [flags_of(one) for one in remedies(FULL)] == [
+        "--device_batch_size=2 --max_length=1024 --lora_rank=0 --shard=grad",
+        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --shard=grad",
+        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=grad",
+        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=full",
+        "--device_batch_size=1 --max_length=512 --lora_rank=0 --checkpoint_activations --shard=full",
+        "--device_batch_size=1 --max_length=256 --lora_rank=0 --checkpoint_activations --shard=full",
+        "--device_batch_size=1 --max_length=256 --checkpoint_activations --shard=full",
+    ]
+
+
+@pytest.mark.parametrize(
+    "budget, flags",
+    [
+        (250, "--device_batch_size=2 --max_length=1024 --lora_rank=0 --shard=grad"),
+        (120, "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=grad"),
+        (70, "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=full"),
+        (10, "--device_batch_size=1 --max_length=256 --checkpoint_activations --shard=full"),
+    ],
+)
+def test_the_first_setting_that_fits_is_named(budget: float, flags: str) -> None:
+    fits = nearest(FULL, budget, size)
+    assert fits is not None and flags_of(fits) == flags
+    error = refusal(FULL, size(FULL), budget, size)
+    assert error.exit_code == 2 and str(error).endswith(f"The nearest setting that fits: {flags}")
+
+
+def test_where_nothing_fits_that_is_said() -> None:
+    assert nearest(FULL, 1, size) is None
+    assert "No setting of one row and 256 tokens fits" in str(refusal(FULL, size(FULL), 1, size))
+
+
+def test_a_step_that_does_not_fit_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, asked = compute_init("cpu"), Tuning(SHAPE, LoraConfig(), rows=2)
+    model = on_meta(SHAPE, compute)
+    add_adapters(model, LoraConfig())
+
+    def told(one: Tuning) -> Memory:
+        return Memory(one.rows * 10**6, one.rows * 10**7)
+
+    monkeypatch.setattr(tuning, "reachable", lambda compute: 1.5e7)
+    words = r"would take 20\.0 MB of each card, and 13\.5 MB are there .* nearest setting that fits: --device_batch_size=1 "
+    with pytest.raises(UserError, match=words):
+        check_fits(asked, model, compute, told)
+    check_fits(replace(asked, rows=1), model, compute, told)
+
+
+def test_what_surely_fits_is_not_forecast() -> None:
+    compute = compute_init("cpu")
+
+    def never(one: Tuning) -> Memory:
+        raise AssertionError("takes seconds for nothing")
+
+    check_fits(Tuning(SHAPE, None), on_meta(SHAPE, compute), compute, never)
+
+
+def test_the_command_reads_a_config_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published(SHAPE)))
+    command = [sys.executable, "-m", "nanochat.planner", "--model", str(tmp_path), "--chip", "910B3", "--ranks", "2",
+               "--lora_rank=0", "--max_length=512", "--shard=full"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "--device_batch_size=1 --max_length=512 --lora_rank=0 --shard=full\n"
+    assert f"910B3 x 2: a step of {tmp_path.name} takes" in done.stderr
+
+
+def test_the_published_shapes_have_the_parameters_of_their_names() -> None:
+    compute = compute_init("cpu")
+    for name, shape in SHAPES.items():
+        billions = on_meta(shape, compute).parameter_counts()["total"] / 1e9
+        assert abs(billions / float(name.rpartition("-")[2][:-1]) - 1) < 0.12, (name, billions)
+    assert {run.model for run in RUNS} == set(SHAPES)
