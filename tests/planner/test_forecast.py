@@ -78,10 +78,11 @@ def worker_measures(compute: Compute, tunings: list[Tuning]) -> list[Memory]:
 
 
 def test_two_ranks_take_what_was_forecast() -> None:
-    tunings = [
-        Tuning(QWEN3, lora, 2, False, False, shard, 2)
-        for shard, lora in (("none", LoraConfig()), ("grad", None), ("full", None), ("full", LoraConfig()))
-    ]
+    adapter = LoraConfig()
+    modes: list[tuple[parallel.Sharding, LoraConfig | None]] = [
+        ("none", adapter), ("grad", None), ("full", None), ("full", adapter),
+    ]  # fmt: skip
+    tunings = [Tuning(QWEN3, lora, 2, False, False, shard, 2) for shard, lora in modes]
     for tuning, real in zip(tunings, run_ranks(2, worker_measures, tunings)[0], strict=True):
         told = forecast(tuning)
         assert abs(told.peak / real.peak - 1) < 0.1, (tuning.shard, told, real)
