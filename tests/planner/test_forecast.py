@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from nanochat.runtime import parallel
 from nanochat.train.optim import OneRate, Optimizers
 from tests.support.ranks import run_ranks
 
-SIZES = {"sequence_len": 256, "vocab_size": 4096, "n_layer": 4, "n_embd": 128, "n_head": 4, "n_kv_head": 2,
-         "head_dim": 32, "n_hidden": 384, "tied": 0}  # fmt: skip
+SIZES: dict[str, Any] = {"sequence_len": 256, "vocab_size": 4096, "n_layer": 4, "n_embd": 128, "n_head": 4,
+                         "n_kv_head": 2, "head_dim": 32, "n_hidden": 384, "tied": 0}  # fmt: skip
 QWEN3 = QwenConfig(**SIZES)
-QWEN35 = QwenConfig(**{**SIZES, "rotary_dim": 8}, layers="DDDA", zero_centred=1, output_gate=1, delta_key_heads=2,
-                    delta_value_heads=2, delta_key_dim=32, delta_value_dim=32)  # fmt: skip
+OF_DELTANETS = {"layers": "DDDA", "rotary_dim": 8, "zero_centred": 1, "output_gate": 1, "delta_key_heads": 2,
+                "delta_value_heads": 2, "delta_key_dim": 32, "delta_value_dim": 32}  # fmt: skip
+QWEN35 = QwenConfig(**SIZES, **OF_DELTANETS)
 
 
 def measured(tuning: Tuning, compute: Compute) -> Memory:
@@ -55,7 +57,7 @@ def measured(tuning: Tuning, compute: Compute) -> Memory:
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *state))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return Memory(held, held + max(itertools.accumulate(size for _, size in changes)))
 
