@@ -3,7 +3,8 @@
 Token t of a head with key k, value v, query q, decay a = exp(g) and strength b changes the memory S, (Dk, Dv), to
     S <- a S + b k (v - a S^T k)^T,    and reads    o = S^T q.
 Training and prefill do this for chunks of tokens at a time with matmuls alone; decoding does it token by token. Keys
-and queries have norm 1; memory, decays and all sums over tokens are fp32.
+and queries have norm 1. Memory, decays and the system of equations within a chunk are fp32; the other matmuls have the
+format of the activations.
 Shapes: B batch, T time, N chunks, C tokens of a chunk, H heads of keys, G heads of values for each of them.
 """
 
@@ -63,8 +64,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, chunks: int, size: int) -> Tensor:
-    """(B, T, H, ...) as (N, B, H, C, ...) fp32, with zeros behind the last token."""
-    x = F.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, chunks * size - x.size(1)))
+    """(B, T, H, ...) as (N, B, H, C, ...), with zeros behind the last token."""
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, chunks * size - x.size(1)))
     return x.unflatten(1, (chunks, size)).movedim(1, 0).transpose(2, 3).contiguous()
 
 
@@ -86,14 +87,14 @@ def chunked(
     memory: Tensor | None = None,  # (B, H * G, Dk, Dv) fp32 before the first token; None: zeros
     documents: Tensor | None = None,  # (B, T) the number of each token's document, if a row holds several
     size: int = CHUNK,
-) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) fp32, (B, H * G, Dk, Dv) fp32
+) -> tuple[Tensor, Tensor]:  # (B, T, H * G, Dv) in the format of v, (B, H * G, Dk, Dv) fp32
     """What every token reads, and the memory after the last token. No token reads what another document wrote."""
     B, T, H, Dk = k.shape
-    G, Dv, N = v.size(2) // H, v.size(3), -(-T // size)
+    G, Dv, N, dtype = v.size(2) // H, v.size(3), -(-T // size), v.dtype
     q, k = _cut(unit(q) * Dk**-0.5, N, size), _cut(unit(k), N, size)  # (N, B, H, C, Dk)
     v = _cut(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
-    total = _cut(log_decay, N, size).unflatten(2, (H, G)).cumsum(-1)  # (N, B, H, G, C) log decay since the chunk began
-    b = _cut(strength, N, size).unflatten(2, (H, G))[..., None]
+    total = _cut(log_decay.float(), N, size).unflatten(2, (H, G)).cumsum(-1)  # (N, B, H, G, C) log decay since the chunk began
+    b = _cut(strength.float(), N, size).unflatten(2, (H, G))[..., None]
     decay_before = total.exp()  # of the memory that a token finds
     triangle = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
     if documents is not None:
@@ -101,21 +102,23 @@ def chunked(
         decay_before = decay_before * continues
     # The decay between two tokens of a chunk, (N, B, H, G, C, C); 0 where the second does not see the first.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~triangle, NEVER).exp()
-    inverse = _Inverse.apply((k @ k.mT).unsqueeze(3) * decay * b)
-    written = inverse @ (v * b)  # what each token would write into an empty memory
-    known = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b))  # reads what the memory has for those keys
-    scores = (q @ k.mT).unsqueeze(3) * decay
-    asking = q.unsqueeze(3) * decay_before[..., None]
-    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).mT  # (N, B, H, G, Dk, C)
+    inverse = _Inverse.apply((k @ k.mT).unsqueeze(3) * decay * b).to(dtype)
+    written = inverse @ (v * b).to(dtype)  # what each token would write into an empty memory
+    # Reads what the memory has for those keys.
+    known = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
+    scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
+    asking = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
+    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype).mT  # (N, B, H, G, Dk, C)
     kept = decay_before[..., -1:, None]
-    S = v.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
+    S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
     outs = []
     # unbind(): the gradient of an index would be a tensor of zeros for all chunks, once for each chunk
     for ask, score, write, know, key, keep in zip(
         *(part.unbind() for part in (asking, scores, written, known, keys, kept)), strict=True
     ):
-        new = write - know @ S
-        outs.append(ask @ S + score @ new)
+        rounded = S.to(dtype)
+        new = write - know @ rounded
+        outs.append(ask @ rounded + score @ new)
         S = S * keep + key @ new
     out = torch.stack(outs, dim=1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
     return out.flatten(1, 2)[:, :T], S.flatten(1, 2)
@@ -147,7 +150,7 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
     """SiLU of each channel's causal convolution, and the tokens with those before them."""
     W, T = weight.size(2), x.size(1)
-    taps = weight[:, 0].to(x.dtype).unbind(1)
+    taps = weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)  # strided ones would be multiplied one by one
     joined = F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
     y = x * taps[-1]
     for back in range(1, W):
@@ -227,7 +230,7 @@ class GatedDeltaNet(nn.Module):
             call.cache.named["memory"][call.slots, self.place] = memory
             call.cache.named["inputs"][call.slots, self.place] = _last(inputs, c.delta_width - 1, call.lengths)
         gate = F.silu(z.float()).view_as(y)
-        y = F.rms_norm(y, (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
+        y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
         return y.to(dtype).flatten(2)
 
 
