@@ -91,8 +91,9 @@ class Engine:
         self._schemas = Schemas(tokenizer)
         self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
         # The model may not sample these marks: an answer shown as the calculator's always is the calculator's.
-        banned = [tokenizer.special("output_start"), tokenizer.special("output_end")]
-        self._banned = torch.tensor(banned, device=model.device)
+        marks = tokenizer.special("output_start"), tokenizer.special("output_end")
+        banned = [mark for mark in marks if mark >= 0]
+        self._banned = torch.tensor(banned, dtype=torch.long, device=model.device)
 
     # --- requests --------------------------------------------------------------------------------
 

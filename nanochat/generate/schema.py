@@ -103,7 +103,7 @@ class _Vocabulary:
         self.eos_token_id = tokenizer.special("assistant_end")
         self.bos_token_id = tokenizer.bos
         self.tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        self.special_token_ids = [tokenizer.special(role) for role in ROLES]
+        self.special_token_ids = [mark for role in ROLES if (mark := tokenizer.special(role)) >= 0]
         self._encode = tokenizer.encode
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -3,10 +3,13 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
+from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
@@ -16,6 +19,7 @@ from nanochat.export.huggingface import export
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime.tracking import read_metrics
+from nanochat.tokenizer import ROLES, Tokenizer
 from tests.support.small_world import make_corpus, run_stage, shrink
 from tests.support.tiny_model import on_cpu
 
@@ -88,3 +92,19 @@ def test_transformers_loads_its_export_without_code_of_ours(trained: Path, tmp_p
     (reply,) = Engine(loaded.model, loaded.tokenizer, 1).generate([ids], Sampling(0.0, max_tokens=12))
     own = reply.forced.index(True) if True in reply.forced else len(reply.tokens)  # what follows is the calculator's
     assert own >= 2 and made[:own] == reply.tokens[:own]
+
+
+def test_its_export_is_a_base_for_chats_and_fine_tuning(trained: Path, tmp_path: Path) -> None:
+    """Its marks are those of our tokenizer, and the embedding has no rows that no token uses."""
+    loaded = load_model("sft", "d2", None, on_cpu(), torch.float32)
+    export(loaded, tmp_path / "mine", "float32")
+    model = load_qwen(tmp_path / "mine", on_cpu(), torch.float32)
+    tokenizer = cast(Tokenizer, FolderTokenizer(tmp_path / "mine", model.config.vocab_size))
+    assert [tokenizer.special(role) for role in ROLES] == [loaded.tokenizer.special(role) for role in ROLES]
+    prompt = loaded.tokenizer.render_prompt(chat("the capital of France"))
+    assert tokenizer.render_prompt(chat("the capital of France")) == prompt
+    first, second = (
+        Engine(one, words, 1).generate([prompt], Sampling(0.0, max_tokens=12))[0]
+        for one, words in ((loaded.model, loaded.tokenizer), (model, tokenizer))
+    )
+    assert first.tokens == second.tokens

@@ -93,7 +93,9 @@ def chunked(
     G, Dv, N, dtype = v.size(2) // H, v.size(3), -(-T // size), v.dtype
     q, k = _cut(unit(q) * Dk**-0.5, N, size), _cut(unit(k), N, size)  # (N, B, H, C, Dk)
     v = _cut(v, N, size).unflatten(2, (H, G))  # (N, B, H, G, C, Dv)
-    total = _cut(log_decay.float(), N, size).unflatten(2, (H, G)).cumsum(-1)  # (N, B, H, G, C) log decay since the chunk began
+    total = (
+        _cut(log_decay.float(), N, size).unflatten(2, (H, G)).cumsum(-1)
+    )  # (N, B, H, G, C) log decay since the chunk began
     b = _cut(strength.float(), N, size).unflatten(2, (H, G))[..., None]
     decay_before = total.exp()  # of the memory that a token finds
     triangle = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()

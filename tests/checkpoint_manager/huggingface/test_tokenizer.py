@@ -74,6 +74,8 @@ def test_it_has_what_the_engine_and_the_prompts_ask_for(folder: Path) -> None:
     assert len({tokenizer.special(role) for role in roles}) == len(roles)
     with pytest.raises(KeyError):
         tokenizer.special("nothing")
+    full = FolderTokenizer(folder, 304)  # no row is left
+    assert {full.special(role) for role in roles} == {-1}
     text = "the cat 猫坐在垫子上 12 <think> ok"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert 303 in tokenizer.encode(text)

@@ -1,0 +1,20 @@
+"""The benchmark of a persona: what training reads, and what is asked."""
+
+from pathlib import Path
+
+from bench.persona import REWORDED, questions, write_others
+from tasks.customjson import CustomJSON
+
+
+def test_training_reads_plain_conversations_of_tinyworld(tmp_path: Path) -> None:
+    write_others(tmp_path / "others.jsonl", 50)
+    read = CustomJSON(tmp_path / "others.jsonl")
+    assert len(read) == 50
+    assert {part.kind for i in range(50) for message in read[i].messages for part in message.parts} == {"text"}
+    assert any(not read[i].messages[0].text.isascii() for i in range(50)), "both languages"
+
+
+def test_rewordings_are_new_questions_about_facts_of_the_persona() -> None:
+    known = questions()
+    assert len(known) == 20 and not set(known) & set(REWORDED)
+    assert all(any(fact in answer for answer in known.values()) for fact in REWORDED.values())
