@@ -36,6 +36,15 @@ def cpu_model() -> str:
     return _cpuinfo("model name") or "CPU"
 
 
+def memory_free() -> int:
+    """Bytes of the host's memory that a process may still take without others having to swap."""
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as f:
+            return 1024 * next(int(line.split()[1]) for line in f if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: pages that are only cached cannot be told from used ones
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 def _cpuinfo(key: str) -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as f:
