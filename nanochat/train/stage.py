@@ -329,7 +329,11 @@ class Stage:
 
     def _save_due(self) -> bool:
         last = self.step == self.stop
-        return last or due(self.step, self.flags.save_every, last) or self._clock.due(self.compute, self._saver.busy)
+        return (
+            last
+            or due(self.step, self.flags.save_every, last)
+            or self._clock.due(self.compute, self._saver.busy, self._saver.failed)
+        )
 
     def _save(self, line: Line) -> None:
         """Begin to save the step of a line, beside training."""

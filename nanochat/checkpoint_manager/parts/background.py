@@ -100,6 +100,11 @@ class Saver:
         """Whether this rank is writing."""
         return self._writing is not None and not self._writing.done()
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has failed to write; wait() and the next save() raise the error."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
     def wait(self) -> None:
         """Wait until the step is on disk. OSError on every rank if the disk has refused a file of one rank."""
         writing, self._writing = self._writing, None
