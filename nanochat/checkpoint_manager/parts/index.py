@@ -41,7 +41,7 @@ def read_index(folder: Path) -> dict[str, list[tuple[str, int, int | None]]]:
         content = parse_json((folder / INDEX).read_bytes())
         rows = content["metadata"].get("rows", {})
         places = {name: _pieces(file, rows.get(name)) for name, file in content["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError, IndexError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ValueError(f"{INDEX} is no index of safetensors files ({failure!r})") from failure
     for name, pieces in places.items():
         for file, _, _ in pieces:
@@ -60,5 +60,6 @@ def _pieces(file: Any, rows: Mapping[str, Any] | None) -> list[tuple[str, int, i
         raise TypeError(f"{file!r} is no name of a file")
     if rows is None:
         return [(file, 0, None)]
-    pieces = [(name, int(first), int(end)) for name, (first, end) in rows.items()]
-    return sorted(pieces, key=lambda piece: piece[1])  # type: ignore[return-value]
+    if not rows or any(type(row) is not int for pair in rows.values() for row in pair):
+        raise TypeError(f"{rows!r} are no rows")
+    return sorted(((name, first, end) for name, (first, end) in rows.items()), key=lambda piece: piece[1])
