@@ -43,6 +43,7 @@ def make(
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
     model = GPT(config, compute.dtype, compute.operations)
     model.init_weights(seed)
+    model.to(compute.device)
     parallel.shard(model, model.shard_groups(), compute, mode)
     return model, Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
 
@@ -56,12 +57,12 @@ def train(model: GPT, optimizers: Optimizers, first: int, last: int, compute: Co
 
 def parameters(model: GPT) -> dict[str, Tensor]:
     """Copies of all parameters, each whole."""
-    return {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    return {name: value.cpu().clone() for name, value in parallel.whole_parameters(model)}
 
 
 def state(optimizers: Optimizers) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
     """Copies of this rank's optimizer state, each with its whole shape and its first row."""
-    return {name: (value.clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
+    return {name: (value.cpu().clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
 
 
 def everything(model: GPT, optimizers: Optimizers) -> dict[str, Tensor]:
