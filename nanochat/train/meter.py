@@ -139,9 +139,8 @@ class SaveClock:
         """Whether a save is due: never while the last one is still `busy`, at once if it `failed`, since the next one
         reports that. Rank 0 decides for all ranks."""
         wait = max(self.seconds, 30 * self.cost)
-        return bool(
-            parallel.agree(int(self.seconds > 0 and not busy and time.monotonic() - self.last >= wait), compute)
-        )
+        by_time = self.seconds > 0 and not busy and time.monotonic() - self.last >= wait
+        return bool(parallel.agree(int(failed or by_time), compute))
 
     def saved(self, cost: float) -> None:
         """Note that a save cost `cost` seconds of training and has just ended."""

@@ -153,6 +153,18 @@ def test_one_rank_goes_on_bit_equal(written: dict[int, Written], files: Files) -
     assert equal(everything(*pair), whole([held["end"]]))
 
 
+def test_hosts_with_a_copy_each_write_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two ranks: the ranks of the first write the parameters, all four the optimizer state."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    folders: dict[Files, Path] = {files: tmp_path / files for files in PARAMETERS}
+    held = run_ranks(4, train_and_save, folders)
+    for files, folder in folders.items():
+        names = {path.name for path in (folder / "step_000003").glob("*model*")}
+        assert names == set(PARAMETERS[files]) and len(list(folder.glob("*/optim-*"))) == 4
+    for found in go_on(CPU, list(folders.values())):
+        assert equal(whole([found["then"]]), whole([rank["then"] for rank in held]))
+
+
 class Taken(TorchDispatchMode):
     """Counts the bytes of memory that torch operators take inside the block: the largest, and all together."""
 
