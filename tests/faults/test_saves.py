@@ -103,10 +103,10 @@ def killed_saves(compute: Compute, folder: Path, kills: int, files: Files) -> li
 
 @pytest.mark.parametrize("files", FORMS)
 def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool, files: Files) -> None:
-    """T5. Injects: kill -9 at 30 random moments of a save. Must follow: the next start loads the step before, or the
-    new one if it has its name, bit for bit, and nothing half-written is left.
+    """T5. Injects: kill -9 at 30 random moments of a save, in either form. Must follow: the next start loads the step
+    before, or the new one if it has its name, bit for bit, and nothing half-written is left.
 
-    注入：在保存过程中的 30 个随机时刻 kill -9。必须：下次启动逐位读入前一步，或者已经定名的新一步；
+    注入：在保存过程中的 30 个随机时刻 kill -9，两种形式都试。必须：下次启动逐位读入前一步，或者已经定名的新一步；
     不留下任何写了一半的东西。
     """
     folder = tmp_path / "run"
@@ -225,10 +225,11 @@ DAMAGE = [(files, name, damage) for files in FORMS for name in FILES[files]
 def test_damage_to_any_file_falls_back_one_step(
     tmp_path: Path, pool: Pool, files: Files, name: str, damage: Callable[[Path], None]
 ) -> None:
-    """T7. Injects: one bit of one file of the newest step is flipped, or half of it is cut off, or all of it, for every
-    file of two ranks. Must follow: both ranks resume from the step before, bit for bit, and the damaged file is named.
+    """T7. Injects: one bit of one file of the newest step is flipped, half of it is cut off, or it is removed, for each
+    file of two ranks, with the parameters in one file or in a file per rank. Must follow: both ranks resume from the
+    step before, bit for bit, and the damaged file is named.
 
-    注入：两个进程最新一步的每个文件，翻转一个比特，截去一半，或整个删除。必须：两个进程都从前一步逐位继续，
+    注入：两个进程最新一步的每个文件（参数合为一个文件，或每个进程一个），翻转一个比特，截去一半，或整个删除。必须：两个进程都从前一步逐位继续，
     并指出损坏的文件。
     """
     held = pool.run(2, two_steps, tmp_path / "run", files)
