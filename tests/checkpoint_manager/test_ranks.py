@@ -133,7 +133,7 @@ def test_one_rank_reads_what_two_wrote(written: dict[int, Written], files: Files
 
 @pytest.mark.parametrize(("ranks", "mode"), [(2, "full"), (3, "full"), (4, "grad"), (2, "none")])
 def test_ranks_read_what_one_and_two_wrote(written: dict[int, Written], ranks: int, mode: Sharding) -> None:
-    cases = [(wrote, files) for wrote in (1, 2) for files in written[wrote].folders]
+    cases: list[tuple[int, Files]] = [(wrote, files) for wrote in (1, 2) for files in written[wrote].folders]
     found = run_ranks(ranks, go_on, [written[wrote].folders[files] for wrote, files in cases], mode)
     for number, (wrote, _) in enumerate(cases):
         held = written[wrote].ranks
