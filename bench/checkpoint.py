@@ -3,11 +3,13 @@
 python -m bench.checkpoint --quick                # writes 0.5 GB, ends within 50 seconds
 python -m bench.checkpoint                        # writes 2.0 GB
 python -m bench.checkpoint --folder /mnt/disk     # measures this disk, not the base folder's
+python -m bench.checkpoint --still                # measures for how long training stands still, in both forms
 
 The writers take turns, because the speed of a disk varies. A writer's time includes syncing its file. Each writer
 replaces its previous file only when the new one is complete, because blocks written a moment ago are faster to
 overwrite. Ours is the save that a training stage makes: hashed, described, and renamed at the end. Memory is what a
-save needs beyond the parameters. The last line is JSON.
+save needs beyond the parameters. With --still a model of 90 M parameters trains while its saves are written: training
+stands still while a save is begun, and before an update that waits for the copy. The last line is JSON.
 """
 
 import json
@@ -32,17 +34,24 @@ from nanochat import device
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.locate import make_meta
+from nanochat.checkpoint_manager.parts.background import Saver
+from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import UserError, base_dir, fsync_path, log, run
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
+from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import BYTES, PATTERNS, Tokenizer
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.update import LossScale, update
 
 BLOCK = 1 << 24  # bytes per raw write
 # Parameters and optimizer state have 0.4 and 2.0 GB; the largest tensors are tables of 16 and 67 MB.
 QUICK = GPTConfig(sequence_len=128, vocab_size=8192, n_layer=8, n_head=4, n_kv_head=4, n_embd=512)
 LARGE = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=8, n_kv_head=8, n_embd=1024)
+STILL = GPTConfig(sequence_len=128, vocab_size=16384, n_layer=10, n_head=4, n_kv_head=4, n_embd=512)  # 90 M parameters
+ROWS, SAVES = 2, 4  # rows of a step beside a save; saves of each form
+FORMS: tuple[Files, ...] = ("one", "per_rank")
 SHARDED = GPTConfig(sequence_len=128, vocab_size=32768, n_layer=2, n_head=4, n_kv_head=4, n_embd=512)
 
 
@@ -79,12 +88,12 @@ THEIRS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
 class Run:
     """A model and its optimizer state, like those of a training stage."""
 
-    def __init__(self, shape: GPTConfig, compute: Compute):
+    def __init__(self, shape: GPTConfig, compute: Compute, mode: Sharding = "grad"):
         self.shape, self.compute = shape, compute
         self.model = GPT(shape)
         self.model.init_weights()
         groups = [*self.model.value_embeds.values(), self.model.wte, *self.model.blocks, self.model.lm_head]
-        parallel.shard(self.model, groups, compute)
+        parallel.shard(self.model, groups, compute, mode)
         self.optimizers = Optimizers(
             self.model, self.model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype
         )
@@ -101,6 +110,50 @@ class Run:
         """Save a checkpoint the way a stage does: hashed, described, and renamed at the end."""
         meta = make_meta("base", self.shape, {}, 10, {})
         saving.save_checkpoint(folder, step, self.model, self.optimizers, self.tokenizer, meta, self.compute)
+
+    def step(self) -> None:
+        """One update on random tokens."""
+        self.optimizers.schedule(0.01, 0.95, 1.0)
+        update(self.model, self.optimizers, Batch(self.shape), LossScale(), self.compute)
+
+
+class Batch:
+    """A pass of random tokens."""
+
+    extras: tuple[str, ...] = ()
+
+    def __init__(self, shape: GPTConfig):
+        idx = torch.randint(0, shape.vocab_size, (ROWS, shape.sequence_len))
+        self.micro_batches, self.num_targets = [(idx, idx.roll(-1, 1))], idx.numel()
+
+
+@dataclass(frozen=True)
+class Still:
+    """One save beside training."""
+
+    waited: float  # seconds for which training stood still
+    took: float  # seconds from its beginning until it was on disk
+
+    @property
+    def share(self) -> float:
+        """The part of the save for which training stood still."""
+        return self.waited / self.took
+
+
+def standstills(held: Run, folder: Path, files: Files) -> list[Still]:
+    """Train and save by turns; the first save, which takes the memory for copies, counts too, as the first entry."""
+    found: list[Still] = []
+    held.step()
+    with Saver(held.compute, keep=1, files=files) as saver:
+        held.optimizers.before_step = saver.settle
+        for number in range(SAVES):
+            meta = make_meta("base", held.shape, {}, 10, {})
+            saver.save(folder, number, held.model, held.optimizers, held.tokenizer, meta)
+            held.step()
+            while parallel.least(int(not saver.busy), held.compute) == 0:
+                held.step()
+            found.append(Still(saver.waited, saver.took))
+    return found
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -140,37 +193,78 @@ class Peak:
         return self.most - self.before
 
 
-def _rank(rank: int, folder: str, found: Any) -> None:
-    """One of two ranks: save a sharded model twice, and report the extra memory of the second save."""
+def _rank(rank: int, folder: str, work: Callable[[Compute, Path], Any], found: Any) -> None:
+    """One of two ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NANOCHAT_DTYPE": "float32"}
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # only the parent prints to standard output
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    compute = device.compute_init("cpu")
-    held = Run(SHARDED, compute)
-    for step in (1, 2):
-        with Peak() as peak:
-            held.save(Path(folder) / "run", step)
-    found.put((rank, peak.extra))
+    found.put(work(device.compute_init("cpu"), Path(folder)))
     device.compute_cleanup()
 
 
-def extra_tensors(folder: Path) -> float:
-    """Extra memory of a save by two ranks, in sizes of the largest tensor, on the rank that needs more."""
+def on_two_ranks(folder: Path, work: Callable[[Compute, Path], Any]) -> list[Any]:
+    """What two ranks found, in any order."""
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, str(folder), found), daemon=True) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(rank, str(folder), work, found), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
+    (folder / "meeting").unlink(missing_ok=True)
     if any(process.exitcode for process in ranks):
         raise UserError("a rank failed while it saved; its error is printed above")
-    extras = [found.get()[1] for _ in ranks]
-    largest = 4 * SHARDED.padded_vocab * SHARDED.n_embd
-    return max(extras) / largest
+    return [found.get() for _ in ranks]
+
+
+def _extra_of_rank(compute: Compute, folder: Path) -> int:
+    """Save a sharded model twice; the extra memory of the second save."""
+    held = Run(SHARDED, compute)
+    for step in (1, 2):
+        with Peak() as peak:
+            held.save(folder / "run", step)
+    return peak.extra
+
+
+def extra_tensors(folder: Path) -> float:
+    """Extra memory of a save by two ranks, in sizes of the largest tensor, on the rank that needs more."""
+    return max(on_two_ranks(folder, _extra_of_rank)) / (4 * SHARDED.padded_vocab * SHARDED.n_embd)
+
+
+def _still_of_rank(compute: Compute, folder: Path) -> dict[Files, list[Still]]:
+    held = Run(STILL, compute, "full")
+    return {files: standstills(held, folder / files, files) for files in FORMS}
+
+
+def _share(saves: list[Still]) -> float:
+    """The median share of all saves but the first."""
+    return median(save.share for save in saves[1:])
+
+
+def still(cfg: "Config") -> None:
+    """Measure and print for how long training stands still while it saves."""
+    alone = Run(STILL, replace(device.compute_init("cpu"), rank=0, world_size=1))
+    log(f"a model of {alone.model.parameter_counts()['total'] / 1e6:.0f} M parameters, {ROWS} rows a step, median of "
+        f"{SAVES - 1} saves; the first, which takes the memory, in brackets")  # fmt: skip
+    shares = {}
+
+    def show(how: str, saves: list[Still]) -> None:
+        waited, took = median(one.waited for one in saves[1:]), median(one.took for one in saves[1:])
+        shares[how] = round(_share(saves), 4)
+        log(f"{how:<18} stood still {waited:6.3f} s of {took:5.2f} s ({100 * shares[how]:.1f} %)   first "
+            f"({saves[0].waited:.3f} s of {saves[0].took:.2f} s)")  # fmt: skip
+
+    with tempfile.TemporaryDirectory(dir=cfg.folder or base_dir()) as name:
+        for files in FORMS:
+            show(f"{files}, 1 rank", standstills(alone, Path(name) / files, files))
+        del alone
+        both = on_two_ranks(Path(name), _still_of_rank)
+    for files in FORMS:  # the figures of the rank that stood still for longer
+        show(f"{files}, 2 ranks", max((ranks[files] for ranks in both), key=_share))
+    print(json.dumps({"benchmark": "checkpoint_still", **shares}), flush=True)
 
 
 @dataclass(frozen=True)
@@ -179,6 +273,8 @@ class Config:
 
     quick: bool = False
     """write 0.5 GB instead of 2.0 GB"""
+    still: bool = False
+    """measure only for how long training stands still while a save is written beside it"""
     folder: Path | None = None
     """folder on the disk to measure; default: the base folder"""
 
@@ -186,6 +282,9 @@ class Config:
 def main(cfg: Config) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
+    if cfg.still:
+        still(cfg)
+        return
     held = Run(QUICK if cfg.quick else LARGE, replace(device.compute_init("cpu"), rank=0, world_size=1))
     tensors = held.tensors()
     size = sum(4 * tensor.numel() for tensor in tensors.values())

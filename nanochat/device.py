@@ -6,6 +6,7 @@ initialised; compute_init() does that. What differs between devices is in nanoch
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -81,6 +82,8 @@ class Compute:
     platform: Platform = field(default_factory=Cpu, compare=False, repr=False)
     operations: Operations = field(default_factory=CpuOperations, compare=False, repr=False)  # how models compute
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
+    """What must end while the ranks can still talk, even if the work fails."""
 
     def __post_init__(self) -> None:
         assert self.platform.name == self.device_type, (self.platform.name, self.device_type)

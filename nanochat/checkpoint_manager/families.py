@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.device import Compute
@@ -67,7 +66,7 @@ def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Sh
     return kind(**shape)
 
 
-def build(meta: Mapping[str, Any], values: dict[str, Tensor], compute: Compute, where: str) -> GPT:
+def build(meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute: Compute, where: str) -> GPT:
     """A model of the family and shape that the meta.json `where` names, on the host, without weights yet.
 
     `values` are the parameters that it will get. They are compared first, so that no shape costs more memory than its

@@ -7,11 +7,12 @@ import os
 import reprlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nanochat.checkpoint_manager.parts.index import INDEX, read_index
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, to_json, warn, write_json
 
 FORMAT = 1
@@ -21,7 +22,8 @@ NEEDED = {"step": int, "steps": int, "stage": str, "tokenizer_hash": str, "files
 OPTIONAL = {"family": str, "made_with": dict, "base": dict, "lora": dict}
 STATE = {"meter": dict, "scale": dict, "norms": list, "line": dict, "data": str}
 CODE = {"code": dict, "other_code": dict}
-MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"  # the parameters of a step; the latter as peft has it
+# The parameters of a step: as one file, or in files of all ranks with an INDEX; of an adapter, as peft has them.
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 HASHERS = 4  # threads that verify files: Python releases its lock while hashing
 
 
@@ -174,7 +176,20 @@ def verify(folder: Path, training: bool = True) -> str:
             wrong = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
     except OSError as failure:
         return f"{failure.filename or 'a file'} cannot be read ({failure.strerror})"
-    return f"{wrong[0]} has a wrong SHA-256" if wrong else ""
+    if wrong:
+        return f"{wrong[0]} has a wrong SHA-256"
+    return _index_problem(folder, files) if INDEX in files else ""
+
+
+def _index_problem(folder: Path, files: Container[str]) -> str:
+    """What is wrong with the index of a step whose ranks wrote a file each: every file that it names must be there, and
+    be one of those that were checked."""
+    try:
+        named = {file for pieces in read_index(folder).values() for file, _, _ in pieces}
+    except (ValueError, OSError) as failure:
+        return str(failure)
+    unknown = sorted(file for file in named if file not in files)
+    return f"{INDEX} names {unknown[0]}, which meta.json does not know" if unknown else ""
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
@@ -199,7 +214,10 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 def weights_hash(meta: dict[str, Any]) -> str:
     """The SHA-256 of the parameters that the meta.json of a step describes."""
     files = meta["files"]
-    return files[MODEL if MODEL in files else ADAPTER]["sha256"]
+    if INDEX not in files:
+        return files[MODEL if MODEL in files else ADAPTER]["sha256"]
+    named = {name: known["sha256"] for name, known in files.items() if name.startswith("model")}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(where: Path, why: str) -> UserError:

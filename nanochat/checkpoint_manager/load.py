@@ -8,10 +8,11 @@ import torch
 
 from nanochat.checkpoint_manager.families import build, held_in
 from nanochat.checkpoint_manager.files import ADAPTER, MODEL, read_meta, step_dir, steps, verify, weights_hash
-from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, read_parameters
+from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.checkpoint_manager.huggingface.weights import folder_mark, load_qwen
 from nanochat.checkpoint_manager.locate import MADE_BY, find
+from nanochat.checkpoint_manager.parts.rows import read_parameters
 from nanochat.common import UserError, read_json, sha256_of, warn
 from nanochat.device import Compute
 from nanochat.nn.lora import LoraConfig, add_adapters, merge

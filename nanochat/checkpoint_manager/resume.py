@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from nanochat.checkpoint_manager import same_run
 from nanochat.checkpoint_manager.files import read_meta, set_aside, step_dir, steps, sweep, verify
-from nanochat.checkpoint_manager.huggingface.adapter import read_parameters
 from nanochat.checkpoint_manager.load import newest_whole
+from nanochat.checkpoint_manager.parts.held import Optimizers, State
+from nanochat.checkpoint_manager.parts.rows import read_parameters
 from nanochat.checkpoint_manager.same_run import RunSettings
-from nanochat.checkpoint_manager.save import Optimizers, State
 from nanochat.common import UserError, log, parse_json, tr
 from nanochat.device import Compute, barrier
 from nanochat.runtime import fingerprint, parallel

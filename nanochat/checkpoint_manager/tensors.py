@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,15 @@ def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dt
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Write a whole file; return its hash and size for meta.json. OSError if the disk refuses a write."""
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a whole file; return its hash and size for meta.json. `beat` is called before each tensor. OSError if the
+    disk refuses a write."""
     file = TensorFile(path, shapes_of(tensors.items()), metadata)
     try:
         for name in file.names:
+            beat()
             file.add(name, tensors[name])
         return file.close()
     except BaseException:

@@ -5,6 +5,7 @@ forecast() starts this file as a process of its own, because the step's other ra
 that sends nothing stands in for them.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -33,6 +34,7 @@ from nanochat.runtime import parallel
 from nanochat.train.optim import OneRate, Optimizers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SHALLOW = 8  # layers, so many that the largest sum comes at the same moment as in a deep model
 OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # the step must not join these ranks
 
 
@@ -131,15 +133,10 @@ def _model(tuning: Tuning, compute: Compute) -> Qwen:
     return model
 
 
-def count(tuning: Tuning, compute: Compute) -> Memory:
-    """Run two steps without data and count; the second has the optimizer's moments, as all later steps do."""
-    compute = replace(compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=Operations())
-    if tuning.ranks > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tuning.ranks)
-    model, ledger = _model(tuning, compute), Ledger()
-    _watch_resizing(ledger)
+def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
+    """Run a step without data, beside the moments that AdamW has from its first step on, and count."""
+    gc.collect()  # what an earlier model has left
+    start, model = ledger.now, _model(tuning, compute)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.to_empty(device="cpu")
         optimizers = Optimizers(model, model.parameter_roles(), tuning.shape.n_embd, OneRate(1e-4), 1.0, compute.dtype)
@@ -152,7 +149,30 @@ def count(tuning: Tuning, compute: Compute) -> Memory:
             tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
             model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
         optimizers.step()
-    return Memory(held, ledger.peak)
+    return Memory(held - start, ledger.peak - start)
+
+
+def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
+    """What count() says of a model, from two shallower ones where it is deep: every layer of a kind adds as much."""
+    compute = replace(compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=Operations())
+    if tuning.ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tuning.ranks)
+    layers, period = tuning.shape.n_layer, len(tuning.shape.layers)
+    few = -(-SHALLOW // period) * period
+    more = few + max(few // 2 // period, 1) * period
+    ledger = Ledger()
+    _watch_resizing(ledger)
+    if layers <= more or layers % period:
+        return count(tuning, compute, ledger)
+    less, deeper = (
+        count(replace(tuning, shape=replace(tuning.shape, n_layer=n)), compute, ledger) for n in (few, more)
+    )
+    left = (layers - more) / (more - few)
+    held, peak = (value + round(left * (value - before)) for before, value in
+                  ((less.held, deeper.held), (less.peak, deeper.peak)))  # fmt: skip
+    return Memory(held, peak)
 
 
 def main() -> None:
@@ -160,7 +180,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     lora = task["lora"] and LoraConfig(**{**task["lora"], "targets": tuple(task["lora"]["targets"])})
     tuning = Tuning(**{**task, "shape": QwenConfig(**task["shape"]), "lora": lora})
-    print(json.dumps(asdict(count(tuning, device.compute_init("cpu")))))
+    print(json.dumps(asdict(of_all_layers(tuning, device.compute_init("cpu")))))
 
 
 if __name__ == "__main__":

@@ -180,6 +180,14 @@ class Platform:
         """Wait until the device has done everything that it was given."""
         self.module.synchronize()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Copies inside this block run beside what other threads let the device compute; they are done at its end."""
+        stream = self.module.Stream(device=self.index)
+        with self.module.stream(stream):
+            yield
+        stream.synchronize()
+
     def clear_overflow(self) -> None:
         """Forget earlier overflows, on a chip that saturates where others give inf."""
 

@@ -103,6 +103,11 @@ class Cpu(Platform):
     def synchronize(self) -> None:
         """The host is always done."""
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Copies are made by the thread that asks for them."""
+        yield
+
     def memory_total(self) -> int:
         """Bytes of physical memory."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+MEMORY, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
 
 def cpu_flags() -> frozenset[str]:
     """The processor's features, as Linux lists them; empty elsewhere."""
@@ -34,6 +36,25 @@ def bf16_unit() -> tuple[bool, str]:
 def cpu_model() -> str:
     """The processor's name, or "CPU" if the system does not tell."""
     return _cpuinfo("model name") or "CPU"
+
+
+def memory_free() -> int:
+    """Bytes of memory that a process may still take without others having to swap, within the limit of a container."""
+    try:
+        free = 1024 * _number(MEMORY, "MemAvailable:")
+    except (OSError, StopIteration):  # not Linux: pages that are only cached cannot be told from used ones
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        return min(free, max(limit - used + _number(CONTAINER / "memory.stat", "inactive_file"), 0))
+    except (OSError, ValueError, StopIteration):  # no limit
+        return free
+
+
+def _number(path: Path, key: str) -> int:
+    """The number behind a key at the beginning of a line of a file."""
+    with open(path, encoding="utf-8") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(key))
 
 
 def _cpuinfo(key: str) -> str:

@@ -5,10 +5,11 @@ FSDP2 and DTensor are imported where they are used: importing them takes two sec
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -177,28 +178,52 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, whole(parameter.detach())
 
 
-def parameter_rows(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name of every trained parameter and the rows of one rank, rank after rank, until the parameter is complete.
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a parameter, and which ranks hold the rest of the same copy."""
 
-    Every rank must iterate to the end. A rank holds at most one rank's rows of one parameter at a time.
-    """
+    here: Tensor  # the rows of this rank; none if it belongs to another copy than rank 0
+    shape: tuple[int, ...]  # of the whole parameter
+    owners: tuple[tuple[int, int], ...]  # (rank, number of rows that it holds), in the order of the rows
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * self.here.dtype.itemsize
+
+
+def parts(model: nn.Module) -> dict[str, Part]:
+    """This rank's part of every trained parameter, by name. Together the owners hold one copy of the model, rank 0's;
+    nothing is gathered."""
     _reshard(model)
-    for name, parameter in trained(model):
-        here, place = local(parameter.detach()), place_of(parameter)
-        if place.shards == 1:
-            yield name, here
-            continue
-        for owner, rows in enumerate(place.row_counts(parameter.shape[0])):
-            if rows:
-                part = here if owner == place.shard else here.new_empty(rows, *parameter.shape[1:])
-                dist.broadcast(part, group=place.shard_group, group_src=owner)
-                yield name, part
-                del part
+    return {name: _part(parameter) for name, parameter in trained(model)}
+
+
+def _part(parameter: Tensor) -> Part:
+    here, shape = local(parameter.detach()), tuple(parameter.shape)
+    mesh, place = getattr(parameter, "device_mesh", None), place_of(parameter)
+    ranks = [0] if mesh is None else mesh.mesh.reshape(-1, place.shards)[0].tolist()  # of the first replica
+    counts = [shape[0]] if place.shards == 1 else place.row_counts(shape[0])
+    other_copy = dist.is_initialized() and dist.get_rank() not in ranks
+    return Part(here[:0] if other_copy else here, shape, tuple(zip(ranks, counts, strict=True)))
+
+
+class Rows(Protocol):
+    """The whole of a tensor, of which some rows can be had; a Tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 @torch.no_grad()
-def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copy whole tensors into a model's trained parameters, sharded or not. UserError if names or shapes differ."""
+def load_whole(model: nn.Module, values: Mapping[str, Rows]) -> None:
+    """Copy whole tensors into a model's trained parameters, sharded or not. Each rank reads only the rows that it
+    holds.
+
+    UserError if names or shapes differ.
+    """
     _reshard(model)
     check_shapes(model, values)
     for name, parameter in trained(model):
@@ -207,7 +232,7 @@ def load_whole(model: nn.Module, values: dict[str, Tensor]) -> None:
         here.copy_(values[name][first : first + here.shape[0]])
 
 
-def check_shapes(model: nn.Module, values: dict[str, Tensor]) -> None:
+def check_shapes(model: nn.Module, values: Mapping[str, Rows]) -> None:
     """UserError if the tensors and the model's trained parameters differ in names or whole shapes."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trained(model)}
     given = {name: tuple(value.shape) for name, value in values.items()}

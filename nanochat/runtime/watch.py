@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 1.0  # between signs of life
 GONE_SECONDS = 30.0  # silence after which a rank counts as dead; a launcher waits as long for the others to end
 CONFIRM_SECONDS = 5.0  # the same, after a collective has failed
+UNCOUNTED = "saves"  # description of a group whose collectives belong to another thread; calls() leaves them out
 HERE = Path(__file__).resolve().parent.parent.parent
 
 
@@ -138,9 +139,9 @@ class Watch:
 
 
 def calls() -> int:
-    """How many collectives this rank has begun, summed over all groups that count them."""
+    """How many collectives the main thread of this rank has begun, summed over all groups that count them."""
     begun = 0
-    for group in list(c10d._world.pg_map):
+    for group in [group for group in list(c10d._world.pg_map) if group.group_desc != UNCOUNTED]:
         with suppress(RuntimeError):  # not all backends count
             begun += group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
     return begun

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
 from nanochat.common import warn
 from nanochat.nn.operations import Asked
@@ -35,6 +36,9 @@ class RunFlags:
     """seconds between checkpoints, longer where saving is slow; 0: never save by time"""
     keep: Free[int] = 3
     """number of newest checkpoints to keep; 0: keep all"""
+    checkpoint_files: Free[Files] = "auto"
+    """how many files the parameters of a checkpoint make; one: a single file, which rank 0 writes.
+    per_rank: every rank writes the rows that it holds; auto: one up to 5 GB, or where a rank holds the whole model"""
     resume: Free[int | Literal["auto", "none"]] = "auto"
     """step to resume from; auto: the newest undamaged checkpoint; none: start again from step 0.
     Checkpoints after that step are moved aside"""

@@ -135,11 +135,13 @@ class SaveClock:
     def __init__(self, seconds: float = 60.0):
         self.seconds, self.cost, self.last = seconds, 0.0, time.monotonic()
 
-    def due(self, compute: Compute) -> bool:
-        """Whether a save is due; rank 0's clock decides for all ranks."""
+    def due(self, compute: Compute, busy: bool = False, failed: bool = False) -> bool:
+        """Whether a save is due: never while the last one is still `busy`, at once if it `failed`, since the next one
+        reports that. Rank 0 decides for all ranks."""
         wait = max(self.seconds, 30 * self.cost)
-        return bool(parallel.agree(int(self.seconds > 0 and time.monotonic() - self.last >= wait), compute))
+        by_time = self.seconds > 0 and not busy and time.monotonic() - self.last >= wait
+        return bool(parallel.agree(int(failed or by_time), compute))
 
     def saved(self, cost: float) -> None:
-        """Note that a save took `cost` seconds and has just ended."""
+        """Note that a save cost `cost` seconds of training and has just ended."""
         self.cost, self.last = cost, time.monotonic()

@@ -1,6 +1,6 @@
 """Which optimizer steps which parameter: AdamW tables, head and scalars; Muon, or AdamW, the matrices in layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -128,6 +128,7 @@ class Optimizers:
                 named["matrix"], lr=rates.matrix_lr * scale, weight_decay=rates.weight_decay, dtype=dtype,
                 operations=cast(Operations, model.operations),
             )  # fmt: skip
+        self.before_step: Callable[[], None] = lambda: None  # called before anything changes
         self.base_matrix_lr, self.base_decay = rates.matrix_lr * scale, rates.weight_decay
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
@@ -144,6 +145,7 @@ class Optimizers:
 
     def step(self) -> None:
         """Update all parameters from their gradients."""
+        self.before_step()
         for optimizer in self._both():
             optimizer.step()
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from nanochat import dataloader, device
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
+from nanochat.checkpoint_manager.parts.background import Saver
 from nanochat.checkpoint_manager.resume import finished, resume_stage
 from nanochat.checkpoint_manager.same_run import RunSettings
-from nanochat.checkpoint_manager.save import save_checkpoint
+from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
 from nanochat.common import UserError, log, run
 from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
@@ -240,6 +241,8 @@ class Stage:
         """Open log, progress and profile. Then measure what is due before the next step: the measurement that a run
         missed when it was stopped right after a save, or the one before the first step."""
         flags, compute = self.flags, self.compute
+        if "lora" in self.about:
+            refuse_parts_of_adapter(flags.checkpoint_files)
         self.stop = min(flags.stop_at or self.total, self.total)
         shown = f"{self.name}-{self.tag}"
         self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown)
@@ -249,6 +252,9 @@ class Stage:
         owed = self._state.get("line") if parallel.agree(int(self.tracker.last < self.step), compute) else None
         self.progress = Progress(self.name, self.total, "steps", done=self.step, shown=compute.main)
         self._clock = SaveClock(flags.save_seconds)
+        self._saver = Saver(compute, flags.keep, flags.checkpoint_files, self._clock.saved)
+        compute.ending.push(self._saver)
+        self.optimizers.before_step = self._saver.settle
         self.profile = profiling.begin(flags.profile, self.name, self.folder, self.stop - self.step, compute)
         line = owed or ({"step": 0} if self.work.measures_first and self.step == 0 else None)
         try:
@@ -297,7 +303,7 @@ class Stage:
         asked = signals.agreed(self.compute)
         saved = self._save_due() or asked
         if saved:
-            self._clock.saved(self._save(line))
+            self._save(line)
         try:
             self._finish(line)
         except signals.Stopped:
@@ -306,6 +312,7 @@ class Stage:
                 self._save(line)
         if asked:
             self.stop = self.step
+            self._saver.wait()
             log(f"{self.compute.pulse.asked}: saved step {self.stop:,} and stopping")
 
     def _tick(self, outcome: Outcome) -> Line:
@@ -322,10 +329,14 @@ class Stage:
 
     def _save_due(self) -> bool:
         last = self.step == self.stop
-        return last or due(self.step, self.flags.save_every, last) or self._clock.due(self.compute)
+        return (
+            last
+            or due(self.step, self.flags.save_every, last)
+            or self._clock.due(self.compute, self._saver.busy, self._saver.failed)
+        )
 
-    def _save(self, line: Line) -> float:
-        """Save the step of a line; returns how many seconds that took."""
+    def _save(self, line: Line) -> None:
+        """Begin to save the step of a line, beside training."""
         state = {
             "meter": self.meter.state(),
             "line": dict(line),
@@ -336,8 +347,9 @@ class Stage:
             "compiled": is_compiled(self._fast, self.model.compile_groups()),
         }
         meta = make_meta(self.name, self.model.config, self.settings.values, self.total, state) | self.about
-        return save_checkpoint(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta,
-                               self.compute, self.flags.keep)  # fmt: skip
+        self._saver.save(self.folder, line["step"], self._module, self.optimizers, self.tokenizer, meta)
+        if self.flags.graphs:  # no other thread may use the device while a graph is captured
+            self._saver.settle()
 
     def _finish(self, line: Line) -> None:
         """Measure if a measurement is due, and log the line."""
@@ -350,10 +362,11 @@ class Stage:
     # --- the end ---------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close log and progress, write the section of the report if all steps are done and measured, and say where
-        the checkpoints are."""
+        """Close log and progress, wait for the last checkpoint, write the section of the report if all steps are done
+        and measured, and say where the checkpoints are."""
         self.progress.close()
         self.tracker.close()
+        self._saver.wait()
         done = self.step == self.total
         if done and not self._cut and self.compute.main:
             training_section(self.name, self.tag, self.folder, self.settings.values, self._where())
@@ -375,7 +388,7 @@ def launch(train: Callable[[Any, Compute], None], config: type[Any], description
     """Run a training script: parse its flags, take the device, and train with signals caught and ranks watched."""
 
     def main(cfg: Any, compute: Compute) -> None:
-        with contextlib.suppress(AlreadyDone):  # finished() has logged it
+        with contextlib.suppress(AlreadyDone), compute.ending:  # finished() has logged it
             train(cfg, compute)
 
     run(guarded(main), config, description)

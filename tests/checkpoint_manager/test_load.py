@@ -23,6 +23,22 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
+def test_the_files_of_ranks_load_as_one_model(base_folder: Path, tokenizer: Tokenizer) -> None:
+    """What chats, evaluations and exports load, and the next stage as its parent."""
+    pair = make()
+    train(*pair, 0, 1)
+    save(checkpoint_dir("base", "parts"), 1, *pair, tokenizer, files="per_rank")
+    assert (step_dir(checkpoint_dir("base", "parts"), 1) / "model-00001-of-00001.safetensors").exists()
+    loaded = load_model("base", "parts", None, CPU)
+    idx = torch.arange(16)[None]
+    assert torch.equal(loaded.model(idx), pair[0](idx))
+    parent = find_parent("base", "parts", 1)
+    assert parent.identity.endswith(loaded.weights[:16])
+    train(*pair, 1, 2)
+    save(checkpoint_dir("base", "parts"), 1, *pair, tokenizer, files="per_rank")
+    assert find_parent("base", "parts", 1).identity != parent.identity  # other parameters, another identity
+
+
 # --- finding one ---------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Two processes with an emulated NPU each: HCCL's collectives and limits, and FSDP2 with the losses of the CPU."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn as nn
 
 from nanochat.device import Compute
 from nanochat.runtime import parallel
+from tests.checkpoint_manager.parts import test_background as background
 from tests.emulated_npu import worker
 from tests.support import ranks
 
@@ -129,3 +131,9 @@ def sharded_losses(compute: Compute) -> list[float]:
 
 def test_fsdp2_on_two_npus_gives_the_losses_of_two_cpu_ranks() -> None:
     assert worker.run_ranks(2, sharded_losses) == ranks.run_ranks(2, sharded_losses)
+
+
+@pytest.mark.parametrize("files", background.FORMS)
+def test_saves_beside_training_copy_what_the_device_holds(tmp_path: Path, files: background.Files) -> None:
+    """The emulated device defers copies to pinned memory, so a writer that did not wait would write NaN."""
+    background.check(worker.run_ranks(2, background.saves_beside_training, tmp_path / "run", files), tmp_path / "run")

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from nanochat.checkpoint_manager import files as step_files
 from nanochat.checkpoint_manager import tensors as tensor_files
+from nanochat.checkpoint_manager.parts.index import INDEX
+from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.checkpoint_manager.resume import resume_stage
 from nanochat.checkpoint_manager.save import KEEP
+from nanochat.checkpoint_manager.tensors import TensorFile
 from nanochat.device import Compute, barrier
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import tiny_tokenizer
@@ -39,14 +42,15 @@ from tests.support.tiny_training import (
 pytestmark = pytest.mark.ranks
 
 KILLS = 30
+FORMS: tuple[Files, ...] = ("one", "per_rank")
 
 
-def begun(folder: Path, steps: int = 1) -> dict[int, dict[str, Tensor]]:
+def begun(folder: Path, steps: int = 1, files: Files = "one") -> dict[int, dict[str, Tensor]]:
     """A run of one rank with a save after each of so many steps; what was saved."""
     pair, held = make(), {}
     for step in range(1, steps + 1):
         train(*pair, step - 1, step)
-        save(folder, step, *pair, tiny_tokenizer())
+        save(folder, step, *pair, tiny_tokenizer(), files=files)
         held[step] = everything(*pair)
     return held
 
@@ -58,7 +62,7 @@ def resumed(folder: Path) -> tuple[int, dict[str, Tensor]]:
     return step, everything(*pair)
 
 
-def killed_saves(compute: Compute, folder: Path, kills: int) -> list[Path]:
+def killed_saves(compute: Compute, folder: Path, kills: int, files: Files) -> list[Path]:
     """Folders in which the second step was being saved when a process was killed, each at another moment."""
     pair, tokenizer, moments = make(seed=2), tiny_tokenizer(), random.Random(6)
     resume_stage(folder, *pair, WANTED, compute)
@@ -84,7 +88,7 @@ def killed_saves(compute: Compute, folder: Path, kills: int) -> list[Path]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.setprofile(count)
-        save(copy, 2, *pair, tokenizer)
+        save(copy, 2, *pair, tokenizer, files=files)
         sys.setprofile(None)
         os.write(write, str(events).encode())
         os._exit(0)
@@ -97,19 +101,20 @@ def killed_saves(compute: Compute, folder: Path, kills: int) -> list[Path]:
     return found
 
 
-def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool) -> None:
-    """T5. Injects: kill -9 at 30 random moments of a save. Must follow: the next start loads the step before, or the
-    new one if it has its name, bit for bit, and nothing half-written is left.
+@pytest.mark.parametrize("files", FORMS)
+def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool, files: Files) -> None:
+    """T5. Injects: kill -9 at 30 random moments of a save, in either form. Must follow: the next start loads the step
+    before, or the new one if it has its name, bit for bit, and nothing half-written is left.
 
-    注入：在保存过程中的 30 个随机时刻 kill -9。必须：下次启动逐位读入前一步，或者已经定名的新一步；
+    注入：在保存过程中的 30 个随机时刻 kill -9，两种形式都试。必须：下次启动逐位读入前一步，或者已经定名的新一步；
     不留下任何写了一半的东西。
     """
     folder = tmp_path / "run"
-    held = begun(folder)
+    held = begun(folder, files=files)
     pair = make()
     train(*pair, 0, 2)
     held[2] = everything(*pair)
-    (copies,) = pool.run(1, killed_saves, folder, KILLS)
+    (copies,) = pool.run(1, killed_saves, folder, KILLS, files)
     assert len(copies) == KILLS
     assert any(list(copy.glob(".tmp-*")) for copy in copies), "no kill hit a half-written step"
     for copy in copies:
@@ -118,14 +123,14 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_step(tmp_path: Path, pool: Pool
         assert not list(copy.glob(".*"))
 
 
-def killed_at_its_name(compute: Compute, folder: Path) -> None:
+def killed_at_its_name(compute: Compute, folder: Path, files: Files) -> None:
     """A step and its save, of which rank 0 is killed just before the folder gets its name."""
     pair = make(1, compute)
     resume_stage(folder, *pair, WANTED, compute)
     train(*pair, 1, 2, compute)
     if compute.main:
         step_files.os = _Os(step_files.os)  # type: ignore[attr-defined]
-    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute, files=files)
 
 
 class _Os:
@@ -158,7 +163,8 @@ def go_on(compute: Compute, folder: Path) -> tuple[int, dict[str, Tensor], Any, 
     return step, parameters(pair[0]), state(pair[1]), said.getvalue()
 
 
-def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize("files", FORMS)
+def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool, files: Files) -> None:
     """T6. Injects: kill -9 of rank 0 of two when all files are written and the folder has not got its name. Must
     follow: the other rank ends too; the next start resumes from the step before, and removes what is left.
 
@@ -167,7 +173,7 @@ def test_a_kill_between_the_files_and_their_name(tmp_path: Path, pool: Pool) -> 
     """
     folder = tmp_path / "run"
     (held, _) = pool.run(2, first_step, folder)
-    outcomes = pool.outcomes(2, killed_at_its_name, folder)
+    outcomes = pool.outcomes(2, killed_at_its_name, folder, files)
     assert outcomes[0].killed_by == signal.SIGKILL and not outcomes[1].fine
     assert (folder / ".tmp-step_000002" / "meta.json").exists() and not (folder / "step_000002").exists()
     for step, values, _, _ in pool.run(2, go_on, folder):
@@ -187,32 +193,46 @@ def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-FILES = ["model.safetensors", "optim-00-of-02.safetensors", "optim-01-of-02.safetensors", "tokenizer.json", "meta.json"]
+def removed(path: Path) -> None:
+    path.unlink()
 
 
-def two_steps(compute: Compute, folder: Path) -> Any:
+STATES = ["optim-00-of-02.safetensors", "optim-01-of-02.safetensors"]
+PARTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+FILES: dict[Files, list[str]] = {
+    "one": ["model.safetensors", *STATES, "tokenizer.json", "meta.json"],
+    "per_rank": [*PARTS, INDEX, *STATES],
+}
+
+
+def two_steps(compute: Compute, folder: Path, files: Files) -> Any:
     """Two steps, each saved; the first."""
     pair = make(1, compute)
     train(*pair, 0, 1, compute)
-    save(folder, 1, *pair, tiny_tokenizer(), compute=compute)
+    save(folder, 1, *pair, tiny_tokenizer(), compute=compute, files=files)
     held = parameters(pair[0]), state(pair[1])
     train(*pair, 1, 2, compute)
-    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute, files=files)
     return held
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, flip_a_digit, truncated])
-@pytest.mark.parametrize("name", FILES)
-def test_damage_to_any_file_falls_back_one_step(
-    tmp_path: Path, pool: Pool, name: str, damage: Callable[[Path], None]
-) -> None:
-    """T7. Injects: one bit of one file of the newest step is flipped, or half of it is cut off, for every file of two
-    ranks. Must follow: both ranks resume from the step before, bit for bit, and the damaged file is named.
+DAMAGE = [(files, name, damage) for files in FORMS for name in FILES[files]
+          for damage in (flip_a_bit, flip_a_digit, truncated, removed)
+          if (name, damage) != ("meta.json", removed)]  # a folder without it is no step  # fmt: skip
 
-    注入：两个进程最新一步的每个文件，翻转一个比特，或截去一半。必须：两个进程都从前一步逐位继续，
+
+@pytest.mark.parametrize(("files", "name", "damage"), DAMAGE)
+def test_damage_to_any_file_falls_back_one_step(
+    tmp_path: Path, pool: Pool, files: Files, name: str, damage: Callable[[Path], None]
+) -> None:
+    """T7. Injects: one bit of one file of the newest step is flipped, half of it is cut off, or it is removed, for each
+    file of two ranks, with the parameters in one file or in a file per rank. Must follow: both ranks resume from the
+    step before, bit for bit, and the damaged file is named.
+
+    注入：两个进程最新一步的每个文件（参数合为一个文件，或每个进程一个），翻转一个比特，截去一半，或整个删除。必须：两个进程都从前一步逐位继续，
     并指出损坏的文件。
     """
-    held = pool.run(2, two_steps, tmp_path / "run")
+    held = pool.run(2, two_steps, tmp_path / "run", files)
     damage(tmp_path / "run" / "step_000002" / name)
     found = pool.run(2, go_on, tmp_path / "run")
     for (values, kept), (step, loaded, has, _) in zip(held, found, strict=True):
@@ -222,7 +242,66 @@ def test_damage_to_any_file_falls_back_one_step(
     assert f"step_000002 is damaged: {name} " in said and "falling back to the step before it" in said
 
 
-def on_a_full_disk(compute: Compute, folder: Path, name: str) -> list[str]:
+def killed_while_writing(compute: Compute, folder: Path, files: Files, name: str) -> None:
+    """A step and its save, of which the rank that writes a file is killed when half of that file is written."""
+    pair = make(1, compute)
+    resume_stage(folder, *pair, WANTED, compute)
+    train(*pair, 1, 2, compute)
+
+    def half(self: TensorFile, data: memoryview) -> None:
+        if self._path.name == name and len(data) > 10_000:
+            self._file.write(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        write = TensorFile._write
+        patch.setattr(TensorFile, "_write", half)
+        save(folder, 2, *pair, tiny_tokenizer(), compute=compute, files=files)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"), [("one", "model.safetensors"), ("one", STATES[1]), *(("per_rank", name) for name in PARTS)]
+)
+def test_a_kill_while_a_file_is_written(tmp_path: Path, pool: Pool, files: Files, name: str) -> None:
+    """T6. Injects: kill -9 of the rank of two that writes a file, when half of the file is written. Must follow: the
+    other rank ends too; the next start resumes from the step before, and removes what is left.
+
+    注入：两个进程之一写文件写到一半时被 kill -9。必须：另一个进程也结束；下次启动从前一步继续，
+    并清除残留。
+    """
+    folder = tmp_path / "run"
+    (held, _) = pool.run(2, first_step, folder)
+    outcomes = pool.outcomes(2, killed_while_writing, folder, files, name)
+    assert signal.SIGKILL in [outcome.killed_by for outcome in outcomes] and not any(one.fine for one in outcomes)
+    assert not (folder / "step_000002").exists()
+    for step, values, _, _ in pool.run(2, go_on, folder):
+        assert step == 1 and equal(values, held)
+    assert [path.name for path in folder.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_index_that_names_a_missing_file(tmp_path: Path, pool: Pool, sealed: bool) -> None:
+    """T7. Injects: the index of the newest step names a file that no rank wrote; with a hash that is wrong, or right.
+    Must follow: both ranks resume from the step before, and the index is named, or the missing file.
+
+    注入：最新一步的索引指向一个并不存在的文件，其哈希不符，或者相符。必须：两个进程都从前一步继续，
+    并指出是索引有误，或缺少哪个文件。
+    """
+    pool.run(2, two_steps, tmp_path / "run", "per_rank")
+    step = tmp_path / "run" / "step_000002"
+    (step / INDEX).write_text((step / INDEX).read_text().replace("model-00002-of", "model-00007-of"))
+    if sealed:
+        meta = step_files.read_meta(step.parent, 2)
+        meta["files"][INDEX] = step_files.seal(step / INDEX)
+        step_files.write_meta(step, {name: value for name, value in meta.items() if name != "sha256"})
+    found = pool.run(2, go_on, tmp_path / "run")
+    assert [step for step, *_ in found] == [1, 1]
+    reason = "model-00007-of-00002.safetensors for " if sealed else f"{INDEX} has a wrong SHA-256"
+    assert "step_000002 is damaged: " in found[0][3] and reason in found[0][3]
+
+
+def on_a_full_disk(compute: Compute, folder: Path, files: Files, name: str) -> list[str]:
     """A save while the disk has no room for one of the files, then one with room; what was left in between."""
     pair = make(1, compute)
     resume_stage(folder, *pair, WANTED, compute)
@@ -237,17 +316,19 @@ def on_a_full_disk(compute: Compute, folder: Path, name: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_files, "open", full, raising=False)
         with pytest.raises(OSError) as refused:
-            save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+            save(folder, 2, *pair, tiny_tokenizer(), compute=compute, files=files)
         assert refused.value.errno == errno.ENOSPC and str(refused.value.filename).endswith(name)
     barrier(compute)  # rank 0 removes what was written, and the other rank does not wait for that
     left = sorted(path.name for path in folder.iterdir())
     barrier(compute)
-    save(folder, 2, *pair, tiny_tokenizer(), compute=compute)
+    save(folder, 2, *pair, tiny_tokenizer(), compute=compute, files=files)
     return left
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optim-00-of-02.safetensors", "optim-01-of-02.safetensors"])
-def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "name"), [(files, name) for files in FORMS for name in FILES[files] if name.endswith("safetensors")]
+)
+def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, files: Files, name: str) -> None:
     """T9. Injects: the disk is full when one of two ranks writes its file. Must follow: the save fails on both ranks
     with the name of that file, what was written is removed, the step before stays; with room the next save works.
 
@@ -256,7 +337,7 @@ def test_a_full_disk_ends_the_save_on_all_ranks(tmp_path: Path, pool: Pool, name
     """
     folder = tmp_path / "run"
     pool.run(2, first_step, folder)
-    assert pool.run(2, on_a_full_disk, folder, name) == [["step_000001"]] * 2
+    assert pool.run(2, on_a_full_disk, folder, files, name) == [["step_000001"]] * 2
     assert step_files.verify(folder / "step_000002") == ""
 
 

@@ -123,3 +123,17 @@ def test_what_one_checkout_compiled_another_uses_whatever_their_paths(tmp_path: 
     assert libraries[0] and libraries[0] == libraries[1]
     assert "compiling for the first time" in said[0] and "compiling from the cache" in said[1]
     assert "from the cache" not in said[0] and said[1].rstrip().splitlines()[-2].endswith(" s, from the cache")
+
+
+def test_free_memory_is_the_hosts_within_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 8 GB are free on the host; the container may take 2 GB, and of the 1.5 GB it has, 1 GB is cache."""
+    monkeypatch.setattr(host, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "CONTAINER", tmp_path)
+    assert host.memory_free() > 0  # not Linux
+    (tmp_path / "meminfo").write_text("MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n")
+    assert host.memory_free() == 8_000_000 * 1024
+    (tmp_path / "memory.current").write_text("1500000000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000000\ninactive_file 1000000000\n")
+    for limit, free in (("max\n", 8_000_000 * 1024), ("2000000000\n", 1_500_000_000), ("100\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert host.memory_free() == free

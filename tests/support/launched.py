@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def inject(folder: Path, rank: int) -> None:
         more = start(stage)
         if rank == int(whom) and count == int(when) and not (folder / "struck").exists():
             (folder / "struck").touch()
+            while stage._saver.busy:  # a test knows then which step is on disk
+                time.sleep(0.01)
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Event().wait()

@@ -91,9 +91,10 @@ def config(stage: str, **changes: Any) -> Any:
 
 
 def run_stage(stage: str, compute: Compute | None = None, **changes: Any) -> None:
-    """Train a stage in this process, in the base folder of the environment."""
-    with contextlib.suppress(AlreadyDone):
-        SCRIPTS[stage].train(config(stage, **changes), compute or on_cpu())
+    """Train a stage in this process, in the base folder of the environment, as launch() does."""
+    compute = compute or on_cpu()
+    with contextlib.suppress(AlreadyDone), compute.ending:
+        SCRIPTS[stage].train(config(stage, **changes), compute)
 
 
 @contextlib.contextmanager

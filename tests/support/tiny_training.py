@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint_manager.locate import make_meta
+from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import save_checkpoint
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import parallel
+from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.update import LossScale, update
@@ -34,12 +36,15 @@ class Batches:
         self.micro_batches = [(idx, idx.roll(-1, 1))]
 
 
-def make(seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB) -> tuple[GPT, Optimizers]:
+def make(
+    seed: int = 1, compute: Compute = CPU, vocab_size: int = VOCAB, mode: Sharding = "grad"
+) -> tuple[GPT, Optimizers]:
     """A model with three heads of 18 channels: two or four ranks cannot divide its rows evenly."""
     config = GPTConfig(sequence_len=16, vocab_size=vocab_size, n_layer=2, n_head=3, n_kv_head=3, n_embd=54)
     model = GPT(config, compute.dtype, compute.operations)
     model.init_weights(seed)
-    parallel.shard(model, model.shard_groups(), compute)
+    model.to(compute.device)
+    parallel.shard(model, model.shard_groups(), compute, mode)
     return model, Optimizers(model, model.parameter_roles(), 54, Rates(), 0.1, compute.dtype)
 
 
@@ -52,12 +57,12 @@ def train(model: GPT, optimizers: Optimizers, first: int, last: int, compute: Co
 
 def parameters(model: GPT) -> dict[str, Tensor]:
     """Copies of all parameters, each whole."""
-    return {name: value.clone() for name, value in parallel.whole_parameters(model)}
+    return {name: value.cpu().clone() for name, value in parallel.whole_parameters(model)}
 
 
 def state(optimizers: Optimizers) -> dict[str, tuple[Tensor, tuple[int, ...], int]]:
     """Copies of this rank's optimizer state, each with its whole shape and its first row."""
-    return {name: (value.clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
+    return {name: (value.cpu().clone(), shape, first) for name, (value, shape, first) in optimizers.state().items()}
 
 
 def everything(model: GPT, optimizers: Optimizers) -> dict[str, Tensor]:
@@ -71,11 +76,11 @@ def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 
 def save(
     folder: Path, step: int, model: GPT, optimizers: Optimizers, tokenizer: Tokenizer, stage: str = "base",
-    steps: int = 100, compute: Compute = CPU,
+    steps: int = 100, compute: Compute = CPU, files: Files = "auto",
 ) -> float:  # fmt: skip
     """Save a checkpoint of a run of `steps` steps with SETTINGS."""
     meta = make_meta(stage, model.config, SETTINGS, steps, {"row": 4 * step})
-    return save_checkpoint(folder, step, model, optimizers, tokenizer, meta, compute)
+    return save_checkpoint(folder, step, model, optimizers, tokenizer, meta, compute, files=files)
 
 
 def flip_a_bit(path: Path) -> None:

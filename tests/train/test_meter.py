@@ -51,6 +51,15 @@ def test_costly_saves_are_further_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert saves.due(CPU)
 
 
+def test_a_save_waits_for_the_last_one_and_reports_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    saves = SaveClock(60.0)
+    clock.now += 1e3
+    assert saves.due(CPU) and not saves.due(CPU, busy=True)
+    saves.saved(cost=0.5)
+    assert not saves.due(CPU) and saves.due(CPU, failed=True)
+
+
 def test_no_saves_by_time_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     saves = SaveClock(0.0)

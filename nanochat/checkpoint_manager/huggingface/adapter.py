@@ -11,8 +11,8 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat.checkpoint_manager.files import ADAPTER, MODEL, new_folder
-from nanochat.checkpoint_manager.tensors import read_tensors, write_tensors
+from nanochat.checkpoint_manager.files import ADAPTER, new_folder
+from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, read_json, write_json
 from nanochat.device import local
 from nanochat.nn.lora import Adapter, Linear, LoraConfig, adapted, matches
@@ -56,13 +56,6 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
     with new_folder(folder) as temporary:
         write_settings(temporary, asdict(config), base)
         write_tensors(values, temporary / ADAPTER, facts(model))
-
-
-def read_parameters(folder: Path) -> dict[str, Tensor]:
-    """The parameters in the folder of a step under our names: of the whole model, or of the adapter alone."""
-    if (folder / ADAPTER).is_file():
-        return {name.removeprefix(PREFIX): value for name, value in read_tensors(folder / ADAPTER).items()}
-    return read_tensors(folder / MODEL)
 
 
 def read_settings(folder: Path) -> tuple[LoraConfig, str]:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.checkpoint_manager.huggingface.config import read_config
+from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json
 from nanochat.device import Compute, local
 from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_mark() reads
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 COPY = "Copy the model again from its source"
 

@@ -1,0 +1,1 @@
+"""Tests of what one rank holds of a step: copied, written, read."""
