@@ -20,6 +20,8 @@ FILE_NAME = "tokenizer.json"
 BESIDE = (FILE_NAME, "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json",
           "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")  # fmt: skip
 END_OF_TURN = "<|im_end|>"
+# Roles of our own tokenizer that published models do not have, in the order in which they get free rows.
+ROWLESS = ("output_start", "output_end", "python_start", "python_end", "user_start", "user_end", "assistant_start")
 # Letters for private use, between which a rendered text shows where a special token was spelled out by a user, and
 # where the words of the assistant begin and end. Texts that hold these letters themselves are spelled out too.
 OPEN, CLOSE, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -53,10 +55,11 @@ class FolderTokenizer:
         if kind != "ByteLevel":
             raise UserError(f"{path} is a vocabulary of kind {kind}; only byte-level ones are known. Use another model")
         self.vocab_size, self.hash, self.folder = vocab_size, sha256_of(path), folder
-        if (largest := max(self._tokenizer.get_vocab().values())) >= vocab_size:
+        self._last = max(self._tokenizer.get_vocab().values())  # kept: get_vocab() copies the whole vocabulary
+        if self._last >= vocab_size:
             raise UserError(
-                f"{path} has a token {largest:,}, and the embedding of the model has only {vocab_size:,} rows: they do "
-                "not belong together. Copy the model again from its source"
+                f"{path} has a token {self._last:,}, and the embedding of the model has only {vocab_size:,} rows: they "
+                "do not belong together. Copy the model again from its source"
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -158,22 +161,14 @@ class FolderTokenizer:
     def special(self, role: str) -> int:
         """The token of a role of our own tokenizer. For roles that published models do not have, such as the marks of
         the calculator, a row of the embedding that no token uses. KeyError if there is none, or for an unknown role."""
+        return self._roles[role]
+
+    @cached_property
+    def _roles(self) -> dict[str, int]:
+        """The token of every role. The calculator's marks come first, where only some rows are free."""
         known = {"bos": self.bos, "assistant_end": self._specials.get(END_OF_TURN, min(self.stops))}
-        others = (
-            "output_start",
-            "output_end",
-            "python_start",
-            "python_end",
-            "user_start",
-            "user_end",
-            "assistant_start",
-        )
-        if role in known:
-            return known[role]
-        row = self.vocab_size - 1 - others.index(role) if role in others else -1
-        if row <= max(self._tokenizer.get_vocab().values()):
-            raise KeyError(role)
-        return row
+        rows = range(self.vocab_size - 1, self._last, -1)
+        return {**dict(zip(ROWLESS, rows, strict=False)), **known}
 
     # --- conversations ---------------------------------------------------------------------------
 

@@ -74,6 +74,10 @@ def test_it_has_what_the_engine_and_the_prompts_ask_for(folder: Path) -> None:
     assert len({tokenizer.special(role) for role in roles}) == len(roles)
     with pytest.raises(KeyError):
         tokenizer.special("nothing")
+    marks = tokenizer._tokenizer
+    del tokenizer._tokenizer  # every request asks for marks: reading the whole vocabulary for them took 18 ms each
+    assert tokenizer.special("python_end") in range(304, ROWS)
+    tokenizer._tokenizer = marks
     text = "the cat 猫坐在垫子上 12 <think> ok"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert 303 in tokenizer.encode(text)
