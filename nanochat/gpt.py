@@ -4,7 +4,7 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -77,10 +77,15 @@ class GPTConfig:
 class Linear(nn.Linear):
     """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
 
+    only_multiplies = True
+
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
+        self.packed: Callable[[Tensor], Tensor] | None = None  # see Operations.hold()
 
     def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
+        if self.packed is not None:
+            return self.packed(input)
         return F.linear(input, self.weight.to(input.dtype) if made is None else made)
 
 
@@ -89,6 +94,8 @@ class Head(Linear):
 
     The loss is computed in this module too, so that sharding hooks see every use of the weight.
     """
+
+    only_multiplies = False
 
     def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__(config.n_embd, config.padded_vocab)

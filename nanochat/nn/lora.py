@@ -53,12 +53,14 @@ class Linear(nn.Linear):
     `lora_B.weight` is (outputs, rank).
     """
 
+    only_multiplies = True
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see qwen/int8.py
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see int8.py, hold()
         # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
         self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 

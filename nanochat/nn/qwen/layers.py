@@ -25,11 +25,13 @@ class Vocabulary(nn.Module):
     Every use is a call of this module, so that sharding hooks see it.
     """
 
+    only_multiplies = False
+
     def __init__(self, config: QwenConfig, operations: Operations):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.operations = operations
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head, see int8.py
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head: int8.py, operations.hold()
 
     def forward(
         self,
