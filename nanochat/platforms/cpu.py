@@ -43,8 +43,8 @@ class CpuOperations(Operations):
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
         """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
-        multiplied in half the time, at the speed of the memory, and with the same result up to rounding. fp32 stays as it is, since
-        there the rounding would depend on how many rows are multiplied together."""
+        multiplied in half the time, at the speed of the memory, with the same result up to rounding. fp32 stays as it
+        is, since there the rounding would depend on how many rows are multiplied together."""
         if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
         for module in model.modules():
