@@ -48,13 +48,27 @@ class CpuOperations(Operations):
         if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
         for module in model.modules():
+            if (join := getattr(module, "join", None)) is not None:
+                join(_Packed, torch.bfloat16)
             weight = getattr(module, "weight", None)
             if getattr(module, "packed", 0) is not None or not isinstance(weight, nn.Parameter):
                 continue  # it cannot be packed, or is packed already
-            if weight.dtype == torch.bfloat16:
+            if weight.dtype == torch.bfloat16 and weight.numel():
                 setattr(module, "packed", _Packed(weight))  # noqa: B010 - not an attribute of every module
                 if module.only_multiplies:
                     module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    def weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
+        epsilon: float,
+    ) -> Tensor:
+        """See Operations.weighted_norm. Without gradients the operators are called one by one, which costs less."""
+        if torch.is_grad_enabled():
+            return super().weighted_norm(x, weight, epsilon)
+        wide = F.rms_norm(x.float(), (x.size(-1),), eps=epsilon)
+        return wide.mul_(weight).to(x.dtype)
 
     def attend_cached(
         self,

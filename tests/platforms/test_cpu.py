@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from nanochat.engine import Engine
+from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
+from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms.cpu import CpuOperations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
@@ -53,6 +56,32 @@ def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
     words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
     (reply,) = Engine(model, words, 1).generate([[1, 2, 3]], Sampling(0.0, max_tokens=4, ignore_eos=True))
     assert len(reply.tokens) >= 4
+
+
+def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
+    operations, (name, shape) = CpuOperations(), ("a", LoraConfig(2))
+    model: Any = tiny_qwen("qwen3", dtype=torch.bfloat16, operations=operations)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+    with torch.device("meta"):
+        like = Qwen(model.config)
+    add_adapters(like, shape)
+    generator = torch.Generator().manual_seed(1)
+    values = {key: torch.randn(value.shape, generator=generator) for key, value in first_values(like, 1).items()}
+    idx = torch.randint(300, (2, 9), generator=generator)
+
+    def logits(numbers: list[int]) -> torch.Tensor:
+        adapters = Adapters(model, {name: Adapter(shape, values)}, torch.bfloat16, model.device)
+        with torch.inference_mode(), adapters.rows(numbers):
+            return model(idx)
+
+    wanted = [logits(numbers) for numbers in ([0, -1], [-1, -1])]
+    operations.hold(model)
+    assert (model.blocks[0].self_attn.joined is not None) == LAID_OUT
+    for numbers, before in zip(([0, -1], [-1, -1]), wanted, strict=True):
+        assert (logits(numbers) - before).abs().max() <= 4e-2 * before.abs().max()
+    assert (wanted[0][0] - wanted[1][0]).abs().max() > 0.1 * wanted[1].abs().max()  # the adapter changes its row
 
 
 def test_a_model_in_fp32_stays_as_it_is() -> None:
