@@ -77,10 +77,9 @@ class GPTConfig:
 class Linear(nn.Linear):
     """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
 
-    only_multiplies = True
-
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
+        self.only_multiplies = True
         self.packed: Callable[[Tensor], Tensor] | None = None  # see Operations.hold()
 
     def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
@@ -95,11 +94,9 @@ class Head(Linear):
     The loss is computed in this module too, so that sharding hooks see every use of the weight.
     """
 
-    only_multiplies = False
-
     def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__(config.n_embd, config.padded_vocab)
-        self.vocab, self.operations = config.vocab_size, operations
+        self.vocab, self.operations, self.only_multiplies = config.vocab_size, operations, False
 
     def forward(
         self,
