@@ -4,7 +4,7 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -79,8 +79,12 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
+        self.only_multiplies = True
+        self.packed: Callable[[Tensor], Tensor] | None = None  # see Operations.hold()
 
     def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
+        if self.packed is not None:
+            return self.packed(input)
         return F.linear(input, self.weight.to(input.dtype) if made is None else made)
 
 
@@ -92,7 +96,7 @@ class Head(Linear):
 
     def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__(config.n_embd, config.padded_vocab)
-        self.vocab, self.operations = config.vocab_size, operations
+        self.vocab, self.operations, self.only_multiplies = config.vocab_size, operations, False
 
     def forward(
         self,

@@ -204,6 +204,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         graphs.check_device(compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens)
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
+    loaded.model.operations.hold(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
     tasks, broken = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec, cfg.shots)

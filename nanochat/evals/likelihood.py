@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.evals.branches import Branches
 from nanochat.nn.model import Model
 
 HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
+LEAST_SHARED = 64  # tokens that a question must spare, or its rows are read whole: a second pass has a price too
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def batches(lengths: Sequence[int], tokens_per_batch: int | None, rows_per_batch
 class _Pass:
     """One row to run through the model. Rows that differ only in their last token share it."""
 
-    def __init__(self, tokens: Sequence[int]):
+    def __init__(self, tokens: tuple[int, ...]):
         self.tokens = tokens
         self.rows: list[int] = []
 
@@ -62,6 +64,48 @@ def _passes(rows: Sequence[PromptRow]) -> list[_Pass]:
         read = tuple(row.tokens[:-1])  # nothing is predicted from the last token
         found.setdefault(read, _Pass(read)).rows.append(i)
     return list(found.values())
+
+
+def _families(passes: Sequence[_Pass], rows: Sequence[PromptRow]) -> list[tuple[int, list[_Pass]]]:
+    """The passes of each question together, with how many tokens they have in common at the start, which are read once.
+    A pass that shares too little is alone, with 0."""
+    questions: dict[int, list[_Pass]] = {}
+    for one in passes:
+        questions.setdefault(rows[one.rows[0]].question, []).append(one)
+    families: list[tuple[int, list[_Pass]]] = []
+    for some in questions.values():
+        scored = min(rows[i].start for one in some for i in one.rows)  # its prediction must come after the common part
+        most = min(scored - 1, *(len(one.tokens) - 1 for one in some))
+        low, high = min(one.tokens for one in some), max(one.tokens for one in some)  # any other lies between these
+        alike = next((i for i in range(most) if low[i] != high[i]), max(most, 0))
+        if alike * (len(some) - 1) >= LEAST_SHARED:
+            families.append((alike, some))
+        else:
+            families += [(0, [one]) for one in some]
+    return families
+
+
+def _batches(
+    families: Sequence[tuple[int, list[_Pass]]], tokens_per_batch: int | None, rows_per_batch: int | None
+) -> Iterator[tuple[list[int], list[_Pass]]]:
+    """How many tokens were read before of each pass, and the passes, batch by batch: first those that share their
+    beginnings, then the others. The longest come first, and a batch is limited as in batches()."""
+    sharing = sorted((one for one in families if one[0]), key=lambda one: -max(len(p.tokens) for p in one[1]))
+    while sharing:
+        longest, taken, slots = max(len(one.tokens) for one in sharing[0][1]), 0, 0
+        while taken < len(sharing):
+            slots += len(sharing[taken][1])
+            full = (tokens_per_batch is not None and slots * longest > tokens_per_batch) or (
+                rows_per_batch is not None and slots > rows_per_batch
+            )
+            if full and taken:
+                break
+            taken += 1
+        some, sharing = sharing[:taken], sharing[taken:]
+        yield [alike for alike, passes in some for _ in passes], [one for _, passes in some for one in passes]
+    alone = [passes[0] for alike, passes in families if not alike]
+    for batch in batches([len(one.tokens) for one in alone], tokens_per_batch, rows_per_batch):
+        yield [0] * len(batch), [alone[i] for i in batch]
 
 
 @torch.inference_mode()
@@ -77,15 +121,15 @@ def score_rows(
     """The likelihood of each row's continuation, in the order of the rows; `done` hears how many rows a batch scored.
 
     With `greedy`, the log-probability is 0.0 if the likeliest token is right at every place, else -1.0 for each place
-    where it is wrong. Options of one token each, such as letters, cost one pass together. Padding comes last, so no
-    row attends to it. UserError if the model has diverged.
+    where it is wrong. Options of one token each, such as letters, cost one pass together, and the beginning that the
+    rows of a question have in common is read once. Padding comes last, so no row attends to it. UserError if the model
+    has diverged.
     """
     found: list[Likelihood | None] = [None] * len(rows)
-    passes = _passes(rows)
-    for batch in batches([len(one.tokens) for one in passes], tokens_per_batch, rows_per_batch):
-        some = [passes[i] for i in batch]
+    branches = Branches(model, pad)
+    for before, some in _batches(_families(_passes(rows), rows), tokens_per_batch, rows_per_batch):
         numbers = [i for one in some for i in one.rows]
-        values = _losses(model, some, rows, pad, greedy)
+        values = _losses(model, branches, before, some, rows, greedy)
         counts = [len(rows[i].tokens) - rows[i].start for i in numbers]
         for i, part in zip(numbers, values.split(counts), strict=True):
             found[i] = Likelihood(-float(part.sum()), len(part))
@@ -93,19 +137,21 @@ def score_rows(
     return [one for one in found if one is not None]
 
 
-def _losses(model: Model, passes: Sequence[_Pass], rows: Sequence[PromptRow], pad: int, greedy: bool) -> Tensor:
+def _losses(
+    model: Model, branches: Branches, before: Sequence[int], passes: Sequence[_Pass], rows: Sequence[PromptRow],
+    greedy: bool,
+) -> Tensor:  # fmt: skip
     """The loss in nats of every scored token of a batch, row after row: float64 on the host."""
-    longest = max(len(one.tokens) for one in passes)
-    idx = torch.full((len(passes), longest), pad)
+    states = branches.hidden([one.tokens for one in passes], before)  # (B, T, C)
+    longest = states.size(1)
     places: list[Tensor] = []  # in the flattened batch: positions whose hidden states predict the scored tokens
     targets: list[int] = []
-    for b, one in enumerate(passes):
-        idx[b, : len(one.tokens)] = torch.tensor(one.tokens)
+    for b, (one, read) in enumerate(zip(passes, before, strict=True)):
         for i in one.rows:
-            places.append(torch.arange(rows[i].start - 1, len(rows[i].tokens) - 1) + b * longest)
+            places.append(torch.arange(rows[i].start - 1, len(rows[i].tokens) - 1) - read + b * longest)
             targets += rows[i].tokens[rows[i].start :]
     wanted = torch.tensor(targets).to(model.device)
-    hidden = model.hidden(idx.to(model.device)).flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
+    hidden = states.flatten(0, 1)[torch.cat(places).to(model.device)]  # (N, C)
     if greedy:
         parts = []
         for i in range(0, len(wanted), HEAD_ROWS):

@@ -53,12 +53,14 @@ class Linear(nn.Linear):
     `lora_B.weight` is (outputs, rank).
     """
 
+    only_multiplies = True
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see qwen/int8.py
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see int8.py, hold()
         # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
         self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -76,6 +78,16 @@ class Linear(nn.Linear):
             y = F.linear(input, self.weight.to(dtype), bias)
         else:
             y = self.packed(input) if bias is None else self.packed(input) + bias
+        return self.adapted(input, y)
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no adapter."""
+        return self.several is None and self.lora_A is None
+
+    def adapted(self, input: Tensor, y: Tensor) -> Tensor:  # (..., inputs), (..., outputs) -> (..., outputs)
+        """What the matrix gives for `input`, which is `y`, with what its adapter adds."""
+        dtype = input.dtype
         if self.several is not None:
             return self.several(input, y)
         if self.lora_A is None or self.lora_B is None:
@@ -85,6 +97,33 @@ class Linear(nn.Linear):
         up = self.lora_B.weight.to(dtype).mT
         added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), up, alpha=self.lora.scale)
         return added.view(y.shape)
+
+
+class Joined:
+    """Matrices with the same inputs and without biases as one, for inference. Their own weights are empty from then on,
+    and their adapters still add to what they give."""
+
+    def __init__(self, matrices: Sequence[Linear], pack: Callable[[Tensor], Callable[[Tensor], Tensor]]):
+        """`pack` makes the function that multiplies with a weight."""
+        self._matrices, self._sizes = matrices, [matrix.out_features for matrix in matrices]
+        self.multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
+        for matrix in matrices:
+            matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)
+
+    @staticmethod
+    def fits(matrices: Sequence[Linear], dtype: torch.dtype) -> bool:
+        """Whether the matrices can be joined: of a number format, without biases, and not held another way."""
+        held = [matrix for matrix in matrices if matrix.packed is not None or not matrix.weight.numel()]
+        return not held and all(matrix.weight.dtype == dtype and matrix.bias is None for matrix in matrices)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no matrix has an adapter."""
+        return all(matrix.plain for matrix in self._matrices)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:  # (..., inputs) -> (..., outputs) of each matrix
+        parts = self.multiply(x).split(self._sizes, dim=-1)
+        return [matrix.adapted(x, part) for matrix, part in zip(self._matrices, parts, strict=True)]
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Linear, nn.Linear, nn.Linear]]:

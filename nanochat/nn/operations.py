@@ -42,6 +42,11 @@ class Operations:
         """Whether attention on `x` must mask with a large negative number instead of -inf."""
         return False
 
+    def hold(self, model: nn.Module) -> None:
+        """Hold the matrices of a model as the device multiplies them fastest. Their values never change again: this is
+        for inference. Modules that have a `packed` attribute take part. A weight that is not read otherwise,
+        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once."""
+
     def norm(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension, without parameters."""
         return F.rms_norm(x, (x.size(-1),))
@@ -49,7 +54,7 @@ class Operations:
     def weighted_norm(
         self,
         x: Tensor,  # (..., C)
-        weight: Tensor,  # (C,) fp32
+        weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
         epsilon: float,
     ) -> Tensor:
         """RMS norm over the last dimension, times a weight for each channel."""

@@ -82,8 +82,8 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
 
 
 def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
-    """Hold the model's matrices as --weights says, and return how many parameters it has. UserError if 8 bits would not
-    make it faster here."""
+    """Hold the model's matrices as --weights says, laid out for the device, and return how many parameters it has.
+    UserError if 8 bits would not make it faster here."""
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     if flags.weights == "int8":
         why = ""
@@ -97,6 +97,7 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
         if why:
             raise UserError(f"--weights int8 was asked for, but {why}. Leave --weights out.", exit_code=2)
         hold_in_int8(loaded.model)
+    loaded.model.operations.hold(loaded.model)
     return parameters
 
 

@@ -30,12 +30,41 @@ CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "a tes
 TOKENIZER = tiny_tokenizer()
 
 
+class Tape:
+    """A cache that keeps the tokens themselves."""
+
+    def __init__(self, slots: int, length: int):
+        self.rows, self.length, self.positions = [torch.empty(0, dtype=torch.long)] * slots, length, torch.zeros(slots)
+
+    def clear(self, slots: slice) -> None:
+        self.rows[slots] = [torch.empty(0, dtype=torch.long)] * len(self.rows[slots])
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        assert len(self.rows[source]) == tokens
+        self.rows[target] = self.rows[source]
+
+
 class Induction:
     """A model that completes repetitions: it predicts what followed the longest earlier match of the last tokens."""
 
     device = torch.device("cpu")
 
-    def hidden(self, idx: Tensor) -> Tensor:
+    def new_cache(self, slots: int, length: int) -> Tape:
+        return Tape(slots, length)
+
+    def hidden(
+        self, idx: Tensor, tape: Any = None, slots: Any = None, lengths: Any = None, spans: Any = None
+    ) -> Tensor:
+        if tape is None:
+            return self._hidden(idx)
+        found = []
+        for slot, (row, length) in enumerate(zip(idx, lengths.tolist(), strict=True)):
+            assert len(tape.rows[slot]) == spans.held[slot] and len(tape.rows[slot]) + len(row) <= tape.length
+            found.append(self._hidden(torch.cat((tape.rows[slot], row))[None])[0, -len(row) :])
+            tape.rows[slot] = torch.cat((tape.rows[slot], row[:length]))
+        return torch.stack(found)
+
+    def _hidden(self, idx: Tensor) -> Tensor:
         x = torch.zeros(*idx.shape, TOKENIZER.vocab_size)
         for b, row in enumerate(idx):
             alike = torch.zeros(len(row))  # per earlier token: how many tokens before it equal the last tokens

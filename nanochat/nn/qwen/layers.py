@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from nanochat.nn import loss
 from nanochat.nn.cache import CacheCall
 from nanochat.nn.lean import swiglu
-from nanochat.nn.lora import Linear
+from nanochat.nn.lora import Joined, Linear
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import GatedDeltaNet
@@ -25,11 +25,13 @@ class Vocabulary(nn.Module):
     Every use is a call of this module, so that sharding hooks see it.
     """
 
+    only_multiplies = False
+
     def __init__(self, config: QwenConfig, operations: Operations):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
         self.operations = operations
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head, see int8.py
+        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies as the head: int8.py, operations.hold()
 
     def forward(
         self,
@@ -86,6 +88,37 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.n_head * D, C)
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(D, config, operations), Norm(D, config, operations)
+        self.joined: Joined | None = None
+        self._norms = torch.empty(0)  # (H + Hkv, D) the weights of both norms for each head, where matrices are joined
+
+    def join(self, pack: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+        """Multiply with the matrices of queries, keys and values at once from here on, as Joined does."""
+        matrices, c = (self.q_proj, self.k_proj, self.v_proj), self.config
+        if not Joined.fits(matrices, dtype):
+            return
+        self.joined = Joined(matrices, pack)
+        if c.qk_norm:
+            norms = [norm.weight.detach().float() + norm.one for norm in (self.q_norm, self.k_norm)]
+            self._norms = torch.cat((norms[0].expand(c.n_head, -1), norms[1].expand(c.n_kv_head, -1)))
+
+    def _heads(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # (B, T, H, D), (B, T, Hkv, D) twice, (B, T, H, D)
+        """Queries and keys, normed and rotated, values, and the gate of the output."""
+        c, gate = self.config, None
+        H, Hkv = c.n_head, c.n_kv_head
+        if self.joined is not None and c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
+            heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
+            both = self.operations.weighted_norm(heads[:, :, : H + Hkv], self._norms, self.q_norm.epsilon)
+            both = self._rotated(both, cos, sin)
+            return both[:, :, :H], both[:, :, H:], heads[:, :, H + Hkv :], None
+        made = self.joined(x) if self.joined is not None else [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (each.unflatten(2, (count, -1)) for each, count in zip(made, (H, Hkv, Hkv), strict=True))
+        if c.output_gate:
+            q, gate = q.chunk(2, dim=3)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self._rotated(q, cos, sin), self._rotated(k, cos, sin), v, gate
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, H, D) with its first channels rotated."""
@@ -102,14 +135,8 @@ class Attention(nn.Module):
         packed: Packed | None,
         call: CacheCall | None,
     ) -> Tensor:  # (B, T, C)
-        c, gate = self.config, None
-        q, k, v = (matrix(x) for matrix in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = q.unflatten(2, (c.n_head, -1)), k.unflatten(2, (c.n_kv_head, -1)), v.unflatten(2, (c.n_kv_head, -1))
-        if c.output_gate:
-            q, gate = q.chunk(2, dim=3)
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        c = self.config
+        q, k, v, gate = self._heads(x, cos, sin)
         if call is not None:
             y = call.attend(self.place, q, k, v, c.sequence_len, None)
         elif packed is not None:
@@ -129,8 +156,17 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.n_embd, config.n_hidden)
         self.up_proj = Linear(config.n_embd, config.n_hidden)
         self.down_proj = Linear(config.n_hidden, config.n_embd)
+        self.joined: Joined | None = None
+
+    def join(self, pack: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+        """Multiply with the first two matrices at once from here on, as Joined does."""
+        if Joined.fits((self.gate_proj, self.up_proj), dtype):
+            self.joined = Joined((self.gate_proj, self.up_proj), pack)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None:
+            gate, up = self.joined(x)
+            return self.down_proj(F.silu(gate).mul_(up))
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 

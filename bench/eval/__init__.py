@@ -1,0 +1,1 @@
+"""Measures the evaluation of base models beside upstream's code and lm-evaluation-harness."""

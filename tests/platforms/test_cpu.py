@@ -1,0 +1,90 @@
+"""What CPUs compute their own way: matrices laid out for oneDNN, and attention of single bf16 queries."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.engine import Engine
+from nanochat.generate.adapters import Adapters
+from nanochat.generate.sampling import Sampling
+from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
+from nanochat.nn.operations import Operations
+from nanochat.nn.plain_attention import cache_mask
+from nanochat.nn.qwen.model import Qwen
+from nanochat.platforms.cpu import CpuOperations
+from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
+from tests.support.qwens import tiny_qwen
+from tests.support.tiny_model import tiny_gpt
+
+LAID_OUT = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_single_queries_attend_as_plain_torch_does(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, size, count, 16, generator=generator).to(dtype)
+               for size, count in ((1, heads), (9, kv_heads), (9, kv_heads)))  # fmt: skip
+    mask = cache_mask(torch.tensor([[8], [3], [0]]), 9, 5)
+    for scale in (None, 0.5):
+        mine = CpuOperations().attend_cached(q, k, v, mask, scale)
+        wanted = Operations().attend_cached(q.double(), k.double(), v.double(), mask, scale)
+        assert mine.shape == q.shape and mine.dtype == dtype
+        assert (mine - wanted).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
+def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
+    operations = CpuOperations()
+    model: Any = tiny_gpt(320, 64) if family == "gpt" else tiny_qwen(family, operations=operations)
+    model.dtype = torch.bfloat16
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+    idx = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        before, losses = model(idx), model(idx, idx, "none")
+        operations.hold(model)
+        after, held_losses = model(idx), model(idx, idx, "none")
+    assert any(getattr(module, "packed", None) is not None for module in model.modules()) == LAID_OUT
+    scale = before.abs().max()
+    assert (after - before).abs().max() <= 4e-2 * scale
+    assert torch.allclose(losses, held_losses, atol=4e-2 * float(scale))
+    operations.hold(model)  # again: nothing is left to do
+    ranks = [bytes([i % 256] * (1 + i // 256)) for i in range(320 - len(ROLES))]
+    words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
+    (reply,) = Engine(model, words, 1).generate([[1, 2, 3]], Sampling(0.0, max_tokens=4, ignore_eos=True))
+    assert len(reply.tokens) >= 4
+
+
+def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:
+    operations, (name, shape) = CpuOperations(), ("a", LoraConfig(2))
+    model: Any = tiny_qwen("qwen3", dtype=torch.bfloat16, operations=operations)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+    with torch.device("meta"):
+        like = Qwen(model.config)
+    add_adapters(like, shape)
+    generator = torch.Generator().manual_seed(1)
+    values = {key: torch.randn(value.shape, generator=generator) for key, value in first_values(like, 1).items()}
+    idx = torch.randint(300, (2, 9), generator=generator)
+
+    def logits(numbers: list[int]) -> torch.Tensor:
+        adapters = Adapters(model, {name: Adapter(shape, values)}, torch.bfloat16, model.device)
+        with torch.inference_mode(), adapters.rows(numbers):
+            return model(idx)
+
+    wanted = [logits(numbers) for numbers in ([0, -1], [-1, -1])]
+    operations.hold(model)
+    assert (model.blocks[0].self_attn.joined is not None) == LAID_OUT
+    for numbers, before in zip(([0, -1], [-1, -1]), wanted, strict=True):
+        assert (logits(numbers) - before).abs().max() <= 4e-2 * before.abs().max()
+    assert (wanted[0][0] - wanted[1][0]).abs().max() > 0.1 * wanted[1].abs().max()  # the adapter changes its row
+
+
+def test_a_model_in_fp32_stays_as_it_is() -> None:
+    model = tiny_gpt(320, 64)
+    CpuOperations().hold(model)
+    assert all(getattr(module, "packed", None) is None for module in model.modules())
