@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanochat.engine import Completion, sample_settings
+from nanochat.engine import Completion, sample_seeds
 from nanochat.generate.calls import Calls
 from nanochat.generate.events import Finish
 from nanochat.generate.request import check
@@ -51,7 +51,7 @@ class Groups:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int, done: Done | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int = 1, done: Done | None = None
     ) -> list[Completion]:
         """Complete every prompt `samples` times; returns all samples of the first prompt, then of the second, ...
 
@@ -61,7 +61,7 @@ class Groups:
         room = min(max(map(len, prompts), default=1) + sampling.max_tokens, self.model.config.sequence_len)
         for prompt in prompts:
             check(prompt, sampling, room, self.model.config.vocab_size)
-        seeds = [sample_settings(sampling, prompt, i).seed for prompt in prompts for i in range(samples)]
+        seeds = [seed for prompt in prompts for seed in sample_seeds(sampling.seed, prompt, range(samples))]
         self._random = [random.Random(seed) for seed in seeds]
         self._replies = [Completion() for _ in seeds]
         self._sampling, self._room, self._done = sampling, room, done

@@ -178,7 +178,8 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, sampl
             here = seen[number]
             for place, parent in enumerate(tree.parents[1:], 1):
                 here[start + place, start : start + place] = here[start + parent, start : start + place]
-            found += [(number * T + start + at, token, *value) for (at, token, _), value in tree.targets.items()]
+            first = number * T + start
+            found += [(first + at, token, sums[0], sums[1]) for (at, token, _), sums in tree.targets.items()]
             start = end
     count = max(-(-len(found) // TARGETS), 1) * TARGETS
     found += [(0, -1, 0.0, 0.0)] * (count - len(found))
