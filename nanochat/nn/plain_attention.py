@@ -111,6 +111,21 @@ def one_query(
     return y.view(B, J, H // J, J, D).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(B, 1, H, D)
 
 
+def by_products(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, K, H, D)
+    v: Tensor,  # (B, K, H, D)
+    mask: Tensor,  # (B, 1, T, K) bool, True = seen
+    scale: float | None,
+) -> Tensor:  # (B, T, H, D)
+    """masked() as two products with a softmax between them: the scores of all heads are in memory at the same time."""
+    B, T, H, D = q.shape
+    hidden = scores(mask, q.dtype).expand(B, H, T, k.size(1)).flatten(0, 1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * H, T, D)
+    shares = torch.baddbmm(hidden, q, k.mT, alpha=D**-0.5 if scale is None else scale).softmax(dim=2)
+    return torch.bmm(shares, v).unflatten(0, (B, H)).transpose(1, 2)
+
+
 def cache_mask(
     positions: Tensor,  # (B, T) the place of each query in its sequence
     keys: int,  # how many places of the cache attention reads

@@ -13,7 +13,7 @@ from nanochat.nn import blocked_attention
 from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.loss import chunked_loss, softcap, token_losses
 from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask, one_query
+from nanochat.nn.plain_attention import by_products, cache_mask, one_query
 from nanochat.platforms import cpu
 from nanochat.platforms.cpu import CpuOperations
 
@@ -129,6 +129,21 @@ def test_one_query_a_row_sees_the_cache_as_a_plain_softmax_does(heads: int, kv_h
     torch.testing.assert_close(one_query(q, k, v, mask, scale), expected)
     low = [x.bfloat16() for x in (q, k, v)]
     torch.testing.assert_close(one_query(*low, mask, scale).float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_attention_by_products_and_its_gradients_are_a_plain_softmax_s() -> None:
+    B, T, H, D = 2, 7, 3, 8
+    given = [draw(B, T, H, D, seed=seed).requires_grad_() for seed in range(3)]
+    mask = (draw(B, 1, T, T, seed=4) > 0) | torch.eye(T, dtype=torch.bool)
+    expected, found = plain_attention(*given, mask[:, 0]), by_products(*given, mask, None)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), given)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), given), wanted, rtol=1e-4, atol=1e-5)
+    low = [x.detach().bfloat16().requires_grad_() for x in given]
+    trained = CpuOperations().attend_cached(*low, mask)
+    torch.testing.assert_close(trained.float(), expected, rtol=0.05, atol=0.05)
+    for one, other in zip(torch.autograd.grad(trained.float().square().sum(), low), wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.1, atol=0.1)
 
 
 def test_a_cpu_decodes_many_keys_in_bf16_by_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
