@@ -92,7 +92,10 @@ class Ours:
         )  # fmt: skip
         parts.mark("gap")
         rollout.sampler_gap(samples, self.model, self.compute)
-        update(self.model, self.optimizers, rolled, self.scale, self.compute, self.spikes, parts.mark, self.objective)
+        if rolled.num_targets:  # otherwise the step has nothing to learn from
+            update(
+                self.model, self.optimizers, rolled, self.scale, self.compute, self.spikes, parts.mark, self.objective
+            )
         parts.mark("copy")
         parallel.refresh(self.sampler, self.model)
         parts.mark("")
