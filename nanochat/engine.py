@@ -10,7 +10,7 @@ import random
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -366,5 +366,10 @@ class Engine:
 
 def sample_settings(sampling: Sampling, prompt: Sequence[int], number: int) -> Sampling:
     """The settings of one sample of a prompt, with a seed that depends on nothing else."""
+    return replace(sampling, seed=sample_seeds(sampling.seed, prompt, [number])[0])
+
+
+def sample_seeds(seed: int, prompt: Sequence[int], numbers: Iterable[int]) -> list[int]:
+    """The seeds of samples of a prompt, by their numbers."""
     mark = zlib.crc32(array("q", prompt).tobytes())
-    return replace(sampling, seed=random.Random(f"{sampling.seed}/{number}/{mark}").getrandbits(63))
+    return [random.Random(f"{seed}/{number}/{mark}").getrandbits(63) for number in numbers]

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanochat.common import UserError
 from nanochat.nn import loss
 from nanochat.nn.cache import Cache, CacheCall, Spans
+from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
 from nanochat.nn.together import Unit
 
@@ -139,7 +140,7 @@ class Attention(nn.Module):
         value: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
         cos: Tensor,  # (1 or B, T, 1, D/2)
         sin: Tensor,
-        call: CacheCall | None,
+        call: CacheCall | TreeCall | None,
         made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
         matrices, turn = (self.c_q, self.c_k, self.c_v), (self.head_dim, cos, sin, QK_SCALE)
@@ -192,7 +193,7 @@ class Block(nn.Module):
         value: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        call: CacheCall | None,
+        call: CacheCall | TreeCall | None,
         made: Sequence[Tensor] | None = None,  # the units() in the compute dtype, if the device casts all at once
     ) -> Tensor:  # (B, T, C)
         mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
@@ -208,19 +209,16 @@ class GPT(nn.Module):
     is how the device computes; the default is plain torch.
     """
 
+    takes_trees = True
+
     def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
         super().__init__()
         operations = operations or Operations()
         self.config, self.dtype, self.operations = config, dtype, operations
         kv_dim = config.n_kv_head * config.head_dim
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
-        self.value_embeds = nn.ModuleDict(
-            {
-                str(i): nn.Embedding(config.padded_vocab, kv_dim)
-                for i in range(config.n_layer)
-                if config.has_value_embedding(i)
-            }
-        )
+        gated = [i for i in range(config.n_layer) if config.has_value_embedding(i)]
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(config.padded_vocab, kv_dim) for i in gated})
         self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
         self.lm_head = Head(config, operations)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -315,26 +313,29 @@ class GPT(nn.Module):
         slots: slice | None = None,  # B contiguous slots of the cache
         lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
         spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
+        tree: Tree | None = None,  # without a cache only
     ) -> Tensor:  # (B, T, C)
-        """The normed activations that the head reads.
-
-        With a cache the tokens continue what the slots hold, and each slot gains `lengths` (default T) tokens.
-        """
+        """The normed activations that the head reads. With a cache the tokens continue what the slots hold, and each
+        slot gains `lengths` (default T) tokens."""
         T = idx.size(1)
         x = self._embed(idx)
-        if cache is None:
-            call, before = None, torch.zeros_like(x[:, :1])
+        if tree is not None:
+            call = TreeCall.begin(tree, self.operations)
+            previous = call.before(x)
+            cos, sin = (table[call.depths][:, :, None] for table in self._rotary(T))
+        elif cache is None:
+            call, previous = None, torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         else:
             slots = slots or slice(0, idx.size(0))
             call = CacheCall.begin(idx, cache, slots, lengths, spans, self.operations)
-            before = cache.previous[slots, None].clone()
+            previous = torch.cat((cache.previous[slots, None], x[:, :-1]), dim=1)
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
             last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
             cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
-        # Smear: add a gated part of the previous token. The first token of a sequence has none: `before` is zero there.
+        # Smear: add a gated part of the previous token, which is zero for the first token of a sequence.
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + gate * torch.cat((before, x[:, :-1]), dim=1)
+        x = x + gate * previous
         x0 = middle = x
         resid, first = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
         made = self._cast_together(x.dtype)
@@ -344,7 +345,7 @@ class GPT(nn.Module):
             x = block(x, value, cos, sin, call, made[i] if made else None)
             if i == self.config.n_layer // 2:
                 middle = x
-        if call is not None:
+        if isinstance(call, CacheCall):
             call.finish()
         return self.operations.norm(x - self.backout_lambda.to(x.dtype) * middle)
 
@@ -362,9 +363,12 @@ class GPT(nn.Module):
         targets: Tensor | None = None,  # (B, T), -1 = ignored
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
+        tree: Tree | None = None,  # targets and weights are then (N,)
     ) -> Tensor:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
-        x = self.hidden(idx)
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+        x = self.hidden(idx, tree=tree)
+        if tree is not None:
+            x = x.flatten(0, 1)[tree.places]
         if targets is None or reduction == "none":
             return self.lm_head(x, targets, each=True)
         total = self.lm_head(x, targets, weights)

@@ -17,7 +17,9 @@ from nanochat.runtime import parallel
 from nanochat.train import sizes
 from nanochat.train.flags import EpochFlags, Free, named_after
 from nanochat.train.rl import rollout
+from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.trees import OverTrees, over_trees
 from nanochat.train.samples import Graded
 from nanochat.train.stage import Stage, Work, launch
 from nanochat.train.update import NO_UPDATE
@@ -54,6 +56,9 @@ class Config(PolicyFlags, EpochFlags):
     """steps between measurements on held-out problems; 0: measure only before the first step and at the end"""
     eval_examples: Free[int] = 400
     """problems per measurement"""
+    trees: Free[bool | None] = None
+    """sample and train what replies to a problem have in common once; the result is the same up to rounding.
+    default: on CPUs, for models and losses that allow it"""
     shuffle_rewards: bool = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
 
@@ -88,7 +93,8 @@ def train(cfg: Config, compute: Compute) -> None:
         log(f"step {line['step']:05d} | {score}")
 
     replies, key = sampled * cfg.num_samples, rollout.task_key(task)
-    stage.objective = cfg.objective
+    groups = Groups(sampler, tokenizer) if over_trees(cfg.trees, cfg.loss, model, compute) else None
+    stage.objective = cfg.objective if groups is None else OverTrees(cfg.objective)
     stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
     stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))
     parallel.refresh(sampler, model)
@@ -99,6 +105,7 @@ def train(cfg: Config, compute: Compute) -> None:
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
             cfg.device_batch_size, sampler, tokenizer, compute, cfg, cfg.shuffle_rewards,
+            groups,
         )  # fmt: skip
         gap = rollout.sampler_gap(samples, model, compute)
         stage.schedule(lrm=1 - stage.step / steps)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, Part, Task
@@ -240,20 +240,32 @@ def _write(
     return grades
 
 
+class Generator(Protocol):
+    """Completes every prompt `samples` times, as an Engine does; equal replies to a prompt may be one object."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int = 1,
+        done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]: ...  # fmt: skip
+
+
 def generate_and_judge(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int,
+    engine: Generator, prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int,
     judge: Callable[[int, Sequence[int]], Judged], done: Callable[[], None],
 ) -> tuple[list[Completion], list[Judged]]:  # fmt: skip
     """Every prompt's `samples` replies, prompt by prompt, and what `judge` says of each.
 
-    `judge` gets the number of the prompt and the tokens of the reply; it runs in a thread of its own, while other
-    replies are still written. `done` is called after every reply.
+    `judge` gets the number of the prompt and the tokens of the reply, once for each object. It runs in a thread of its
+    own, while other replies are still written. `done` is called after every reply.
     """
     judged: dict[int, Future[Judged]] = {}
+    alike: dict[int, Future[Judged]] = {}  # by the identity of the reply, which `completions` keeps alive
     pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
     def finished(at: int, reply: Completion) -> None:
-        judged[at] = pool.submit(judge, at // samples, reply.tokens)
+        if id(reply) not in alike:
+            alike[id(reply)] = pool.submit(judge, at // samples, reply.tokens)
+        judged[at] = alike[id(reply)]
         done()
 
     try:

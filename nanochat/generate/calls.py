@@ -14,6 +14,12 @@ class Calls:
         self._expression: list[int] | None = None  # tokens of the open call
         self._opens, self._closes = tokenizer.special("python_start"), tokenizer.special("python_end")
 
+    def copy(self) -> "Calls":
+        """The same open call, for a second reply that begins like this one."""
+        twin = Calls(self._tokenizer)
+        twin._expression = None if self._expression is None else list(self._expression)
+        return twin
+
     def follow(self, token: int) -> list[int]:
         """Add a sampled token; return the tokens of the answer, marks included, when a call closes, else none.
 

@@ -172,6 +172,33 @@ def choose(
     return _fetch(choice, logprobs, max((s.logprobs for s in samplings), default=0))
 
 
+def choose_among(
+    logits: Tensor,  # (R, V) fp32, overwritten where tokens are banned
+    rows: Sequence[int],  # the row of each reply
+    sampling: Sampling,  # of all replies
+    uniforms: Sequence[float],  # one number in [0, 1) for each reply; unused where the temperature is 0
+    banned: Tensor,  # (n,) token ids that are never chosen
+) -> tuple[list[int], list[float]]:
+    """The tokens that choose() would give replies of which many share a row, and their log-probabilities.
+
+    What depends on the row alone is computed once for each row. Only temperature and top_k are followed.
+    """
+    index = torch.tensor(rows).to(logits.device, non_blocking=True)
+    logprobs, V = torch.log_softmax(logits, dim=1), logits.size(1)
+    logits.index_fill_(1, banned, float("-inf"))
+    if sampling.temperature < COLDEST:
+        choice = likeliest(logits)[index]
+    else:
+        below = torch.tensor(uniforms).to(logits.device, non_blocking=True)[:, None]
+        top, tokens = logits.topk(min(sampling.top_k or V, V), dim=1) if (sampling.top_k or V) < V else (logits, None)
+        cumulative = torch.softmax(top / sampling.temperature, dim=1).cumsum(dim=1)
+        # The count of sums at or below the number, as _draw() finds it.
+        place = torch.searchsorted(cumulative[index], below * cumulative[index, -1:], right=True)
+        choice = (place if tokens is None else tokens[index].gather(1, place)).squeeze(1)
+    both = torch.stack((choice.int(), logprobs[index, choice].view(torch.int32))).cpu()
+    return both[0].tolist(), both[1].view(torch.float32).tolist()
+
+
 def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
     """The first of the largest logits of each row.
 

@@ -72,6 +72,16 @@ class Cache:
         for state in self.states:
             state[target] = state[source]
 
+    def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
+        """Make each target slot hold the first `tokens` tokens of what its source slot held before."""
+        here = self.positions.device
+        read, write = (torch.tensor(slots).to(here, non_blocking=True) for slots in (sources, targets))
+        for entries in (self.k, self.v):
+            held = entries[:, :, :tokens]
+            held.index_copy_(1, write, held.index_select(1, read))
+        for state in self.states:
+            state.index_copy_(0, write, state.index_select(0, read))
+
     def take(self, slot: int, tokens: int) -> list[Tensor]:
         """A copy of all that a slot holds, which is so many tokens, for put()."""
         entries = [held[:, slot, :tokens].clone() for held in (self.k, self.v)]

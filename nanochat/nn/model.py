@@ -1,6 +1,7 @@
 """What the engine, the evaluations and the training loop ask of a model, whatever its family."""
 
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
@@ -10,6 +11,46 @@ from nanochat.nn.cache import Cache, Spans
 from nanochat.nn.operations import Operations
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+class Tree(NamedTuple):
+    """Rows whose tokens form trees, and the places that predict targets.
+
+    Sequences that begin alike share the tokens of their common beginning. A row may hold several trees, and padding:
+    tokens that see themselves only.
+    """
+
+    parents: Tensor  # (B, T) place in the row of the token before each token; its own place where a sequence begins
+    seen: Tensor  # (B, T, T) bool, True where a token (dim 1) sees another one: itself and those before it
+    places: Tensor  # (N,) place in all rows, one after the other, of the token that predicts each target
+
+
+@dataclass
+class TreeCall:
+    """What the layers of a model share in one forward pass over trees."""
+
+    tree: Tree
+    depths: Tensor  # (B, T) how many tokens come before each token
+    operations: Operations
+    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, T) which keys each query sees
+
+    @classmethod
+    def begin(cls, tree: Tree, operations: Operations) -> "TreeCall":
+        """A call over one batch of rows."""
+        return cls(tree, tree.seen.sum(dim=2) - 1, operations)
+
+    def before(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+        """What the token before each token has in `x`; zeros where a sequence begins."""
+        parents = self.tree.parents
+        begins = parents == torch.arange(parents.size(1), device=parents.device)
+        return x.gather(1, parents[..., None].expand_as(x)).masked_fill(begins[..., None], 0.0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+        """Attend to the tokens that each token sees; shapes as in Operations.attend."""
+        if window not in self.masks:
+            near = self.depths[:, :, None] - self.depths[:, None] <= window
+            self.masks[window] = (self.tree.seen & near)[:, None]
+        return self.operations.attend_cached(q, k, v, self.masks[window], scale)
 
 
 class ModelConfig(Protocol):
@@ -36,6 +77,11 @@ class Model(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether calls may give a `tree`, a Tree; targets and weights are then (N,)."""
+        ...
 
     @property
     def operations(self) -> Operations:

@@ -13,7 +13,7 @@ from nanochat.nn import blocked_attention
 from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.loss import chunked_loss, softcap, token_losses
 from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
+from nanochat.nn.plain_attention import by_products, cache_mask, one_query
 from nanochat.platforms import cpu
 from nanochat.platforms.cpu import CpuOperations
 
@@ -116,6 +116,49 @@ def attend_as_if_compiled(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tenso
     monkeypatch.setattr(blocked_attention, "GROUP_BYTES", 2 * 4 * 128 * 200)
     with as_if_compiled(monkeypatch):
         return CpuOperations().attend(*tensors, 64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_one_query_a_row_sees_the_cache_as_a_plain_softmax_does(heads: int, kv_heads: int, scale: float | None) -> None:
+    B, keys, D = 5, 9, 16
+    q, k, v = draw(B, 1, heads, D), draw(2, B, 20, kv_heads, D, seed=1)[1, :, :keys], draw(B, keys, kv_heads, D, seed=2)
+    mask = torch.arange(keys) < torch.tensor([1, 3, 9, 5, 2])[:, None]
+    mask = mask[:, None, None]
+    expected = plain_attention(q * (1 if scale is None else scale * D**0.5), k, v, mask[:, 0])
+    torch.testing.assert_close(one_query(q, k, v, mask, scale), expected)
+    low = [x.bfloat16() for x in (q, k, v)]
+    torch.testing.assert_close(one_query(*low, mask, scale).float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_attention_by_products_and_its_gradients_are_a_plain_softmax_s() -> None:
+    B, T, H, D = 2, 7, 3, 8
+    given = [draw(B, T, H, D, seed=seed).requires_grad_() for seed in range(3)]
+    mask = (draw(B, 1, T, T, seed=4) > 0) | torch.eye(T, dtype=torch.bool)
+    expected, found = plain_attention(*given, mask[:, 0]), by_products(*given, mask, None)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), given)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), given), wanted, rtol=1e-4, atol=1e-5)
+    low = [x.detach().bfloat16().requires_grad_() for x in given]
+    trained = CpuOperations().attend_cached(*low, mask)
+    torch.testing.assert_close(trained.float(), expected, rtol=0.05, atol=0.05)
+    for one, other in zip(torch.autograd.grad(trained.float().square().sum(), low), wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.1, atol=0.1)
+
+
+def test_a_cpu_decodes_many_keys_in_bf16_by_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cpu, "one_query", lambda *given: calls.append(given[0].shape) or one_query(*given))
+    q, k = draw(8, 1, 2, 16), draw(8, 40, 2, 16, seed=1)
+    mask = torch.ones(8, 1, 1, 40, dtype=torch.bool)
+    operations = CpuOperations()
+    for dtype, rows, expected in ((torch.float32, 8, 0), (torch.bfloat16, 2, 0), (torch.bfloat16, 8, 1)):
+        calls.clear()
+        given = [x[:rows].to(dtype) for x in (q, k, k)]
+        y = operations.attend_cached(*given, mask[:rows])
+        assert len(calls) == expected
+        plain = PLAIN.attend_cached(*given, mask[:rows])
+        torch.testing.assert_close(y, plain, rtol=0.03, atol=0.03)
 
 
 def test_blocked_attention_is_what_compiled_bf16_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:

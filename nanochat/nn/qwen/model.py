@@ -33,6 +33,8 @@ class Qwen(nn.Module):
     """A model with the members of nn/model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
     load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
 
+    takes_trees = False
+
     def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
         super().__init__()
         operations = operations or Operations()

@@ -10,13 +10,15 @@ from torch import Tensor
 from nanochat import device
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
-from nanochat.engine import Completion, Engine
+from nanochat.engine import Engine
 from nanochat.evals.chat import generate_and_judge, grader
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.model import Model
+from nanochat.nn.model import Model, Tree
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags, advantages, averaged, shaped, shuffled, token_weights
+from nanochat.train.rl.trees import Sample, pack
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
 
@@ -24,19 +26,11 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One reply: the tokens of prompt and reply, each reply token's weight in the loss, and how likely it was."""
-
-    prompt: list[int]
-    completion: Completion
-    weights: list[float]
-
-
-@dataclass(frozen=True)
 class Rollouts:
     """A step's samples of one rank, and figures over all ranks."""
 
-    micro_batches: list[tuple[Tensor, ...]]  # (inputs, targets, weights) and, for a ratio, sampled; (b, T) each
+    # inputs, targets, weights and, for a ratio, sampled, (b, T) each; over trees as trees.pack() makes them
+    micro_batches: list[tuple[Tensor, ...]]
     num_targets: int  # tokens that are trained, over all ranks
     reward: float  # mean over all samples
     length: float  # mean tokens of a reply
@@ -67,20 +61,23 @@ def task_key(task: Task) -> str:
 
 def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
-    tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False,
+    tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False, groups: Groups | None = None,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.
 
     One in `policy.oversample` problems is trained on. `shuffle` reorders the rewards of all these replies at random, as
     a control. Shuffling within each group would not be a fair control: in a group with 15 right replies, most orders
     lower a right reply a little and few raise it a lot, and optimizers that normalise the size of a step let the
-    frequent changes win.
+    frequent changes win. With `groups`, which samples from `model`, replies are sampled and trained as trees.
     """
     mine = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
     limit, overlong = sampling.max_tokens, policy.overlong_tokens
-    room = min(max(map(len, prompts), default=1) + limit, model.config.sequence_len)
-    engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
+    if groups is None:
+        room = min(max(map(len, prompts), default=1) + limit, model.config.sequence_len)
+        engine = Engine(model, tokenizer, min(64, max(len(mine) * samples, 1)), room)
+    else:
+        engine = groups
     # Replies come problem by problem, `samples` of each.
     grade = grader(task, tokenizer)
     completions, rewards = generate_and_judge(
@@ -90,13 +87,13 @@ def roll_out(
         shaped(reward, len(reply.tokens), limit, overlong) for reward, reply in zip(rewards, completions, strict=True)
     ]
     dealt = shuffled(worth, str(sampling.seed)) if shuffle else worth
-    groups = [slice(at * samples, (at + 1) * samples) for at in range(len(mine))]
-    judged = [advantages(dealt[group], policy.advantage) for group in groups]
+    members = [slice(at * samples, (at + 1) * samples) for at in range(len(mine))]
+    judged = [advantages(dealt[group], policy.advantage) for group in members]
     flat = [not any(of_prompt) for of_prompt in judged]
     kept = [
         Sample(prompts[at], reply, token_weights(advantage, reply.forced, reply.finish == "length" and not overlong))
         for at in _trained(flat, len(numbers), policy.oversample, compute)
-        for reply, advantage in zip(completions[groups[at]], judged[at], strict=True)
+        for reply, advantage in zip(completions[members[at]], judged[at], strict=True)
     ]
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     speaking = sum(any(sample.weights) for sample in kept)
@@ -112,7 +109,11 @@ def roll_out(
         replace(sample, weights=averaged(sample.weights, policy.average, targets, replies, limit)) for sample in kept
     ]
     extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
-    batches = [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, tokenizer.bos, compute)]
+    if groups is None:
+        batches = [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, tokenizer.bos, compute)]
+    else:
+        batches = pack(kept, device_batch_size, tokenizer.bos, compute, policy.loss == "ppo", len(extras) > 1)
+        extras += Tree._fields
     rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
                         flat_all / of_all, cut_all / count, extras)  # fmt: skip
     return rollouts, kept

@@ -76,7 +76,6 @@ def test_it_has_what_the_engine_and_the_prompts_ask_for(folder: Path) -> None:
         tokenizer.special("nothing")
     full = FolderTokenizer(folder, 304)  # no row is left
     assert {full.special(role) for role in roles} == {-1}
-
     marks = tokenizer._tokenizer
     del tokenizer._tokenizer  # every request asks for marks: reading the whole vocabulary for them took 18 ms each
     assert tokenizer.special("python_end") in range(304, ROWS)

@@ -1,0 +1,1 @@
+"""What a step of RL costs, part by part."""

@@ -1,0 +1,189 @@
+"""Trains on replies as trees: a prompt, and what several replies to it begin with, is one run of tokens for all.
+
+The gradient is that of separate rows, up to rounding. A tree predicts only tokens that are trained, and a token that
+better and worse replies share with opposite weights drops out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from nanochat import device
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.engine import Completion
+from nanochat.nn.model import Model, Tree
+from nanochat.runtime import parallel
+from nanochat.train.update import Objective
+
+LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
+ROW = 128  # tokens of a row, if no tree is larger
+GRAIN, TARGETS = 4, 64  # passes have multiples of so many rows and targets, so that few shapes occur
+NOTHING = 1e-9  # a sum of weights below this is what rounding has left
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reply: the tokens of prompt and reply, each reply token's weight in the loss, and how likely it was."""
+
+    prompt: list[int]
+    completion: Completion
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class OverTrees:
+    """An objective over micro-batches that pack() has made."""
+
+    objective: Objective
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Those of the objective."""
+        return self.objective.figures
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
+        """The objective's sums; `extras` also hold the fields of a Tree."""
+        tree = Tree(*(extras.pop(name) for name in Tree._fields))
+        return self.objective(cast(nn.Module, partial(model, tree=tree)), inputs, targets, **extras)
+
+
+def over_trees(wanted: bool | None, loss: str, model: Model, compute: Compute) -> bool:
+    """Whether replies are sampled and trained as trees; `wanted` None means: on CPUs, where that is possible.
+
+    UserError (code 2) if it is wanted and not possible.
+    """
+    why_not = ""
+    if not model.takes_trees:
+        why_not = "this family of models reads rows only"
+    elif loss == "gspo":
+        why_not = "--loss=gspo weighs whole replies"
+    if wanted and why_not:
+        raise UserError(f"--trees was asked for, but {why_not}. Leave --trees out", exit_code=2)
+    return not why_not and (compute.platform.is_host if wanted is None else wanted)
+
+
+@dataclass
+class _Growing:
+    """A tree: its tokens, and the targets that places of the tree predict."""
+
+    tokens: list[int]
+    parents: list[int]
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # place, token -> the token's place
+    targets: dict[tuple[int, int, bool], list[float]] = field(default_factory=dict)  # -> weight, log-probability
+
+    def add(self, sample: Sample, apart: bool) -> None:
+        """Add a reply; with `apart`, weights of different sign are not summed."""
+        at, reply = len(sample.prompt) - 1, sample.completion
+        for token, weight, logprob in zip(reply.tokens, sample.weights, reply.logprobs, strict=True):
+            if weight:
+                self.targets.setdefault((at, token, apart and weight > 0), [0.0, logprob])[0] += weight
+            child = self.children.get((at, token))
+            if child is None:
+                child = self.children[at, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(at)
+            at = child
+
+    def pruned(self) -> "_Growing":
+        """The tree without targets that weigh nothing, and without tokens that no target needs."""
+        targets = {key: value for key, value in self.targets.items() if abs(value[0]) > NOTHING}
+        needed = [False] * len(self.tokens)
+        for place, _, _ in targets:
+            needed[place] = True
+        for place in range(len(self.tokens) - 1, 0, -1):
+            if needed[place]:
+                needed[self.parents[place]] = True
+        numbers = (np.cumsum(needed) - 1).tolist()
+        kept = [place for place, wanted in enumerate(needed) if wanted]
+        return _Growing(
+            [self.tokens[place] for place in kept], [numbers[self.parents[place]] for place in kept],
+            targets={(numbers[place], token, sign): value for (place, token, sign), value in targets.items()},
+        )  # fmt: skip
+
+
+def grow(samples: Sequence[Sample], apart: bool) -> list[_Growing]:
+    """Trees of all samples, each of one prompt; trees that train nothing are left out."""
+    grown: list[_Growing] = []
+    latest: dict[tuple[int, ...], _Growing] = {}
+    for sample in samples:
+        if not any(sample.weights):
+            continue
+        key = tuple(sample.prompt)
+        tree = latest.get(key)
+        if tree is None or len(tree.tokens) + len(sample.completion.tokens) > LARGEST:
+            tree = latest[key] = _Growing(list(sample.prompt), [0, *range(len(sample.prompt) - 1)])
+            grown.append(tree)
+        tree.add(sample, apart)
+    return [tree for each in grown if (tree := each.pruned()).targets]
+
+
+def pack(
+    samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: bool, sampled: bool
+) -> list[tuple[Tensor, ...]]:
+    """Samples as passes of inputs, targets, weights, with `sampled` the sampler's log-probabilities, and a Tree.
+
+    A pass has at most as many tokens as `replies` rows of the longest sample. Every rank gets the same number of
+    passes. `apart` keeps weights of different sign apart, for a loss that is not linear in them.
+    """
+    trees = sorted(grow(samples, apart), key=lambda tree: -len(tree.tokens))
+    T = max(len(trees[0].tokens) if trees else 0, ROW)
+    T = -(-T // 32) * 32
+    rows = _rows(trees, T)
+    longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=1)
+    most = max(replies * longest // T, 1)
+    counts = [0.0] * compute.world_size
+    counts[compute.rank] = float(-(-len(rows) // most))
+    passes = int(max(parallel.total(counts, compute)))
+    return [
+        tuple(device.pin(tensor, compute) for tensor in _pass(rows[i * most : (i + 1) * most], T, most, pad, sampled))
+        for i in range(passes)
+    ]
+
+
+def _rows(trees: Sequence[_Growing], T: int) -> list[list[_Growing]]:
+    """Trees, the largest first, in the first row of T tokens that has room for them."""
+    rows: list[list[_Growing]] = []
+    left: list[int] = []
+    for tree in trees:
+        size = len(tree.tokens)
+        at = next((number for number, room in enumerate(left) if room >= size), len(rows))
+        if at == len(rows):
+            rows.append([])
+            left.append(T)
+        rows[at].append(tree)
+        left[at] -= size
+    return rows
+
+
+def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, sampled: bool) -> list[Tensor]:
+    """The tensors of one pass, as pack() orders them."""
+    height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most)
+    inputs = np.full((height, T), pad, dtype=np.int64)
+    parents = np.tile(np.arange(T), (height, 1))
+    seen = np.tile(np.eye(T, dtype=bool), (height, 1, 1))
+    found: list[tuple[int, int, float, float]] = []  # place, target, weight, log-probability
+    for number, row in enumerate(rows):
+        start = 0
+        for tree in row:
+            end = start + len(tree.tokens)
+            inputs[number, start:end] = tree.tokens
+            parents[number, start:end] = np.array(tree.parents) + start
+            here = seen[number]
+            for place, parent in enumerate(tree.parents[1:], 1):
+                here[start + place, start : start + place] = here[start + parent, start : start + place]
+            first = number * T + start
+            found += [(first + at, token, sums[0], sums[1]) for (at, token, _), sums in tree.targets.items()]
+            start = end
+    count = max(-(-len(found) // TARGETS), 1) * TARGETS
+    found += [(0, -1, 0.0, 0.0)] * (count - len(found))
+    places, targets, weights, logprobs = (torch.tensor(column) for column in zip(*found, strict=True))
+    own: list[Any] = [torch.from_numpy(inputs), targets, weights]
+    own += [logprobs] if sampled else []
+    return [*own, torch.from_numpy(parents), torch.from_numpy(seen), places]

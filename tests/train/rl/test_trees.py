@@ -1,0 +1,126 @@
+"""Training over trees gives the gradients of separate rows, with fewer tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.common import UserError
+from nanochat.device import Compute
+from nanochat.engine import Completion
+from nanochat.gpt import GPT
+from nanochat.platforms.nvidia import Nvidia
+from nanochat.runtime import parallel
+from nanochat.train.rl import rollout, trees
+from nanochat.train.rl.groups import Groups
+from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.trees import OverTrees, Sample, over_trees, pack
+from nanochat.train.update import LossScale, Outcome, update
+from tests.support.ranks import run_ranks
+from tests.support.tiny_model import on_cpu, pretend, words
+from tests.train.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
+
+LOSSES = (
+    PolicyFlags(), PolicyFlags(average="reply"), PolicyFlags(loss="cispo", advantage="normalized"),
+    PolicyFlags(loss="ppo", average="limit", clip_low=1e-3, clip_high=1e-3),
+)  # fmt: skip
+
+
+def learned(
+    policy: PolicyFlags, over: bool, compute: Compute, rows: int = 100, moved: bool = False
+) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """The gradient of a step, in rows or over trees; `moved`: of a model that is no longer the sampler."""
+    sampler, model = talkative(), talkative()
+    if moved:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.02)
+    parallel.shard(model, model.shard_groups(), compute)
+    groups = Groups(sampler, TOKENIZER) if over else None
+    rolled, _ = rollout.roll_out(Even(), NUMBERS, 8, SAMPLING, rows, sampler, TOKENIZER, compute, policy, groups=groups)
+    recorder: Any = Recorder(model)
+    objective = OverTrees(policy.objective) if over else policy.objective
+    return update(model, recorder, rolled, LossScale(), compute, objective=objective), recorder.gradients
+
+
+def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcome, dict[str, torch.Tensor]]) -> None:
+    assert found[0].loss == pytest.approx(expected[0].loss, abs=1e-6) and expected[0].loss != 0
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("policy", LOSSES, ids=lambda policy: f"{policy.loss}-{policy.average}")
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_gradient_over_trees_is_that_of_rows(policy: PolicyFlags, moved: bool) -> None:
+    check(learned(policy, True, on_cpu(), moved=moved), learned(policy, False, on_cpu(), moved=moved))
+
+
+def test_the_gradient_over_trees_does_not_depend_on_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "ROW", 32)
+    expected = learned(LOSSES[0], False, on_cpu())
+    for rows in (1, 2, 100):
+        check(learned(LOSSES[0], True, on_cpu(), rows), expected)
+
+
+def test_a_large_group_becomes_several_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "LARGEST", 24)
+    monkeypatch.setattr(trees, "ROW", 32)
+    check(learned(LOSSES[0], True, on_cpu()), learned(LOSSES[0], False, on_cpu()))
+
+
+def on_a_rank(compute: Compute) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    return learned(LOSSES[0], True, compute, 2)
+
+
+@pytest.mark.ranks
+def test_the_gradient_over_trees_does_not_depend_on_the_ranks() -> None:
+    expected = learned(LOSSES[0], False, on_cpu())
+    for found in run_ranks(4, on_a_rank):
+        check(found, expected)
+
+
+def sample(prompt: list[int], reply: list[int], weight: float) -> Sample:
+    return Sample(prompt, Completion(reply, [False] * len(reply), [-1.0] * len(reply), "stop"), [weight] * len(reply))
+
+
+def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() -> None:
+    prompt = words(5, 1)
+    given = [
+        sample(prompt, [7, 8, 9], 0.5),
+        sample(prompt, [7, 8, 10, 11], -0.25),
+        sample(prompt, [7, 8, 10, 11], -0.25),
+    ]
+    (tree,) = trees.grow(given, apart=False)
+    assert tree.tokens == [*prompt, 7, 8, 10] and tree.parents == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert {(place, token): value for (place, token, _), (value, _) in tree.targets.items()} == {
+        (6, 9): 0.5, (6, 10): -0.5, (7, 11): -0.5,
+    }  # fmt: skip
+    (apart,) = trees.grow(given, apart=True)
+    assert {key: value for key, (value, _) in apart.targets.items()} == {
+        (4, 7, True): 0.5, (4, 7, False): -0.5, (5, 8, True): 0.5, (5, 8, False): -0.5,
+        (6, 9, True): 0.5, (6, 10, False): -0.5, (7, 11, False): -0.5,
+    }  # fmt: skip
+
+
+def test_a_step_without_anything_to_train_has_no_pass() -> None:
+    assert pack([], 8, TOKENIZER.bos, on_cpu(), apart=False, sampled=False) == []
+    assert pack([sample(words(5, 1), [7], 0.0)], 8, TOKENIZER.bos, on_cpu(), apart=False, sampled=False) == []
+
+
+class Rows(GPT):
+    """A model that reads rows only."""
+
+    takes_trees = False
+
+
+def test_trees_are_the_default_where_model_and_loss_allow_them() -> None:
+    model = talkative()
+    assert over_trees(None, "reinforce", model, on_cpu()) and over_trees(True, "ppo", model, on_cpu())
+    assert not over_trees(False, "reinforce", model, on_cpu())
+    assert not over_trees(None, "gspo", model, on_cpu())
+    assert not over_trees(None, "reinforce", Rows(model.config), on_cpu())
+    assert not over_trees(None, "reinforce", model, pretend(Nvidia()))
+    assert over_trees(True, "reinforce", model, pretend(Nvidia()))
+    with pytest.raises(UserError, match="weighs whole replies"):
+        over_trees(True, "gspo", model, on_cpu())
+    with pytest.raises(UserError, match="rows only"):
+        over_trees(True, "reinforce", Rows(model.config), on_cpu())
