@@ -297,10 +297,8 @@ class GPT(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c = self.config
-        return Cache(
-            c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device, dtype=dtype or self.dtype,
-            embed=self._embed,
-        )  # fmt: skip
+        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device,
+                     dtype=dtype or self.dtype, embed=self._embed)  # fmt: skip
 
     def _embed(self, idx: Tensor) -> Tensor:
         """Normed embeddings (..., C) of tokens (...), before smearing."""
@@ -317,8 +315,7 @@ class GPT(nn.Module):
     ) -> Tensor:  # (B, T, C)
         """The normed activations that the head reads. With a cache the tokens continue what the slots hold, and each
         slot gains `lengths` (default T) tokens."""
-        T = idx.size(1)
-        x = self._embed(idx)
+        x, T = self._embed(idx), idx.size(1)
         if tree is not None:
             call = TreeCall.begin(tree, self.operations)
             previous = call.before(x)
@@ -389,9 +386,8 @@ class GPT(nn.Module):
     def parameter_counts(self) -> dict[str, int]:
         """How many parameters each role has, `total`, and `scaling`: matrices and head, which scaling laws count."""
         counts: dict[str, int] = {}
-        roles = self.parameter_roles()
-        for name, parameter in self.named_parameters():
-            counts[roles[name]] = counts.get(roles[name], 0) + parameter.numel()
+        for role, parameter in zip(self.parameter_roles().values(), self.parameters(), strict=True):
+            counts[role] = counts.get(role, 0) + parameter.numel()
         counts["total"] = sum(counts.values())
         counts["scaling"] = counts["matrix"] + counts["head"]
         return counts
