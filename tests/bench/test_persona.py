@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from bench.persona import REWORDED, questions, write_others
+from bench.persona import REWORDED, others, questions, write_conversations
 from tasks.customjson import CustomJSON
 
 
 def test_training_reads_plain_conversations_of_tinyworld(tmp_path: Path) -> None:
-    write_others(tmp_path / "others.jsonl", 50)
+    write_conversations(tmp_path / "others.jsonl", others(50))
     read = CustomJSON(tmp_path / "others.jsonl")
     assert len(read) == 50
     assert {part.kind for i in range(50) for message in read[i].messages for part in message.parts} == {"text"}
