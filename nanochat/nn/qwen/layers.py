@@ -13,6 +13,7 @@ from nanochat.nn import loss
 from nanochat.nn.cache import CacheCall
 from nanochat.nn.lean import swiglu
 from nanochat.nn.lora import Joined, Linear
+from nanochat.nn.model import TreeCall
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import GatedDeltaNet
@@ -133,7 +134,7 @@ class Attention(nn.Module):
         cos: Tensor,  # (1 or B, T, 1, D/2), as operations.rotary() reads it
         sin: Tensor,
         packed: Packed | None,
-        call: CacheCall | None,
+        call: CacheCall | TreeCall | None,
     ) -> Tensor:  # (B, T, C)
         c = self.config
         q, k, v, gate = self._heads(x, cos, sin)
@@ -185,7 +186,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(config.n_embd, config, operations)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed | None, call: CacheCall | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed | None, call: CacheCall | TreeCall | None
+    ) -> Tensor:
         normed = self.input_layernorm(x)
         if self.linear_attn is not None:
             x = x + self.linear_attn(normed, packed, call)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.lora import Linear, adapted
+from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import CHUNK, add_states
@@ -33,8 +34,6 @@ class Qwen(nn.Module):
     """A model with the members of nn/model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
     load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
 
-    takes_trees = False
-
     def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
         super().__init__()
         operations = operations or Operations()
@@ -44,6 +43,11 @@ class Qwen(nn.Module):
             self.lm_head = Vocabulary(config, operations)
         self._checkpoints = False
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether calls may give a `tree`; the memory of a DeltaNet follows one sequence."""
+        return "D" not in self.config.kinds
 
     @property
     def checkpoints(self) -> bool:
@@ -124,6 +128,7 @@ class Qwen(nn.Module):
         lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
         spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
         documents: Tensor | None = None,  # (B, T) the number of each token's document; without a cache only
+        tree: Tree | None = None,  # without a cache and documents only
     ) -> Tensor:  # (B, T, C)
         """The normed activations that the head reads.
 
@@ -135,6 +140,9 @@ class Qwen(nn.Module):
         if cache is not None:
             call = CacheCall.begin(idx, cache, slots or slice(0, idx.size(0)), lengths, spans, self.operations)
             cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
+        elif tree is not None:
+            call = TreeCall.begin(tree, self.operations)
+            cos, sin = (table[call.depths][:, :, None] for table in self._rotary(T))
         elif documents is not None:
             packed = packed_rows(documents)
             cos, sin = (table[packed.positions][:, :, None] for table in self._rotary(T))
@@ -142,10 +150,10 @@ class Qwen(nn.Module):
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
-                x = cast(Tensor, checkpoint(block, x, cos, sin, packed, None, use_reentrant=False))
+                x = cast(Tensor, checkpoint(block, x, cos, sin, packed, call, use_reentrant=False))
             else:
                 x = block(x, cos, sin, packed, call)
-        if call is not None:
+        if isinstance(call, CacheCall):
             call.finish()
         return self.model.norm(x)
 
@@ -164,9 +172,12 @@ class Qwen(nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
         documents: Tensor | None = None,  # (B, T) the number of each token's document, if rows hold several
+        tree: Tree | None = None,  # targets and weights are then (N,)
     ) -> Tensor:
-        """Logits (B, T, V); with targets the loss in nats: a scalar, or (B, T) for "none"."""
-        x = self.hidden(idx, documents=documents)
+        """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
+        x = self.hidden(idx, documents=documents, tree=tree)
+        if tree is not None:
+            x = x.flatten(0, 1)[tree.places]
         if targets is None or reduction == "none":
             return self.head(x, targets, each=True)
         total = self.head(x, targets, weights)

@@ -46,8 +46,8 @@ class Groups:
         self.model, self.tokenizer = model, tokenizer
         self._cache: Cache | None = None
         self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
-        banned = [tokenizer.special("output_start"), tokenizer.special("output_end")]  # as in the engine
-        self._banned = torch.tensor(banned, device=model.device)
+        marks = tokenizer.special("output_start"), tokenizer.special("output_end")  # as in the engine
+        self._banned = torch.tensor([mark for mark in marks if mark >= 0], dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def generate(

@@ -1,5 +1,7 @@
 """Training over trees gives the gradients of separate rows, with fewer tokens."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.engine import Completion
 from nanochat.gpt import GPT
+from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime import parallel
 from nanochat.train.rl import rollout, trees
@@ -16,6 +19,7 @@ from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
 from nanochat.train.rl.trees import OverTrees, Sample, over_trees, pack
 from nanochat.train.update import LossScale, Outcome, update
+from tests.support.qwens import tiny_qwen
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, pretend, words
 from tests.train.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Recorder, talkative
@@ -26,11 +30,26 @@ LOSSES = (
 )  # fmt: skip
 
 
+def talkative_qwen() -> Qwen:
+    """A Qwen3 with heads that share keys, of which some replies end."""
+    model = tiny_qwen("qwen3")
+    shape = replace(model.config, vocab_size=TOKENIZER.vocab_size, tied=0)
+    model = Qwen(shape)
+    model.init_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+        model.lm_head.weight[TOKENIZER.special("assistant_end")] *= 2
+    return model
+
+
 def learned(
-    policy: PolicyFlags, over: bool, compute: Compute, rows: int = 100, moved: bool = False
-) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    policy: PolicyFlags, over: bool, compute: Compute, rows: int = 100, moved: bool = False,
+    make: Callable[[], Any] = talkative,
+) -> tuple[Outcome, dict[str, torch.Tensor]]:  # fmt: skip
     """The gradient of a step, in rows or over trees; `moved`: of a model that is no longer the sampler."""
-    sampler, model = talkative(), talkative()
+    sampler, model = make(), make()
     if moved:
         with torch.no_grad():
             model.lm_head.weight.mul_(1.02)
@@ -52,6 +71,15 @@ def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcom
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_gradient_over_trees_is_that_of_rows(policy: PolicyFlags, moved: bool) -> None:
     check(learned(policy, True, on_cpu(), moved=moved), learned(policy, False, on_cpu(), moved=moved))
+
+
+def test_a_qwen_learns_over_trees_what_it_learns_from_rows() -> None:
+    check(*(learned(LOSSES[0], over, on_cpu(), make=talkative_qwen) for over in (True, False)))
+
+
+def test_a_qwen_with_deltanets_reads_rows_only() -> None:
+    assert over_trees(None, "reinforce", talkative_qwen(), on_cpu())
+    assert not over_trees(None, "reinforce", tiny_qwen("qwen3.5"), on_cpu())
 
 
 def test_the_gradient_over_trees_does_not_depend_on_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
