@@ -56,7 +56,7 @@ class Config:
     published_memory: bool = False
     """print the forecast memory of fine-tuning runs that others have published beside theirs; takes minutes"""
     model: Path | None = None
-    """folder of a published model, of which the config.json is enough: forecast the memory of fine-tuning it"""
+    """folder of a published model, where config.json is enough: forecast the memory of fine-tuning it"""
     lora_rank: int = 8
     """with --model: rank of the adapter; 0 trains every parameter"""
     device_batch_size: int = 1

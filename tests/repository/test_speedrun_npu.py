@@ -85,7 +85,10 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
     assert code == 0, out
     launcher = f"python -m nanochat.runtime.launch --nproc_per_node={used} -m" if used > 1 else "python -m"
     base = clone.called("scripts.base_train")
-    assert launcher in base and "--data fineweb --depth=12 --total_batch_size=262144 --device_batch_size=32" in base
+    assert (
+        launcher in base
+        and "--data fineweb --model_tag=d12 --depth=12 --total_batch_size=262144 --device_batch_size=32" in base
+    )
     assert "--model_tag=d12 --total_batch_size=262144 --device_batch_size=32" in clone.called("scripts.mid_train")
     assert "--device_batch_size=8 --target_examples_per_step=32" in clone.called("scripts.chat_sft")
     assert "--device_batch_size=4 --examples_per_step=16" in clone.called("scripts.chat_rl")

@@ -44,6 +44,7 @@ def go(stage: Stage, count: int = 1000) -> list[int]:
         stage.schedule(0.5)
         stage.conclude(stage.update(Batches(stage.step, stage.compute)))
         done.append(stage.step)
+    stage._saver.wait()  # a thread may still be writing
     return done
 
 
