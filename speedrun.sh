@@ -73,7 +73,8 @@ finish() { # print the table of results and what to type next
     echo "  python -m scripts.chat_web        # in the browser / 在浏览器里"
 }
 
-key="$preset $data" && [ $family = gpt ] || key+=" $family" # identifies a finished run by the flags that it was started with
+key="$preset $data" # identifies a finished run by the flags that it was started with
+[ "$family" = gpt ] || key+=" $family"
 if python -m nanochat.report finished --key "$key"; then
     echo "Everything is done already / 全部阶段都已完成。"
     finish

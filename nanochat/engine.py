@@ -19,7 +19,7 @@ from nanochat.common import UserError
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.calls import FAILED as FAILED
-from nanochat.generate.calls import Calls
+from nanochat.generate.calls import Calls, answer_marks
 from nanochat.generate.events import Completion as Completion
 from nanochat.generate.events import Event as Event
 from nanochat.generate.events import Finish as Finish
@@ -90,10 +90,7 @@ class Engine:
         self._next_request = 0
         self._schemas = Schemas(tokenizer)
         self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
-        # The model may not sample these marks: an answer shown as the calculator's always is the calculator's.
-        marks = tokenizer.special("output_start"), tokenizer.special("output_end")
-        banned = [mark for mark in marks if mark >= 0]
-        self._banned = torch.tensor(banned, dtype=torch.long, device=model.device)
+        self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     # --- requests --------------------------------------------------------------------------------
 

@@ -6,6 +6,13 @@ from nanochat.tokenizer import Tokenizer
 FAILED = "error"  # the answer to a calculator call that is not a valid calculation
 
 
+def answer_marks(tokenizer: Tokenizer) -> list[int]:
+    """The marks around an answer of the calculator, as far as the tokenizer has them. A model may not sample them: so
+    an answer shown as the calculator's always is the calculator's."""
+    marks = tokenizer.special("output_start"), tokenizer.special("output_end")
+    return [mark for mark in marks if mark >= 0]
+
+
 class Calls:
     """The calculator call that is open in one reply, if any."""
 

@@ -122,7 +122,7 @@ def _watch_resizing(ledger: Ledger) -> None:
     torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
 
 
-def _model(tuning: Tuning, compute: Compute) -> Qwen:
+def prepared(tuning: Tuning, compute: Compute) -> Qwen:
     """The model as fine-tuning prepares it, on meta and sharded."""
     model: Qwen = on_meta(tuning.shape, compute)
     held_in(model, compute.dtype if tuning.lora else MASTER)
@@ -133,22 +133,32 @@ def _model(tuning: Tuning, compute: Compute) -> Qwen:
     return model
 
 
+def optimizers_of(model: Qwen, compute: Compute) -> Optimizers:
+    """The optimizers of fine-tuning; their memory does not depend on the rate."""
+    return Optimizers(model, model.parameter_roles(), model.config.n_embd, OneRate(1e-4), 1.0, compute.dtype)
+
+
+def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
+    """One step over tokens that do not matter; the gradients stay."""
+    passes = 2 if tuning.several_passes else 1
+    for number in range(passes):
+        parallel.sync_gradients(model, number == passes - 1)
+        tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
+        model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
+    optimizers.step()
+
+
 def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
     """Run a step without data, beside the moments that AdamW has from its first step on, and count."""
     gc.collect()  # what an earlier model has left
-    start, model = ledger.now, _model(tuning, compute)
+    start, model = ledger.now, prepared(tuning, compute)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.to_empty(device="cpu")
-        optimizers = Optimizers(model, model.parameter_roles(), tuning.shape.n_embd, OneRate(1e-4), 1.0, compute.dtype)
+        optimizers = optimizers_of(model, compute)
         optimizers.state()
         held, ledger.peak = ledger.now, 0
         model.train()
-        passes = 2 if tuning.several_passes else 1
-        for number in range(passes):
-            parallel.sync_gradients(model, number == passes - 1)
-            tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
-            model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
-        optimizers.step()
+        take_step(tuning, model, optimizers)
     return Memory(held - start, ledger.peak - start)
 
 

@@ -90,24 +90,29 @@ def check_fits(tuning: Tuning, model: Qwen, compute: Compute, of: Callable[[Tuni
     """UserError, before any weights are loaded, if a step would not fit the memory of a card; it names the nearest
     setting that does. Every rank must call this. The model may still be on meta."""
     shared = parallel.ranks_per_host(compute) if compute.platform.is_host else 1  # ranks in one memory
-    budget = SHARE * reachable(compute) / shared
+    there = parallel.least(int(reachable(compute) / shared), compute)  # other processes may hold more of one card
+    budget = SHARE * there
     if _surely_fits(tuning, model, budget):
         return
-    held = peak = 0
-    if compute.main:
-        try:
-            memory = of(tuning)
-        except UserError as failure:  # the step itself will tell whether it fits
-            warn(str(failure))
-        else:
-            held, peak = memory.held, memory.peak
-    held, peak = parallel.agree(held, compute), parallel.agree(peak, compute)
-    if peak > budget:
-        raise refusal(tuning, Memory(held, peak), budget, of)
-    if peak:
-        there = amount(reachable(compute) / shared, "B")
-        log(f"memory: {amount(peak, 'B')} of each card's {there} (forecast); weights, masters and moments are "
-            f"{amount(held, 'B')} of that")  # fmt: skip
+    refused: UserError | None = None
+    if compute.main:  # forecasts are processes that take seconds, and are the same for every rank
+        refused = _refused(tuning, budget, there, of)
+    if not parallel.agree(int(refused is None), compute):
+        raise refused or UserError("the step does not fit the memory; rank 0 says what would", exit_code=2)
+
+
+def _refused(tuning: Tuning, budget: float, there: int, of: Callable[[Tuning], Memory]) -> UserError | None:
+    """The error for a step that does not fit, or None, having logged what the step takes."""
+    try:
+        memory = of(tuning)
+    except UserError as failure:  # the step itself will tell whether it fits
+        warn(str(failure))
+        return None
+    if memory.peak > budget:
+        return refusal(tuning, memory, budget, of)
+    log(f"memory: {amount(memory.peak, 'B')} of each card's {amount(there, 'B')} (forecast); weights, masters and "
+        f"moments are {amount(memory.held, 'B')} of that")  # fmt: skip
+    return None
 
 
 def print_forecast(tuning: Tuning, name: str, chip: Chip) -> None:

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.common import UserError
-from nanochat.device import DTYPES, MASTER, Compute, compute_init, local
-from nanochat.nn.lora import LoraConfig, add_adapters
+from nanochat.device import DTYPES, Compute, compute_init, local
+from nanochat.nn.lora import LoraConfig
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
-from nanochat.planner.forecast import Memory, Tuning, forecast
+from nanochat.planner.forecast import Memory, Tuning, forecast, optimizers_of, prepared, take_step
 from nanochat.runtime import parallel
-from nanochat.train.optim import OneRate, Optimizers
 from tests.support.ranks import run_ranks
 
 SIZES: dict[str, Any] = {"sequence_len": 256, "vocab_size": 4096, "n_layer": 4, "n_embd": 128, "n_head": 4,
@@ -31,24 +28,14 @@ QWEN35 = QwenConfig(**SIZES, **OF_DELTANETS)
 def measured(tuning: Tuning, compute: Compute) -> Memory:
     """Bytes of such a step on real tensors, by the allocations that torch's profiler records."""
     compute = replace(compute, dtype=DTYPES[tuning.dtype], operations=Operations())
-    model: Qwen = on_meta(tuning.shape, compute)
-    held_in(model, compute.dtype if tuning.lora else MASTER)
-    if tuning.lora:
-        add_adapters(model, tuning.lora)
-    model.checkpoints = tuning.checkpoint_activations
-    parallel.shard(model, model.shard_groups(), compute, tuning.shard)
+    model = prepared(tuning, compute)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    optimizers = Optimizers(model, model.parameter_roles(), tuning.shape.n_embd, OneRate(1e-4), 1.0, compute.dtype)
+    optimizers = optimizers_of(model, compute)
 
     def step() -> None:
-        passes = 2 if tuning.several_passes else 1
-        for number in range(passes):
-            parallel.sync_gradients(model, number == passes - 1)
-            tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
-            model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
-        optimizers.step()
+        take_step(tuning, model, optimizers)
         optimizers.zero_grad()
 
     step()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanochat.engine import Completion, sample_seeds
-from nanochat.generate.calls import Calls
+from nanochat.generate.calls import Calls, answer_marks
 from nanochat.generate.events import Finish
 from nanochat.generate.request import check
 from nanochat.generate.sampling import Sampling, choose_among, uniform
@@ -46,8 +46,7 @@ class Groups:
         self.model, self.tokenizer = model, tokenizer
         self._cache: Cache | None = None
         self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
-        marks = tokenizer.special("output_start"), tokenizer.special("output_end")  # as in the engine
-        self._banned = torch.tensor([mark for mark in marks if mark >= 0], dtype=torch.long, device=model.device)
+        self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def generate(
