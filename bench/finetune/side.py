@@ -20,47 +20,16 @@ RATE, ALPHA = 1e-4, 16.0
 
 
 def ours(task: dict[str, Any]) -> tuple[Step, int]:
-    """A step with the calls that scripts.finetune makes: rows of documents, update() with its checks."""
-    from nanochat import dataloader, device
-    from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
+    """A step with the calls that scripts.finetune makes. Nothing of ours is imported on the other side."""
+    from bench.finetune.ours import Tuned
+    from nanochat import device
     from nanochat.nn.qwen.config import QwenConfig
-    from nanochat.nn.qwen.model import Qwen
-    from nanochat.train.compile import compiled
-    from nanochat.train.optim import OneRate, Optimizers
-    from nanochat.train.update import CrossEntropy, LossScale, Spikes, forward, update
 
-    compute = device.compute_init("cpu")
-    model = Qwen(QwenConfig(**task["shape"]), compute.dtype, compute.operations)
-    model.init_weights()
-    if task["rank"]:
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data = parameter.data.to(compute.dtype)
-        add_adapters(model, LoraConfig(task["rank"], ALPHA, targets=tuple(task["targets"])))
-        init_adapters(model)
-    model.checkpoints = task["checkpoints"]
-    optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, OneRate(RATE), 1.0, compute.dtype)
-    scale, spikes = LossScale.start(compute, {}), Spikes()
-    model.train()
-
-    def batch_of(inputs: Tensor, targets: Tensor) -> dataloader.Step:
-        return dataloader.Step(0, targets.numel(), [(inputs, targets, torch.zeros_like(inputs))], ("documents",))
-
-    fast: torch.nn.Module = model
+    tuned = Tuned(QwenConfig(**task["shape"]), task["rank"], task["targets"], device.compute_init("cpu"))
+    tuned.model.checkpoints = task["checkpoints"]
     if task["compile"]:
-        zeros = torch.zeros((task["rows"], task["tokens"]), dtype=torch.long)
-        trial = batch_of(zeros, zeros.clone())
-
-        def one_pass(module: torch.nn.Module) -> Tensor:
-            return forward(module, trial.micro_batches[0], trial.extras, CrossEntropy(), compute)[0]
-
-        fast = compiled(model, True, tuple(zeros.shape), compute, model.compile_groups(), one_pass=one_pass)
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        batch = batch_of(inputs, targets)
-        return update(fast, optimizers, batch, scale, compute, spikes).loss
-
-    return step, sum(p.numel() for p in model.parameters())
+        tuned.compile(task["rows"], task["tokens"])
+    return lambda inputs, targets: tuned.step([(inputs, targets)]), tuned.parameters
 
 
 def transformers(task: dict[str, Any]) -> tuple[Step, int]:
@@ -104,7 +73,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(42)
-    step, parameters = {"ours": ours, "transformers": transformers}[task["side"]](task)
+    step, parameters = (transformers if task["side"] == "transformers" else ours)(task)
     generator = torch.Generator().manual_seed(7)
     size = (task["rows"], task["tokens"] + 1)
 

@@ -2,6 +2,7 @@
 
 python -m bench.ranks --quick            # ends within 50 seconds: uncompiled, fewer rounds
 python -m bench.ranks                    # like the training scripts: compiled where there is a compiler
+python -m bench.ranks --model qwen3      # fine-tuning of an adapter instead of pretraining
 
 Every rank has one thread. The groups take turns, one step each, so that a busy machine slows them equally. The last
 line is JSON.
@@ -11,10 +12,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
-from bench.ranks.group import STEP_TOKENS, Ranks, Task, Timed, wire_bytes_per_parameter
+from bench.finetune.__main__ import SHAPES
+from bench.ranks.group import Ranks, Task, Timed, wire_bytes_per_parameter
 from nanochat import device
 from nanochat.common import log, run
+from nanochat.nn.qwen.config import QwenConfig
 from nanochat.runtime.parallel import Sharding
 
 
@@ -33,35 +37,57 @@ class Config:
     """Print the speed of two ranks beside one and the bytes sent, and one JSON object on the last line."""
 
     quick: bool = False
-    """run uncompiled for three rounds, and count bytes for --shard=grad only, so that it ends within 50 seconds"""
+    """run uncompiled for three rounds, and --shard=grad only, so that it ends within 50 seconds"""
     rounds: int = 5
     """timed steps per group"""
-    shard: Sharding = "grad"
-    """how the two ranks share the model: none, grad or full, like --shard of the training scripts"""
+    shard: tuple[Sharding, ...] = ("none", "grad", "full")
+    """how the two ranks share the model, like --shard of the training scripts; each is measured"""
+    model: Literal["gpt", "qwen3", "qwen3.5"] = "gpt"
+    """what is trained; gpt: a GPT of four layers, as base_train does. The others: the shapes of bench.finetune, as
+    scripts.finetune trains them"""
+    lora_rank: int = 8
+    """rank of the adapter of a Qwen; 0: it is trained in full"""
+    compile: bool = True
+    """compile the step, as the training scripts do where the run is long enough to repay it"""
+
+
+def task(cfg: Config, ranks: int, mode: Sharding, compiled: bool) -> Task:
+    """What `ranks` ranks train by these flags."""
+    if cfg.model == "gpt":
+        return Task(ranks, mode, compiled=compiled)
+    shape = QwenConfig(**{**SHAPES[cfg.model], "sequence_len": 512})
+    return Task(ranks, mode, compiled=compiled, shape=shape, lora_rank=cfg.lora_rank, tokens=4096)
 
 
 def main(cfg: Config) -> None:
     """Measure and print."""
-    compiled = not cfg.quick and not device.compiler_missing(device.compute_init("cpu"))
-    groups = [Ranks(Task(1, compiled=compiled)), Ranks(Task(2, cfg.shard, compiled=compiled))]
+    modes: tuple[Sharding, ...] = ("grad",) if cfg.quick else cfg.shard
+    compiled = cfg.compile and not cfg.quick and not device.compiler_missing(device.compute_init("cpu"))
+    tasks = [task(cfg, 1, "none", compiled), *(task(cfg, 2, mode, compiled) for mode in modes)]
+    groups: list[Ranks] = []
     try:
+        groups += [Ranks(each) for each in tasks]
         rounds = [[group.step() for group in groups] for _ in range(3 if cfg.quick else cfg.rounds)]
     finally:
         for group in groups:
             group.close()
-    one, two = zip(*rounds, strict=True)
-    for name, steps in (("one rank", one), ("two ranks", two)):
+    one, *pairs = zip(*rounds, strict=True)
+    speeds = {mode: share_of_ideal(one, two, "seconds") for mode, two in zip(modes, pairs, strict=True)}
+    on_cpu = {mode: share_of_ideal(one, two, "cpu_seconds") for mode, two in zip(modes, pairs, strict=True)}
+    for name, steps in zip(("one rank", *(f"two, {mode}" for mode in modes)), (one, *pairs), strict=True):
         wall = median(max(timed.seconds for timed in step) for step in steps)
         cpu = median(sum(timed.cpu_seconds for timed in step) for step in steps)
-        log(f"{name:<12}{wall:8.3f} s a step{cpu:8.3f} CPU s{STEP_TOKENS / wall:10,.0f} tokens/s")
-    modes: tuple[Sharding, ...] = ("grad",) if cfg.quick else ("none", "grad", "full")
-    wire = {mode: wire_bytes_per_parameter(mode=mode) for mode in modes}
-    for mode, sent in wire.items():
-        log(f"--shard={mode:<5} four ranks, two passes: each rank sends {sent:.2f} bytes per parameter and step")
-    result = {"benchmark": "ranks", "compiled": compiled, "two_ranks_of_ideal": share_of_ideal(one, two, "seconds"),
-              "two_ranks_of_ideal_cpu": share_of_ideal(one, two, "cpu_seconds"),
-              "wire_bytes_per_parameter": wire["grad"]}  # fmt: skip
-    print(json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in result.items()}), flush=True)
+        log(f"{name:<12}{wall:8.3f} s a step{cpu:8.3f} CPU s{tasks[0].tokens / wall:10,.0f} tokens/s")
+    for mode in modes:
+        log(f"--shard={mode:<5} two ranks reach {speeds[mode]:.2f} of twice one rank's speed, {on_cpu[mode]:.2f} by "
+            "CPU time")  # fmt: skip
+    result = {"benchmark": "ranks", "model": cfg.model, "lora_rank": cfg.lora_rank if cfg.model != "gpt" else None,
+              "compiled": compiled, "two_ranks_of_ideal": speeds, "two_ranks_of_ideal_cpu": on_cpu}  # fmt: skip
+    if cfg.model == "gpt":
+        result["wire_bytes_per_parameter"] = wire = {mode: wire_bytes_per_parameter(mode=mode) for mode in modes}
+        for mode, sent in wire.items():
+            log(f"--shard={mode:<5} four ranks, two passes: each rank sends {sent:.2f} bytes per parameter and step")
+    print(json.dumps(result, default=float), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,21 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.finetune.ours import Tuned
 from bench.ranks.wire import Wire
 from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.lora import LoraConfig
+from nanochat.nn.qwen.config import QwenConfig
 from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
@@ -28,6 +31,7 @@ from nanochat.train.update import LossScale, update
 # bench.train and bench.data use this model too. The bytes sent depend on the share of matrices: 43 % of its parameters.
 D4 = GPTConfig(sequence_len=512, vocab_size=4096, n_layer=4, n_head=4, n_kv_head=4, n_embd=256, window_pattern="L")
 STEP_TOKENS, PASSES = 16384, 2
+Passes = Sequence[tuple[torch.Tensor, torch.Tensor]]  # inputs and targets of each pass, int64 (B, T) each
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Task:
     mode: Sharding = "grad"
     dtype: str = "bfloat16"
     compiled: bool = False
-    shape: GPTConfig = D4
+    shape: GPTConfig | QwenConfig = D4
+    lora_rank: int = 0  # of the adapter of a QwenConfig; 0: it is trained in full
     tokens: int = STEP_TOKENS  # per step, over all ranks
     passes: int = PASSES  # per step on each rank
 
@@ -64,7 +69,7 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(task.ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, asdict(task) | {"shape": asdict(task.shape)}, self._folder.name, theirs)
+            arguments = (rank, task, self._folder.name, theirs)
             self._processes.append(context.Process(target=_rank, args=arguments, daemon=True))
             self._processes[-1].start()
             theirs.close()  # so that recv() raises EOFError when the process ends
@@ -94,18 +99,18 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> None:
+def _rank(rank: int, task: Task, folder: str, pipe: Connection) -> None:
     """The body of one process: join the group, make the model, and take a step for each request."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task["ranks"]),
-                   "NANOCHAT_DTYPE": task["dtype"]}  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.ranks),
+                   "NANOCHAT_DTYPE": task.dtype}  # fmt: skip
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task["ranks"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task.ranks)
     sys.stdout = sys.stderr  # only the parent prints to standard output
     host.use_compile_cache(base_dir())
-    step = training_step(Task(**{**task, "shape": GPTConfig(**task["shape"])}), device.compute_init("cpu"))
+    step = training_step(task, device.compute_init("cpu"))
     for number in range(2):
         step(number)
     pipe.send(True)
@@ -119,27 +124,42 @@ def _rank(rank: int, task: dict[str, Any], folder: str, pipe: Connection) -> Non
     device.compute_cleanup()
 
 
-def training_step(task: Task, compute: Compute) -> Any:
+def training_step(task: Task, compute: Compute) -> Callable[[int], float]:
     """A function that takes step `number` and returns how many bytes this rank sent per parameter."""
-    model = GPT(task.shape, compute.dtype, operations=compute.operations)
-    model.init_weights()
-    count = sum(parameter.numel() for parameter in model.parameters())
-    parallel.shard(model, model.shard_groups(), compute, task.mode)
-    optimizers = Optimizers(model, model.parameter_roles(), task.shape.n_embd, Rates(), 1.0, compute.dtype)
-    T, scale = task.shape.sequence_len, LossScale()
+    T = task.shape.sequence_len
     rows = task.tokens // T // compute.world_size // task.passes
-    fast = compiling.compiled(model, task.compiled, (rows, T), compute, model.compile_groups())
+    if isinstance(task.shape, QwenConfig):
+        tuned = Tuned(task.shape, task.lora_rank, LoraConfig.targets, compute, task.mode)
+        if task.compiled:
+            tuned.compile(rows, T)
+        count, take = tuned.parameters, tuned.step
+    else:
+        count, take = _pretraining(task, task.shape, rows, compute)
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number * compute.world_size + compute.rank)
         cells = torch.randint(0, task.shape.vocab_size, (task.passes, rows, T + 1), generator=generator)
-        batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cells]
-        work = dataloader.Step(0, task.tokens, batches)
         with Wire() as wire:
-            update(fast, optimizers, work, scale, compute)
+            take([(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cells])
         return sum(wire.bytes.values()) / count
 
     return step
+
+
+def _pretraining(task: Task, shape: GPTConfig, rows: int, compute: Compute) -> tuple[int, Callable[[Passes], float]]:
+    """The number of parameters of a GPT, and a function that takes a step as base_train does and returns the loss."""
+    model = GPT(shape, compute.dtype, operations=compute.operations)
+    model.init_weights()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    parallel.shard(model, model.shard_groups(), compute, task.mode)
+    optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
+    scale = LossScale()
+    fast = compiling.compiled(model, task.compiled, (rows, shape.sequence_len), compute, model.compile_groups())
+
+    def take(passes: Passes) -> float:
+        return update(fast, optimizers, dataloader.Step(0, task.tokens, list(passes)), scale, compute).loss
+
+    return count, take
 
 
 def wire_bytes_per_parameter(ranks: int = 4, mode: Sharding = "grad") -> float:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import __main__ as ranks
-from bench.ranks import group
 from bench.ranks.group import D4, Ranks, Task, Timed
 from bench.ranks.wire import Wire
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.qwen.config import QwenConfig
 from tests.support.ranks import run_ranks
 
 SMALL = GPTConfig(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
@@ -69,18 +69,31 @@ def test_the_default_mode_sends_no_more_than_it_must() -> None:
 def test_it_prints_a_table_and_one_json_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = Task
-    for module in (ranks, group):
-        monkeypatch.setattr(
-            module, "Task", lambda *given, **more: task(*given, **{**more, "shape": SMALL, "tokens": 512})
-        )
+    monkeypatch.setattr(
+        ranks, "task", lambda cfg, *given: Task(given[0], given[1], compiled=given[2], shape=SMALL, tokens=512)
+    )
     ranks.main(ranks.Config(quick=True))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two"]
+    assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two,"]
     found = json.loads(lines[-1])
     assert found["benchmark"] == "ranks" and not found["compiled"]
-    assert found["two_ranks_of_ideal"] > 0 and found["two_ranks_of_ideal_cpu"] > 0
-    assert 4 < found["wire_bytes_per_parameter"] < 6
+    assert found["two_ranks_of_ideal"]["grad"] > 0 and found["two_ranks_of_ideal_cpu"]["grad"] > 0
+    assert 4 < found["wire_bytes_per_parameter"]["grad"] < 6
+
+
+@pytest.mark.ranks
+def test_ranks_fine_tune_a_qwen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = QwenConfig(sequence_len=32, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=64)
+    monkeypatch.setattr(
+        ranks,
+        "task",
+        lambda cfg, *given: Task(
+            given[0], given[1], compiled=given[2], shape=small, lora_rank=cfg.lora_rank, tokens=128
+        ),
+    )
+    ranks.main(ranks.Config(model="qwen3", compile=False, rounds=1, shard=("none", "full")))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["lora_rank"] == 8 and set(found["two_ranks_of_ideal"]) == {"none", "full"}
 
 
 def test_the_share_of_the_ideal_is_by_the_slowest_rank() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall
@@ -55,6 +56,49 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         return -(inverse.mT @ grads[0] @ inverse.mT).tril_(-1)
+
+
+class _Scan(torch.autograd.Function):
+    """The memory before each chunk, chunk after chunk, and what each chunk's tokens write. Matrices are batched over
+    (B, H, G).
+
+    The backward pass is written by hand, so that only two matmuls a chunk wait for the chunk after it, and every
+    gradient has the layout of what it is the gradient of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        written: Tensor,  # (N, ..., C, Dv) what the tokens would write into an empty memory
+        known: Tensor,  # (N, ..., C, Dk) the keys with which they read what the memory has
+        keys: Tensor,  # (N, ..., C, Dk) the keys with which they write, each decayed to the end of its chunk
+        kept: Tensor,  # (N, ..., 1, 1) fp32 decay of the memory over a chunk
+        memory: Tensor,  # (..., Dk, Dv) fp32 before the first chunk
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (N, ..., Dk, Dv) as written, (N, ..., C, Dv), (..., Dk, Dv) fp32
+        before, new, S = [], [], memory
+        for write, know, key, keep in zip(written.unbind(), known.unbind(), keys.unbind(), kept.unbind(), strict=True):
+            before.append(S)
+            new.append(write - know @ S.to(write.dtype))
+            S = S * keep + key.mT @ new[-1]
+        exact, all_new = torch.stack(before), torch.stack(new)
+        ctx.save_for_backward(known, keys, kept, exact, all_new)
+        return exact.to(written.dtype), all_new, S
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        known, keys, kept, exact, new = ctx.saved_tensors
+        grad_before, grad_new, grad_S = grads
+        after, whole = [], []
+        parts = (known.unbind(), keys.unbind(), kept.unbind(), grad_before.unbind(), grad_new.unbind())
+        for know, key, keep, d_before, d_new in reversed(list(zip(*parts, strict=True))):
+            after.append(grad_S)  # of the memory after this chunk
+            whole.append(d_new + key @ grad_S.to(key.dtype))
+            grad_S = grad_S * keep + d_before - know.mT @ whole[-1]
+        grad_after, grad_written = torch.stack(after[::-1]), torch.stack(whole[::-1])
+        grad_known = -(grad_written @ exact.to(known.dtype).mT)
+        grad_keys = new @ grad_after.to(new.dtype).mT
+        grad_kept = (exact * grad_after).sum((-2, -1), keepdim=True)
+        return grad_written, grad_known, grad_keys, grad_kept, grad_S
 
 
 def unit(x: Tensor) -> Tensor:
@@ -110,19 +154,12 @@ def chunked(
     known = inverse @ (k.unsqueeze(3) * (decay_before[..., None] * b)).to(dtype)
     scores = ((q.to(dtype) @ k.to(dtype).mT).unsqueeze(3) * decay).to(dtype)
     asking = (q.unsqueeze(3) * decay_before[..., None]).to(dtype)
-    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype).mT  # (N, B, H, G, Dk, C)
+    keys = (k.unsqueeze(3) * decay[..., -1, :, None]).to(dtype)
     kept = decay_before[..., -1:, None]
     S = k.new_zeros(B, H, G, Dk, Dv) if memory is None else memory.unflatten(1, (H, G))
-    outs = []
-    # unbind(): the gradient of an index would be a tensor of zeros for all chunks, once for each chunk
-    for ask, score, write, know, key, keep in zip(
-        *(part.unbind() for part in (asking, scores, written, known, keys, kept)), strict=True
-    ):
-        rounded = S.to(dtype)
-        new = write - know @ rounded
-        outs.append(ask @ rounded + score @ new)
-        S = S * keep + key @ new
-    out = torch.stack(outs, dim=1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
+    found, new, S = cast(tuple[Tensor, Tensor, Tensor], _Scan.apply(written, known, keys, kept, S))
+    out = asking @ found + scores @ new  # (N, B, H, G, C, Dv)
+    out = out.transpose(0, 1).flatten(2, 3).transpose(2, 3)  # (B, N, C, H * G, Dv)
     return out.flatten(1, 2)[:, :T], S.flatten(1, 2)
 
 
@@ -150,7 +187,7 @@ def convolve(
     before: Tensor | None = None,  # (B, W - 1, C) the tokens before the first; None: zeros
     positions: Tensor | None = None,  # (B, T) the place of each token in its document, if a row holds several
 ) -> tuple[Tensor, Tensor]:  # (B, T, C), (B, W - 1 + T, C)
-    """SiLU of each channel's causal convolution, and the tokens with those before them."""
+    """Each channel's causal convolution, and the tokens with those before them."""
     W, T = weight.size(2), x.size(1)
     taps = weight[:, 0].to(x.dtype).mT.contiguous().unbind(0)  # strided ones would be multiplied one by one
     joined = F.pad(x, (0, 0, W - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x), dim=1)
@@ -160,7 +197,7 @@ def convolve(
         if positions is not None:
             earlier = earlier * (positions >= back)[..., None]
         y = y + earlier
-    return F.silu(y), joined
+    return y, joined
 
 
 class GatedDeltaNet(nn.Module):
@@ -191,8 +228,15 @@ class GatedDeltaNet(nn.Module):
         packed: Packed | None,
         call: CacheCall | None,
     ) -> Tensor:  # (B, T, C)
-        given = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        if call is None and self.recomputes and torch.is_grad_enabled():
+        before = None if call is None else call.cache.named["inputs"][call.slots, self.place]
+        taps, positions = cast(Tensor, self.conv1d.weight), packed.positions if packed else None
+        mixed, inputs = convolve(self.in_proj_qkv(x), taps, before, positions)
+        if call is not None:
+            width = self.config.delta_width - 1
+            call.cache.named["inputs"][call.slots, self.place] = _last(inputs, width, call.lengths)
+        given = mixed, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        # Compiled code decides by itself what it computes again, and keeps less than checkpoint() makes it keep.
+        if call is None and self.recomputes and torch.is_grad_enabled() and not is_compiling():
             y = checkpoint(self._remember, *given, packed, None, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self._remember(*given, packed, call)
@@ -200,7 +244,7 @@ class GatedDeltaNet(nn.Module):
 
     def _remember(
         self,
-        mixed: Tensor,  # (B, T, 2 * H * Dk + H * G * Dv) queries, keys and values, before the convolution
+        mixed: Tensor,  # (B, T, 2 * H * Dk + H * G * Dv) queries, keys and values, before their SiLU
         z: Tensor,  # (B, T, H * G * Dv) before the gate
         b: Tensor,  # (B, T, H * G) before the sigmoid
         a: Tensor,  # (B, T, H * G) before the decay
@@ -210,11 +254,8 @@ class GatedDeltaNet(nn.Module):
         """What the memory gives, normed and gated. The intermediate results take several times as much memory as the
         arguments, and time beside the matrices is short."""
         c, dtype, T = self.config, mixed.dtype, mixed.size(1)
-        before = memory = None
-        if call is not None:
-            memory = call.cache.named["memory"][call.slots, self.place]
-            before = call.cache.named["inputs"][call.slots, self.place]
-        mixed, inputs = convolve(mixed, cast(Tensor, self.conv1d.weight), before, packed.positions if packed else None)
+        memory = None if call is None else call.cache.named["memory"][call.slots, self.place]
+        mixed = F.silu(mixed)
         keys = c.delta_key_heads * c.delta_key_dim
         q, k, v = mixed.split((keys, keys, mixed.size(2) - 2 * keys), dim=2)
         q, k = (part.unflatten(2, (-1, c.delta_key_dim)) for part in (q, k))
@@ -230,7 +271,6 @@ class GatedDeltaNet(nn.Module):
             y, memory = chunked(q, k, v, log_decay, strength, memory, packed.documents if packed else None)
         if call is not None:
             call.cache.named["memory"][call.slots, self.place] = memory
-            call.cache.named["inputs"][call.slots, self.place] = _last(inputs, c.delta_width - 1, call.lengths)
         gate = F.silu(z.float()).view_as(y)
         y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
         return y.to(dtype).flatten(2)
