@@ -1,12 +1,14 @@
 """Checks that RL teaches, and that the rewards do it: compares real runs with runs whose rewards are shuffled.
 
 python -m bench.rl_control           # three seeds and three controls, from the newest SFT checkpoint
+python -m bench.rl_control --variant "--loss=cispo --updates_per_rollout=4"
 python -m bench.rl_control --quick   # one of each for a few steps; shows that it works, not that it learns
 """
 
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,6 +43,9 @@ class Config:
     """problems per measurement of accuracy; more problems make the gains less noisy"""
     jobs: int = max((os.cpu_count() or 1) // 2, 1)
     """runs at the same time, with one thread each; use 1 on a single accelerator"""
+    variant: str = ""
+    """more flags of scripts.chat_rl for every run, in one argument, such as "--loss=cispo --updates_per_rollout=4".
+    Each variant has runs of its own, which resume"""
     quick: bool = False
     """one seed and two steps; the exit code is 0 whatever the result"""
 
@@ -74,14 +79,16 @@ def gain(folder: Path) -> float:
 
 def train(name: str, source: Path, seed: int, shuffle: bool, cfg: Config) -> float:
     """Train one run and return its gain; its own base folder keeps the user's report and checkpoints unchanged."""
-    base = base_dir() / "rl_control" / ("quick" if cfg.quick else "full") / name
+    more = shlex.split(cfg.variant)
+    kind = "-".join(["quick" if cfg.quick else "full", *(flag.strip("-").replace("/", "-") for flag in more)])
+    base = base_dir() / "rl_control" / kind / name
     base.mkdir(parents=True, exist_ok=True)
     link = base / source.parent.name
     link.unlink(missing_ok=True)
     link.symlink_to(source.parent, target_is_directory=True)
     command = [sys.executable, "-m", "scripts.chat_rl", f"--model_tag={source.name}", f"--seed={seed}",
                f"--num_iterations={2 if cfg.quick else cfg.num_iterations}", "--eval_every=0",
-               f"--eval_examples={cfg.eval_examples}", *(QUICK if cfg.quick else FLAGS)]  # fmt: skip
+               f"--eval_examples={cfg.eval_examples}", *(QUICK if cfg.quick else FLAGS), *more]  # fmt: skip
     if shuffle:
         command.append("--shuffle_rewards")
     log(f"{name}: {' '.join(command[1:])}; its output goes to {base / 'log.txt'}")
@@ -118,7 +125,7 @@ def control(cfg: Config) -> None:
     )
     error = None if math.isinf(verdict.error) else verdict.error  # JSON has no infinity
     figures = {"gain": verdict.gain, "error": error, "control": verdict.control, "passed": verdict.passed}
-    print(json.dumps({"bench": "rl_control", **figures, "gains": gains, "controls": controls}))
+    print(json.dumps({"bench": "rl_control", "variant": cfg.variant, **figures, "gains": gains, "controls": controls}))
     if not verdict.passed and not cfg.quick:
         raise SystemExit(1)
 

@@ -37,7 +37,14 @@ def test_a_gain_is_the_last_accuracy_less_the_one_before_the_first_step(tmp_path
 def test_a_quick_control_changes_none_of_the_user_s_checkpoints(base_folder: Path) -> None:
     tiny_checkpoint("sft")
     before = files(base_folder)
-    command = [sys.executable, "-m", "bench.rl_control", "--quick", "--eval_examples=8"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.rl_control",
+        "--quick",
+        "--eval_examples=8",
+        "--variant=--loss=cispo --advantage=normalized",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -45,7 +52,7 @@ def test_a_quick_control_changes_none_of_the_user_s_checkpoints(base_folder: Pat
     after = files(base_folder)
     assert {name: value for name, value in after.items() if not name.startswith("rl_control/")} == before
     for name in ("seed-1", "shuffled-1"):
-        assert f"rl_control/quick/{name}/chatrl_checkpoints/d2/metrics.jsonl" in after
+        assert f"rl_control/quick-loss=cispo-advantage=normalized/{name}/chatrl_checkpoints/d2/metrics.jsonl" in after
 
 
 def test_without_an_sft_checkpoint_its_command_is_named() -> None:

@@ -77,16 +77,16 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # (N, ..., Dk, Dv) as written, (N, ..., C, Dv), (..., Dk, Dv) fp32
         before, new, S = [], [], memory
         for write, know, key, keep in zip(written.unbind(), known.unbind(), keys.unbind(), kept.unbind(), strict=True):
-            before.append(S)
-            new.append(write - know @ S.to(write.dtype))
+            before.append(S.to(write.dtype))
+            new.append(write - know @ before[-1])
             S = S * keep + key.mT @ new[-1]
-        exact, all_new = torch.stack(before), torch.stack(new)
-        ctx.save_for_backward(known, keys, kept, exact, all_new)
-        return exact.to(written.dtype), all_new, S
+        all_before, all_new = torch.stack(before), torch.stack(new)
+        ctx.save_for_backward(known, keys, kept, all_before, all_new)
+        return all_before, all_new, S
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        known, keys, kept, exact, new = ctx.saved_tensors
+        known, keys, kept, before, new = ctx.saved_tensors
         grad_before, grad_new, grad_S = grads
         after, whole = [], []
         parts = (known.unbind(), keys.unbind(), kept.unbind(), grad_before.unbind(), grad_new.unbind())
@@ -95,9 +95,9 @@ class _Scan(torch.autograd.Function):
             whole.append(d_new + key @ grad_S.to(key.dtype))
             grad_S = grad_S * keep + d_before - know.mT @ whole[-1]
         grad_after, grad_written = torch.stack(after[::-1]), torch.stack(whole[::-1])
-        grad_known = -(grad_written @ exact.to(known.dtype).mT)
+        grad_known = -(grad_written @ before.mT)
         grad_keys = new @ grad_after.to(new.dtype).mT
-        grad_kept = (exact * grad_after).sum((-2, -1), keepdim=True)
+        grad_kept = (before * grad_after).sum((-2, -1), keepdim=True)
         return grad_written, grad_known, grad_keys, grad_kept, grad_S
 
 
