@@ -45,7 +45,8 @@ class Operations:
     def hold(self, model: nn.Module) -> None:
         """Hold the matrices of a model as the device multiplies them fastest. Their values never change again: this is
         for inference. Modules that have a `packed` attribute take part. A weight that is not read otherwise,
-        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once."""
+        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once, and
+        those that have a method `settle` may keep what they compute from their weights."""
 
     def norm(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension, without parameters."""
@@ -134,6 +135,33 @@ class Operations:
         x = x + y
         return self.norm(x), x
 
+    def add_weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        """weighted_norm(x + y), and x + y."""
+        x = x + y
+        return self.weighted_norm(x, weight, epsilon), x
+
+    def normed_heads(
+        self,
+        x: Tensor,  # (B, T, H, D)
+        weight: Tensor,  # (H, D) fp32
+        epsilon: float,
+        cos: Tensor,  # from rotary_tables
+        sin: Tensor,
+    ) -> Tensor:  # (B, T, H, D)
+        """weighted_norm() of each head, then rotated."""
+        return self.rotary(self.weighted_norm(x, weight, epsilon), cos, sin)
+
+    def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
+        """silu of the first half of the channels, times the second half, without gradients."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
     def loss(
         self,
         x: Tensor,  # (N, C) normed activations
@@ -178,6 +206,24 @@ class Operations:
     ) -> Tensor:  # (B, T, H, D)
         """Attention of new queries over a cache; rows may be at different places."""
         return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
+
+    def takes_one(self, q: Tensor) -> bool:
+        """Whether extend() serves queries (B, T, H, D) over a cache."""
+        return False
+
+    def extend(
+        self,
+        q: Tensor,  # (B, 1, H, D)
+        k: Tensor,  # (B, 1, Hkv, D)
+        v: Tensor,  # (B, 1, Hkv, D)
+        held_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `places`
+        held_v: Tensor,  # (B, K, Hkv, D)
+        places: Tensor,  # (B, 1) where in its row the new token goes
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, 1, H, D)
+        """Write the new keys and values into the cache and attend to what the rows hold, where takes_one() is True."""
+        raise NotImplementedError(f"{type(self).__name__} writes and attends in several operators")
 
     def takes_lengths(self, q: Tensor) -> bool:
         """Whether attention of the queries (B, T, H, D) over a cache reads the rows' lengths instead of a mask."""

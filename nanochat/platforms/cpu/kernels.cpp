@@ -1,0 +1,198 @@
+// Operations of a decoding pass, each in one loop over memory: norms, rotations, attention over a cache, gates.
+//
+// torch runs each of them as three to ten operators, which costs more than computing when a pass has few tokens.
+// Numbers are fp32 or bf16 in memory and fp32 in between. A row never depends on the other rows, so a reply is the same
+// alone and in a batch. kernels.py compiles this file and says what the arguments are.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+
+inline float wide(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+inline void narrow(float x, float &y) { y = x; }
+
+inline void narrow(float x, bf16 &y) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    y.bits = uint16_t(x != x ? 0x7fc0 : rounded);
+}
+
+// exp(x) to within 2e-7 of its value; std::exp would be called number by number.
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float whole = std::floor(x * 1.44269504f + 0.5f);
+    float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+    float y = 1.9875691e-4f;
+    for (float c : {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 0.5f, 1.0f, 1.0f}) y = y * r + c;
+    uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return y * power;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+template <class T> float inverse_rms(const T *x, int64_t channels, float epsilon) {
+    float sum = 0;
+    for (int64_t i = 0; i < channels; i++) sum += wide(x[i]) * wide(x[i]);
+    return 1.0f / std::sqrt(sum / float(channels) + epsilon);
+}
+
+template <class T>
+void norm(const T *x, const T *added, const float *weight, T *sum, T *y, int64_t rows, int64_t channels,
+          float epsilon) {
+    for (int64_t row = 0; row < rows; row++, x += channels, y += channels) {
+        const T *in = x;
+        if (added) {
+            for (int64_t i = 0; i < channels; i++) narrow(wide(x[i]) + wide(added[i]), sum[i]);
+            in = sum;
+            added += channels;
+            sum += channels;
+        }
+        float inverse = inverse_rms(in, channels, epsilon);
+        if (weight)
+            for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse * weight[i], y[i]);
+        else
+            for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse, y[i]);
+    }
+}
+
+template <class T>
+void turn(const T *x, int64_t stride, const float *weight, const T *cos, const T *sin, int64_t turns, T *y,
+          int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen) {
+    std::vector<float> normed(size);
+    float *n = normed.data();
+    for (int64_t token = 0; token < tokens; token++) {
+        const T *c = cos + token % turns * half, *s = sin + token % turns * half;
+        for (int64_t head = 0; head < heads; head++, y += size) {
+            const T *in = x + token * stride + head * size;
+            float factor = inverse_rms(in, size, epsilon) * sharpen;
+            if (weight)
+                for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor * weight[head * size + i];
+            else
+                for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor;
+            for (int64_t i = 0; i < half; i++) {
+                narrow(n[i] * wide(c[i]) + n[i + half] * wide(s[i]), y[i]);
+                narrow(n[i + half] * wide(c[i]) - n[i] * wide(s[i]), y[i + half]);
+            }
+            for (int64_t i = 2 * half; i < size; i++) narrow(n[i], y[i]);
+        }
+    }
+}
+
+// One query head over `keys` keys that lie `stride` numbers apart. SIZE is the head size where it is known, else 0.
+template <class T, int SIZE>
+void query(const float *q, const T *k, const T *v, int64_t stride, int64_t keys, int64_t size, float *scores,
+           float *sums, T *y) {
+    const int64_t D = SIZE ? SIZE : size;
+    float most = -INFINITY;
+    for (int64_t t = 0; t < keys; t++) {
+        const T *key = k + t * stride;
+        float score = 0;
+        for (int64_t i = 0; i < D; i++) score += q[i] * wide(key[i]);
+        scores[t] = score;
+        most = score > most ? score : most;
+    }
+    float total = 0;
+    for (int64_t t = 0; t < keys; t++) scores[t] = exponential(scores[t] - most);
+    for (int64_t t = 0; t < keys; t++) total += scores[t];
+    float local[SIZE ? SIZE : 1];
+    float *out = SIZE ? local : sums;
+    for (int64_t i = 0; i < D; i++) out[i] = 0;
+    for (int64_t t = 0; t < keys; t++) {
+        const T *value = v + t * stride;
+        float share = scores[t];
+        for (int64_t i = 0; i < D; i++) out[i] += share * wide(value[i]);
+    }
+    float inverse = 1.0f / total;
+    for (int64_t i = 0; i < D; i++) narrow(out[i] * inverse, y[i]);
+}
+
+template <class T>
+void attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *held_k,
+            T *held_v, int64_t slot, const int64_t *places, T *y, int64_t rows, int64_t heads, int64_t kv_heads,
+            int64_t size, int64_t window, float scale) {
+    const int64_t width = kv_heads * size, group = heads / kv_heads;
+    std::vector<float> scores, floats(2 * size);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t place = places[row], first = place > window ? place - window : 0, keys = place - first + 1;
+        T *own_k = held_k + row * slot, *own_v = held_v + row * slot;
+        std::memcpy(own_k + place * width, k + row * k_stride, width * sizeof(T));
+        std::memcpy(own_v + place * width, v + row * v_stride, width * sizeof(T));
+        if (int64_t(scores.size()) < keys) scores.resize(keys + 256);
+        for (int64_t head = 0; head < heads; head++, y += size) {
+            const T *in = q + row * q_stride + head * size;
+            const int64_t start = first * width + head / group * size;
+            for (int64_t i = 0; i < size; i++) floats[i] = wide(in[i]) * scale;
+            auto one = size == 64 ? query<T, 64> : size == 128 ? query<T, 128> : query<T, 0>;
+            one(floats.data(), own_k + start, own_v + start, width, keys, size, scores.data(), floats.data() + size, y);
+        }
+    }
+}
+
+template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++, x += 2 * width, y += width)
+        for (int64_t i = 0; i < width; i++) {
+            float gate = wide(x[i]);
+            narrow(gate * sigmoid(gate) * wide(x[i + width]), y[i]);
+        }
+}
+
+template <class T> void squared_relu(const T *x, T *y, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
+        narrow(kept * kept, y[i]);
+    }
+}
+
+template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *y, int64_t count) {
+    const float first = wide(*a), second = wide(*b);
+    for (int64_t i = 0; i < count; i++) narrow(first * wide(x[i]) + second * wide(x0[i]), y[i]);
+}
+
+}  // namespace
+
+#define BOTH(NAME, ARGUMENTS, GIVEN)                                                                                   \
+    extern "C" void NAME##_fp32 ARGUMENTS(float) { NAME<float> GIVEN; }                                                \
+    extern "C" void NAME##_bf16 ARGUMENTS(bf16) { NAME<bf16> GIVEN; }
+
+#define NORM(T)                                                                                                        \
+    (const T *x, const T *added, const float *weight, T *sum, T *y, int64_t rows, int64_t channels, float epsilon)
+BOTH(norm, NORM, (x, added, weight, sum, y, rows, channels, epsilon))
+
+#define TURN(T)                                                                                                        \
+    (const T *x, const float *weight, const T *cos, const T *sin, T *y, int64_t stride, int64_t turns, int64_t tokens, \
+     int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen)
+BOTH(turn, TURN, (x, stride, weight, cos, sin, turns, y, tokens, heads, size, half, epsilon, sharpen))
+
+#define ATTEND(T)                                                                                                      \
+    (const T *q, const T *k, const T *v, T *held_k, T *held_v, const int64_t *places, T *y, int64_t q_stride,          \
+     int64_t k_stride, int64_t v_stride, int64_t slot, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size,    \
+     int64_t window, float scale)
+BOTH(attend, ATTEND, (q, q_stride, k, k_stride, v, v_stride, held_k, held_v, slot, places, y, rows, heads, kv_heads,
+                      size, window, scale))
+
+#define SWIGLU(T) (const T *x, T *y, int64_t rows, int64_t width)
+BOTH(swiglu, SWIGLU, (x, y, rows, width))
+
+#define SQUARED_RELU(T) (const T *x, T *y, int64_t count)
+BOTH(squared_relu, SQUARED_RELU, (x, y, count))
+
+#define MIX(T) (const T *x, const T *x0, const T *a, const T *b, T *y, int64_t count)
+BOTH(mix, MIX, (x, x0, a, b, y, count))
