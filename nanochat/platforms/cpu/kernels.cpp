@@ -4,9 +4,11 @@
 // Numbers are fp32 or bf16 in memory and fp32 in between. A row never depends on the other rows, so a reply is the same
 // alone and in a batch. kernels.py compiles this file and says what the arguments are.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -48,6 +50,18 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth starting for PART
+// numbers.
+template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
+    constexpr int64_t PART = 1 << 17, MOST = 16;
+    const int64_t count = std::min({threads, rows, numbers / PART, MOST});
+    if (count < 2) return work(0, rows);
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < count; i++) others.emplace_back(work, i * rows / count, (i + 1) * rows / count);
+    work(0, rows / count);
+    for (auto &other : others) other.join();
+}
+
 template <class T> float inverse_rms(const T *x, int64_t channels, float epsilon) {
     float sum = 0;
     for (int64_t i = 0; i < channels; i++) sum += wide(x[i]) * wide(x[i]);
@@ -56,44 +70,50 @@ template <class T> float inverse_rms(const T *x, int64_t channels, float epsilon
 
 template <class T>
 void norm(const T *x, const T *added, const float *weight, T *sum, T *y, int64_t rows, int64_t channels,
-          float epsilon) {
-    for (int64_t row = 0; row < rows; row++, x += channels, y += channels) {
-        const T *in = x;
-        if (added) {
-            for (int64_t i = 0; i < channels; i++) narrow(wide(x[i]) + wide(added[i]), sum[i]);
-            in = sum;
-            added += channels;
-            sum += channels;
+          float epsilon, int64_t threads) {
+    parts(rows, rows * channels, threads, [=](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) {
+            const T *in = x + row * channels;
+            T *out = y + row * channels;
+            if (added) {
+                const T *more = added + row * channels;
+                T *both = sum + row * channels;
+                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) + wide(more[i]), both[i]);
+                in = both;
+            }
+            float inverse = inverse_rms(in, channels, epsilon);
+            if (weight)
+                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse * weight[i], out[i]);
+            else
+                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse, out[i]);
         }
-        float inverse = inverse_rms(in, channels, epsilon);
-        if (weight)
-            for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse * weight[i], y[i]);
-        else
-            for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse, y[i]);
-    }
+    });
 }
 
 template <class T>
 void turn(const T *x, int64_t stride, const float *weight, const T *cos, const T *sin, int64_t turns, T *y,
-          int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen) {
-    std::vector<float> normed(size);
-    float *n = normed.data();
-    for (int64_t token = 0; token < tokens; token++) {
-        const T *c = cos + token % turns * half, *s = sin + token % turns * half;
-        for (int64_t head = 0; head < heads; head++, y += size) {
-            const T *in = x + token * stride + head * size;
-            float factor = inverse_rms(in, size, epsilon) * sharpen;
-            if (weight)
-                for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor * weight[head * size + i];
-            else
-                for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor;
-            for (int64_t i = 0; i < half; i++) {
-                narrow(n[i] * wide(c[i]) + n[i + half] * wide(s[i]), y[i]);
-                narrow(n[i + half] * wide(c[i]) - n[i] * wide(s[i]), y[i + half]);
+          int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen, int64_t threads) {
+    parts(tokens, tokens * heads * size, threads, [=](int64_t begin, int64_t end) {
+        std::vector<float> normed(size);
+        float *n = normed.data();
+        for (int64_t token = begin; token < end; token++) {
+            const T *c = cos + token % turns * half, *s = sin + token % turns * half;
+            for (int64_t head = 0; head < heads; head++) {
+                const T *in = x + token * stride + head * size;
+                T *out = y + (token * heads + head) * size;
+                float factor = inverse_rms(in, size, epsilon) * sharpen;
+                if (weight)
+                    for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor * weight[head * size + i];
+                else
+                    for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor;
+                for (int64_t i = 0; i < half; i++) {
+                    narrow(n[i] * wide(c[i]) + n[i + half] * wide(s[i]), out[i]);
+                    narrow(n[i + half] * wide(c[i]) - n[i] * wide(s[i]), out[i + half]);
+                }
+                for (int64_t i = 2 * half; i < size; i++) narrow(n[i], out[i]);
             }
-            for (int64_t i = 2 * half; i < size; i++) narrow(n[i], y[i]);
         }
-    }
+    });
 }
 
 // One query head over `keys` keys that lie `stride` numbers apart. SIZE is the head size where it is known, else 0.
@@ -127,43 +147,57 @@ void query(const float *q, const T *k, const T *v, int64_t stride, int64_t keys,
 template <class T>
 void attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *held_k,
             T *held_v, int64_t slot, const int64_t *places, T *y, int64_t rows, int64_t heads, int64_t kv_heads,
-            int64_t size, int64_t window, float scale) {
+            int64_t size, int64_t window, float scale, int64_t threads) {
     const int64_t width = kv_heads * size, group = heads / kv_heads;
-    std::vector<float> scores, floats(2 * size);
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t place = places[row], first = place > window ? place - window : 0, keys = place - first + 1;
-        T *own_k = held_k + row * slot, *own_v = held_v + row * slot;
-        std::memcpy(own_k + place * width, k + row * k_stride, width * sizeof(T));
-        std::memcpy(own_v + place * width, v + row * v_stride, width * sizeof(T));
-        if (int64_t(scores.size()) < keys) scores.resize(keys + 256);
-        for (int64_t head = 0; head < heads; head++, y += size) {
-            const T *in = q + row * q_stride + head * size;
-            const int64_t start = first * width + head / group * size;
-            for (int64_t i = 0; i < size; i++) floats[i] = wide(in[i]) * scale;
-            auto one = size == 64 ? query<T, 64> : size == 128 ? query<T, 128> : query<T, 0>;
-            one(floats.data(), own_k + start, own_v + start, width, keys, size, scores.data(), floats.data() + size, y);
+    int64_t seen = 0;
+    for (int64_t row = 0; row < rows; row++) seen += std::min(places[row], window) + 1;
+    parts(rows, 2 * seen * heads * size, threads, [=](int64_t begin, int64_t end) {
+        std::vector<float> scores, floats(2 * size);
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t place = places[row], keys = std::min(place, window) + 1, first = place + 1 - keys;
+            T *own_k = held_k + row * slot, *own_v = held_v + row * slot;
+            std::memcpy(own_k + place * width, k + row * k_stride, width * sizeof(T));
+            std::memcpy(own_v + place * width, v + row * v_stride, width * sizeof(T));
+            if (int64_t(scores.size()) < keys) scores.resize(keys);
+            for (int64_t head = 0; head < heads; head++) {
+                const T *in = q + row * q_stride + head * size;
+                const int64_t start = first * width + head / group * size;
+                for (int64_t i = 0; i < size; i++) floats[i] = wide(in[i]) * scale;
+                auto one = size == 64 ? query<T, 64> : size == 128 ? query<T, 128> : query<T, 0>;
+                one(floats.data(), own_k + start, own_v + start, width, keys, size, scores.data(), &floats[size],
+                    y + (row * heads + head) * size);
+            }
         }
-    }
+    });
 }
 
-template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width) {
-    for (int64_t row = 0; row < rows; row++, x += 2 * width, y += width)
-        for (int64_t i = 0; i < width; i++) {
-            float gate = wide(x[i]);
-            narrow(gate * sigmoid(gate) * wide(x[i + width]), y[i]);
+template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width, int64_t threads) {
+    parts(rows, rows * width, threads, [=](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) {
+            const T *gates = x + row * 2 * width, *ups = gates + width;
+            T *out = y + row * width;
+            for (int64_t i = 0; i < width; i++) {
+                float gate = wide(gates[i]);
+                narrow(gate * sigmoid(gate) * wide(ups[i]), out[i]);
+            }
         }
+    });
 }
 
-template <class T> void squared_relu(const T *x, T *y, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
-        narrow(kept * kept, y[i]);
-    }
+template <class T> void squared_relu(const T *x, T *y, int64_t count, int64_t threads) {
+    parts(count, count, threads, [=](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) {
+            float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
+            narrow(kept * kept, y[i]);
+        }
+    });
 }
 
-template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *y, int64_t count) {
-    const float first = wide(*a), second = wide(*b);
-    for (int64_t i = 0; i < count; i++) narrow(first * wide(x[i]) + second * wide(x0[i]), y[i]);
+template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *y, int64_t count, int64_t threads) {
+    const float of_x = wide(*a), of_x0 = wide(*b);
+    parts(count, count, threads, [=](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) narrow(of_x * wide(x[i]) + of_x0 * wide(x0[i]), y[i]);
+    });
 }
 
 }  // namespace
@@ -173,26 +207,27 @@ template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *
     extern "C" void NAME##_bf16 ARGUMENTS(bf16) { NAME<bf16> GIVEN; }
 
 #define NORM(T)                                                                                                        \
-    (const T *x, const T *added, const float *weight, T *sum, T *y, int64_t rows, int64_t channels, float epsilon)
-BOTH(norm, NORM, (x, added, weight, sum, y, rows, channels, epsilon))
+    (const T *x, const T *added, const float *weight, T *sum, T *y, int64_t threads, int64_t rows, int64_t channels,   \
+     float epsilon)
+BOTH(norm, NORM, (x, added, weight, sum, y, rows, channels, epsilon, threads))
 
 #define TURN(T)                                                                                                        \
-    (const T *x, const float *weight, const T *cos, const T *sin, T *y, int64_t stride, int64_t turns, int64_t tokens, \
-     int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen)
-BOTH(turn, TURN, (x, stride, weight, cos, sin, turns, y, tokens, heads, size, half, epsilon, sharpen))
+    (const T *x, const float *weight, const T *cos, const T *sin, T *y, int64_t threads, int64_t stride,               \
+     int64_t turns, int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen)
+BOTH(turn, TURN, (x, stride, weight, cos, sin, turns, y, tokens, heads, size, half, epsilon, sharpen, threads))
 
 #define ATTEND(T)                                                                                                      \
-    (const T *q, const T *k, const T *v, T *held_k, T *held_v, const int64_t *places, T *y, int64_t q_stride,          \
-     int64_t k_stride, int64_t v_stride, int64_t slot, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size,    \
-     int64_t window, float scale)
+    (const T *q, const T *k, const T *v, T *held_k, T *held_v, const int64_t *places, T *y, int64_t threads,           \
+     int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t slot, int64_t rows, int64_t heads,                  \
+     int64_t kv_heads, int64_t size, int64_t window, float scale)
 BOTH(attend, ATTEND, (q, q_stride, k, k_stride, v, v_stride, held_k, held_v, slot, places, y, rows, heads, kv_heads,
-                      size, window, scale))
+                      size, window, scale, threads))
 
-#define SWIGLU(T) (const T *x, T *y, int64_t rows, int64_t width)
-BOTH(swiglu, SWIGLU, (x, y, rows, width))
+#define SWIGLU(T) (const T *x, T *y, int64_t threads, int64_t rows, int64_t width)
+BOTH(swiglu, SWIGLU, (x, y, rows, width, threads))
 
-#define SQUARED_RELU(T) (const T *x, T *y, int64_t count)
-BOTH(squared_relu, SQUARED_RELU, (x, y, count))
+#define SQUARED_RELU(T) (const T *x, T *y, int64_t threads, int64_t count)
+BOTH(squared_relu, SQUARED_RELU, (x, y, count, threads))
 
-#define MIX(T) (const T *x, const T *x0, const T *a, const T *b, T *y, int64_t count)
-BOTH(mix, MIX, (x, x0, a, b, y, count))
+#define MIX(T) (const T *x, const T *x0, const T *a, const T *b, T *y, int64_t threads, int64_t count)
+BOTH(mix, MIX, (x, x0, a, b, y, count, threads))

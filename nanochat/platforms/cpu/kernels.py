@@ -22,12 +22,13 @@ from nanochat.platforms import host
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
          "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
 SECONDS = 120  # that compiling may take
-# The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order.
-FUNCTIONS = {"norm": (5, 2, 1), "turn": (5, 6, 2), "attend": (7, 9, 1), "swiglu": (2, 2, 0), "squared_relu": (2, 1, 0),
-             "mix": (5, 1, 0)}  # fmt: skip
+# The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
+# number of threads that they may use.
+FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 10, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
+             "mix": (5, 2, 0)}  # fmt: skip
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -98,7 +99,7 @@ class Kernels:
         channels = x.size(-1)
         self._functions["norm", x.dtype](
             x.data_ptr(), None if added is None else added.data_ptr(), None if weight is None else weight.data_ptr(),
-            total.data_ptr(), y.data_ptr(), x.numel() // channels, channels, epsilon,
+            total.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel() // channels, channels, epsilon,
         )  # fmt: skip
         return y, total
 
@@ -120,7 +121,7 @@ class Kernels:
         half = cos.size(-1)
         self._functions["turn", x.dtype](
             x.data_ptr(), None if weight is None else weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),
-            stride, cos.numel() // half, B * T, H, D, half, epsilon, sharpen,
+            torch.get_num_threads(), stride, cos.numel() // half, B * T, H, D, half, epsilon, sharpen,
         )  # fmt: skip
         return y
 
@@ -141,7 +142,8 @@ class Kernels:
         y = q.new_empty(q.shape)
         self._functions["attend", q.dtype](
             q.data_ptr(), k.data_ptr(), v.data_ptr(), held_k.data_ptr(), held_v.data_ptr(), places.data_ptr(),
-            y.data_ptr(), q.stride(0), k.stride(0), v.stride(0), held_k.stride(0), B, H, k.size(2), D, window, scale,
+            y.data_ptr(), torch.get_num_threads(), q.stride(0), k.stride(0), v.stride(0), held_k.stride(0), B, H,
+            k.size(2), D, window, scale,
         )  # fmt: skip
         return y
 
@@ -149,14 +151,16 @@ class Kernels:
         """silu of the first half of the channels, times the second half."""
         x, width = x.contiguous(), x.size(-1) // 2
         y = x.new_empty(*x.shape[:-1], width)
-        self._functions["swiglu", x.dtype](x.data_ptr(), y.data_ptr(), y.numel() // width, width)
+        self._functions["swiglu", x.dtype](
+            x.data_ptr(), y.data_ptr(), torch.get_num_threads(), y.numel() // width, width
+        )
         return y
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """relu(x)^2."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._functions["squared_relu", x.dtype](x.data_ptr(), y.data_ptr(), x.numel())
+        self._functions["squared_relu", x.dtype](x.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel())
         return y
 
     def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> Tensor:  # (..., C) twice, () twice
@@ -164,6 +168,6 @@ class Kernels:
         x, x0 = x.contiguous(), x0.contiguous()
         y = torch.empty_like(x)
         self._functions["mix", x.dtype](
-            x.data_ptr(), x0.data_ptr(), a.data_ptr(), b.data_ptr(), y.data_ptr(), x.numel()
+            x.data_ptr(), x0.data_ptr(), a.data_ptr(), b.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel()
         )
         return y
