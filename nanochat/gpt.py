@@ -133,6 +133,16 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         gated = config.has_value_embedding(layer)
         self.ve_gate = Linear(VALUE_GATE_CHANNELS, config.n_kv_head) if gated else None
+        self._joined: Callable[[Tensor], Tensor] | None = None
+
+    def join(self, pack: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+        """Multiply with the matrices of queries, keys and values at once from here on, if they are of a number format.
+        Their own weights are empty then."""
+        matrices = (self.c_q, self.c_k, self.c_v)
+        if all(matrix.weight.dtype == dtype and matrix.weight.numel() and not matrix.packed for matrix in matrices):
+            self._joined = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
+            for matrix in matrices:
+                matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)
 
     def forward(
         self,
@@ -143,7 +153,8 @@ class Attention(nn.Module):
         call: CacheCall | TreeCall | None,
         made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
-        matrices, turn = (self.c_q, self.c_k, self.c_v), (self.head_dim, cos, sin, QK_SCALE)
+        matrices = (self.c_q, self.c_k, self.c_v) if self._joined is None else self._joined
+        turn = (self.head_dim, cos, sin, QK_SCALE)
         whole, back, *gate = made
         if value is None or self.ve_gate is None:
             q, k, v = self.operations.heads(x, matrices, *turn, whole)

@@ -5,7 +5,7 @@ platform in nanochat/platforms/ returns a subclass with the device's own operato
 Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -19,6 +19,24 @@ from nanochat.nn.plain_attention import Masks
 from nanochat.nn.together import Unit
 
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
+# Three modules that multiply with the matrices of queries, keys and values, or one function that multiplies with all.
+Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
+
+
+def multiplied(
+    x: Tensor,  # (B, T, C)
+    matrices: Matrices,  # queries have C channels
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+    """Queries, keys and values."""
+    if callable(matrices):
+        heads = matrices(x).unflatten(-1, (-1, head_dim))
+        queries = x.size(-1) // head_dim
+        keys = (heads.size(2) - queries) // 2
+        q, k, v = heads.split((queries, keys, keys), dim=2)
+    else:
+        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+    return q, k, v
 
 
 class Operations:
@@ -83,7 +101,7 @@ class Operations:
     def heads(
         self,
         x: Tensor,  # (B, T, C)
-        matrices: Sequence[nn.Module],  # to queries, keys and values
+        matrices: Matrices,  # to queries, keys and values
         head_dim: int,
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
@@ -94,7 +112,7 @@ class Operations:
 
         A device that multiplies the scores instead leaves `sharpen` out here and puts it into softmax_scale().
         """
-        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+        q, k, v = multiplied(x, matrices, head_dim)
         q = self.norm(self.rotary(q, cos, sin)) * sharpen
         k = self.norm(self.rotary(k, cos, sin)) * sharpen
         return q, k, v
@@ -106,7 +124,7 @@ class Operations:
     def gated_heads(
         self,
         x: Tensor,  # (B, T, C)
-        matrices: Sequence[nn.Module],  # to queries, keys and values
+        matrices: Matrices,  # to queries, keys and values
         gate: nn.Module,  # from the first channels of x to (B, T, Hkv)
         value: Tensor,  # (B, T, Hkv * D) value embedding of each token
         head_dim: int,

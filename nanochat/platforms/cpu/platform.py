@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from nanochat.common import base_dir, tr
 from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.operations import Asked, Operations
+from nanochat.nn.operations import Asked, Matrices, Operations, multiplied
 from nanochat.nn.plain_attention import by_products, one_query
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform
@@ -121,7 +121,7 @@ class CpuOperations(Operations):
     def heads(
         self,
         x: Tensor,  # (B, T, C)
-        matrices: Sequence[nn.Module],
+        matrices: Matrices,
         head_dim: int,
         cos: Tensor,
         sin: Tensor,
@@ -131,7 +131,7 @@ class CpuOperations(Operations):
         """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
         if (kernels := self._fast(x, cos)) is None:
             return super().heads(x, matrices, head_dim, cos, sin, sharpen, made)
-        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+        q, k, v = multiplied(x, matrices, head_dim)
         q, k = (kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
         return q, k, v
 
