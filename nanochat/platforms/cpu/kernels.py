@@ -22,8 +22,9 @@ from nanochat.platforms import host
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
-         "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
+         "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
+BLOCK = 64  # outputs of a matrix whose weights lie together, as in SOURCE
 SECONDS = 120  # that compiling may take
 # The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
 # number of threads that they may use.
@@ -84,6 +85,29 @@ class Kernels:
                 function.argtypes = [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
                 function.restype = None
                 self._functions[name, dtype] = function
+        self._multiply = getattr(loaded, "multiply_bf16", None)  # only where the processor has AVX512-BF16
+        if self._multiply is not None:
+            self._multiply.argtypes, self._multiply.restype = [c_void_p] * 3 + [c_int64] * 3, None
+
+    def reads(self, laid_out: Tensor, weight: Tensor) -> int | None:
+        """Where a bf16 matrix (outputs, inputs) lies that oneDNN has laid out, if multiply() can read it there: the
+        layout is not documented, so every number is compared."""
+        outputs, inputs = weight.shape
+        if self._multiply is None or outputs % BLOCK or inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+            return None
+        place, size = torch.ops.mkldnn.data_ptr(laid_out), torch.ops.mkldnn._nbytes(laid_out)
+        if size != weight.numel() * weight.element_size():
+            return None
+        found = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=weight.dtype)
+        wanted = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
+        return place if torch.equal(found.view(wanted.shape), wanted) else None
+
+    def multiply(self, x: Tensor, place: int, outputs: int) -> Tensor:  # (..., inputs) -> (..., outputs), bf16
+        """x times the transpose of the matrix at a place that reads() gave; for few rows, and on one thread."""
+        x, inputs = x.contiguous(), x.size(-1)
+        y = x.new_empty(*x.shape[:-1], outputs)
+        self._multiply(x.data_ptr(), place, y.data_ptr(), x.numel() // inputs, outputs, inputs)  # type: ignore[misc]
+        return y
 
     def norm(
         self,

@@ -1,6 +1,7 @@
 """CPUs: the host is the device."""
 
 import contextlib
+import functools
 import os
 import resource
 import sys
@@ -23,6 +24,7 @@ from nanochat.platforms.cpu.kernels import SUFFIXES, Kernels, compiler, kernels
 
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
+FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
 EPSILON = torch.finfo(torch.float32).eps  # that torch's RMS norm adds by default
 PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
 
@@ -30,11 +32,17 @@ PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the cache
 class _Packed:
     """A bf16 matrix in the layout of oneDNN."""
 
-    def __init__(self, weight: Tensor):  # (outputs, inputs)
-        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+    def __init__(self, weight: Tensor, kernels: Kernels | None):  # (outputs, inputs)
+        weight = weight.detach()
+        self._shape, self._kernels = weight.shape, kernels
+        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._place = None if kernels is None else kernels.reads(self._laid_out, weight.contiguous())
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+        if self._place is not None and x.numel() <= FEW_ROWS * self._shape[1] and torch.get_num_threads() == 1:
+            assert self._kernels is not None
+            return self._kernels.multiply(x, self._place, self._shape[0])
         return self._multiply(x, self._laid_out, None, "none", [], "")
 
 
@@ -63,14 +71,15 @@ class CpuOperations(Operations):
                 settle()
         if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
+        pack = functools.partial(_Packed, kernels=self._kernels)
         for module in model.modules():
             if (join := getattr(module, "join", None)) is not None:
-                join(_Packed, torch.bfloat16)
+                join(pack, torch.bfloat16)
             weight = getattr(module, "weight", None)
             if getattr(module, "packed", 0) is not None or not isinstance(weight, nn.Parameter):
                 continue  # it cannot be packed, or is packed already
             if weight.dtype == torch.bfloat16 and weight.numel():
-                setattr(module, "packed", _Packed(weight))  # noqa: B010 - not an attribute of every module
+                setattr(module, "packed", pack(weight))  # noqa: B010 - not an attribute of every module
                 if module.only_multiplies:
                     module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 

@@ -15,7 +15,7 @@ from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
 from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
-from nanochat.platforms.cpu.platform import Cpu, CpuOperations
+from nanochat.platforms.cpu.platform import Cpu, CpuOperations, _Packed
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
 from tests.support.tiny_model import tiny_gpt
@@ -23,6 +23,7 @@ from tests.support.tiny_model import tiny_gpt
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
 
+LAID_OUT = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 FORMATS = [torch.float32, torch.bfloat16]
 FAR = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # how far a number may be from fp64's, relative to the largest
 
@@ -206,3 +207,35 @@ def test_plain_kernels_and_gradients_use_torchs_operators() -> None:
     x = drawn(2, 1, 8, dtype=torch.float32).requires_grad_()
     operations.norm(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.skipif(not LAID_OUT, reason="oneDNN lays out no bf16 here")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (128, 96), (320, 1024), (100, 48), (64, 7)])
+def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, outputs: int, inputs: int) -> None:
+    weight = drawn(outputs, inputs, dtype=torch.bfloat16)
+    held = _Packed(weight, made)
+    fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
+    assert (held._place is not None) == fits
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 32, 33):
+            x = drawn(rows, 1, inputs, dtype=torch.bfloat16, seed=rows)
+            y = held(x)
+            assert near(y, torch.nn.functional.linear(x.double(), weight.double()))
+            assert rows > 32 or not fits or torch.equal(y[:1], held(x[:1])), "a row depends on no other row"
+        assert near(
+            held(x.transpose(0, 1)[:, :3]), torch.nn.functional.linear(x.double(), weight.double())[:3, 0][None]
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_layout_that_is_not_known_is_left_to_onednn(made: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not LAID_OUT:
+        pytest.skip("oneDNN lays out no bf16 here")
+    weight = drawn(64, 32, dtype=torch.bfloat16)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    other = weight.clone()
+    other[-1, -1] += 1
+    assert made.reads(laid_out, other) is None
