@@ -61,7 +61,7 @@ def kernels(folder: Path) -> "Kernels | None":
     they cannot be compiled."""
     command = compiler()
     if command is None:
-        log(tr("no C++ compiler (g++) was found, so small operators stay torch's own, which are slower"))
+        log(tr("no C++ compiler was found, so small operators stay torch's own, which are slower; install g++"))
         return None
     try:
         return Kernels(compiled(folder, command))
