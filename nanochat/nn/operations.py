@@ -225,8 +225,8 @@ class Operations:
         """Attention of new queries over a cache; rows may be at different places."""
         return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
 
-    def takes_one(self, q: Tensor) -> bool:
-        """Whether extend() serves queries (B, T, H, D) over a cache."""
+    def takes_one(self, q: Tensor, held_k: Tensor) -> bool:
+        """Whether extend() serves queries (B, T, H, D) over a cache (B, K, Hkv, D)."""
         return False
 
     def extend(

@@ -147,13 +147,17 @@ void query(const float *q, const T *k, const T *v, int64_t stride, int64_t keys,
     for (int64_t i = 0; i < D; i++) narrow(out[i] * inverse, y[i]);
 }
 
+// False, and nothing is written, if a place is not one of the `length` places of a row of the cache.
 template <class T>
-void attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *held_k,
-            T *held_v, int64_t slot, const int64_t *places, T *y, int64_t rows, int64_t heads, int64_t kv_heads,
-            int64_t size, int64_t window, float scale, int64_t threads) {
+bool attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *held_k,
+            T *held_v, int64_t slot, int64_t length, const int64_t *places, T *y, int64_t rows, int64_t heads,
+            int64_t kv_heads, int64_t size, int64_t window, float scale, int64_t threads) {
     const int64_t width = kv_heads * size, group = heads / kv_heads;
     int64_t seen = 0;
-    for (int64_t row = 0; row < rows; row++) seen += std::min(places[row], window) + 1;
+    for (int64_t row = 0; row < rows; row++) {
+        if (places[row] < 0 || places[row] >= length) return false;
+        seen += std::min(places[row], window) + 1;
+    }
     parts(rows, 2 * seen * heads * size, threads, [=](int64_t begin, int64_t end) {
         std::vector<float> scores, floats(2 * size);
         for (int64_t row = begin; row < end; row++) {
@@ -172,6 +176,7 @@ void attend(const T *q, int64_t q_stride, const T *k, int64_t k_stride, const T 
             }
         }
     });
+    return true;
 }
 
 template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width, int64_t threads) {
@@ -250,32 +255,32 @@ extern "C" void multiply_bf16(const bf16 *x, const bf16 *w, bf16 *y, int64_t row
 }
 #endif
 
-#define BOTH(NAME, ARGUMENTS, GIVEN)                                                                                   \
-    extern "C" void NAME##_fp32 ARGUMENTS(float) { NAME<float> GIVEN; }                                                \
-    extern "C" void NAME##_bf16 ARGUMENTS(bf16) { NAME<bf16> GIVEN; }
+#define BOTH(RESULT, NAME, ARGUMENTS, GIVEN)                                                                           \
+    extern "C" RESULT NAME##_fp32 ARGUMENTS(float) { return NAME<float> GIVEN; }                                       \
+    extern "C" RESULT NAME##_bf16 ARGUMENTS(bf16) { return NAME<bf16> GIVEN; }
 
 #define NORM(T)                                                                                                        \
     (const T *x, const T *added, const float *weight, T *sum, T *y, int64_t threads, int64_t rows, int64_t channels,   \
      float epsilon)
-BOTH(norm, NORM, (x, added, weight, sum, y, rows, channels, epsilon, threads))
+BOTH(void, norm, NORM, (x, added, weight, sum, y, rows, channels, epsilon, threads))
 
 #define TURN(T)                                                                                                        \
     (const T *x, const float *weight, const T *cos, const T *sin, T *y, int64_t threads, int64_t stride,               \
      int64_t turns, int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen)
-BOTH(turn, TURN, (x, stride, weight, cos, sin, turns, y, tokens, heads, size, half, epsilon, sharpen, threads))
+BOTH(void, turn, TURN, (x, stride, weight, cos, sin, turns, y, tokens, heads, size, half, epsilon, sharpen, threads))
 
 #define ATTEND(T)                                                                                                      \
     (const T *q, const T *k, const T *v, T *held_k, T *held_v, const int64_t *places, T *y, int64_t threads,           \
-     int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t slot, int64_t rows, int64_t heads,                  \
-     int64_t kv_heads, int64_t size, int64_t window, float scale)
-BOTH(attend, ATTEND, (q, q_stride, k, k_stride, v, v_stride, held_k, held_v, slot, places, y, rows, heads, kv_heads,
-                      size, window, scale, threads))
+     int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t slot, int64_t length, int64_t rows,                 \
+     int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale)
+BOTH(bool, attend, ATTEND, (q, q_stride, k, k_stride, v, v_stride, held_k, held_v, slot, length, places, y, rows, heads,
+                            kv_heads, size, window, scale, threads))
 
 #define SWIGLU(T) (const T *x, T *y, int64_t threads, int64_t rows, int64_t width)
-BOTH(swiglu, SWIGLU, (x, y, rows, width, threads))
+BOTH(void, swiglu, SWIGLU, (x, y, rows, width, threads))
 
 #define SQUARED_RELU(T) (const T *x, T *y, int64_t threads, int64_t count)
-BOTH(squared_relu, SQUARED_RELU, (x, y, count, threads))
+BOTH(void, squared_relu, SQUARED_RELU, (x, y, count, threads))
 
 #define MIX(T) (const T *x, const T *x0, const T *a, const T *b, T *y, int64_t threads, int64_t count)
-BOTH(mix, MIX, (x, x0, a, b, y, count, threads))
+BOTH(void, mix, MIX, (x, x0, a, b, y, count, threads))

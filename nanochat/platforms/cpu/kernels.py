@@ -8,9 +8,10 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ BLOCK = 64  # outputs of a matrix whose weights lie together, as in SOURCE
 SECONDS = 120  # that compiling may take
 # The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
 # number of threads that they may use.
-FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 10, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
+FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 11, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
              "mix": (5, 2, 0)}  # fmt: skip
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -42,7 +43,7 @@ def compiled(folder: Path, command: str) -> Path:
     """The library compiled from SOURCE, in `folder`, by the compiler `command`. Its name says what it was made from
     and for which processor. OSError or subprocess.SubprocessError if it cannot be made."""
     flags = host.cpu_flags()
-    own = ["-march=native"] if flags else ["-mcpu=native"]  # the flags of other processors have another name
+    own = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     own += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
     made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode() + SOURCE.read_bytes()
     library = folder / f"kernels-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
@@ -83,7 +84,7 @@ class Kernels:
             for dtype, suffix in SUFFIXES.items():
                 function = getattr(loaded, f"{name}_{suffix}")
                 function.argtypes = [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
-                function.restype = None
+                function.restype = c_bool if name == "attend" else None
                 self._functions[name, dtype] = function
         self._multiply = getattr(loaded, "multiply_bf16", None)  # only where the processor has AVX512-BF16
         if self._multiply is not None:
@@ -164,11 +165,13 @@ class Kernels:
         B, _, H, D = q.shape
         q, k, v = (x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v))
         y = q.new_empty(q.shape)
-        self._functions["attend", q.dtype](
+        written = self._functions["attend", q.dtype](
             q.data_ptr(), k.data_ptr(), v.data_ptr(), held_k.data_ptr(), held_v.data_ptr(), places.data_ptr(),
-            y.data_ptr(), torch.get_num_threads(), q.stride(0), k.stride(0), v.stride(0), held_k.stride(0), B, H,
-            k.size(2), D, window, scale,
+            y.data_ptr(), torch.get_num_threads(), q.stride(0), k.stride(0), v.stride(0), held_k.stride(0),
+            held_k.size(1), B, H, k.size(2), D, window, scale,
         )  # fmt: skip
+        if not written:
+            raise IndexError(f"a row of the cache has {held_k.size(1):,} places, and a new token goes beyond them")
         return y
 
     def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)

@@ -159,9 +159,9 @@ class CpuOperations(Operations):
         kernels = self._fast(x)
         return super().swiglu(x) if kernels is None else kernels.swiglu(x)
 
-    def takes_one(self, q: Tensor) -> bool:
+    def takes_one(self, q: Tensor, held_k: Tensor) -> bool:
         """Whether the queries are one for each row, and the kernels can compute with them."""
-        return q.size(1) == 1 and self._fast(q) is not None
+        return q.size(1) == 1 and self._fast(q, held_k) is not None
 
     def extend(
         self,

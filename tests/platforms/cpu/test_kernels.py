@@ -93,6 +93,10 @@ def test_a_token_is_written_and_attends(
     wanted_k[torch.arange(3)[:, None], places], wanted_v[torch.arange(3)[:, None], places] = k, v
     y = made.attend(q, k, v, held_k, held_v, places, window, 0.3)
     assert torch.equal(held_k, wanted_k) and torch.equal(held_v, wanted_v)
+    for beyond in (9, -1):
+        with pytest.raises(IndexError, match="9 places"):
+            made.attend(q, k, v, held_k, held_v, torch.tensor([[0], [beyond], [0]]), window, 0.3)
+    assert torch.equal(held_k, wanted_k), "nothing is written then"
     mask = cache_mask(places, 9, window)
     assert near(y, Operations().attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
 
