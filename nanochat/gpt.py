@@ -4,13 +4,12 @@ The architecture follows upstream nanochat's HEAD of 2026-07. Parameters are fp3
 the compute dtype. Shapes: B batch, T time, C channels, H heads, D head dimension, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
@@ -18,7 +17,7 @@ from nanochat.nn import loss
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
-from nanochat.nn.together import Unit
+from nanochat.nn.together import Linear, Multiply, Pack, Unit, joined
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
 VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
@@ -75,20 +74,6 @@ class GPTConfig:
         return layer % 2 == (self.n_layer - 1) % 2
 
 
-class Linear(nn.Linear):
-    """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-        self.only_multiplies = True
-        self.packed: Callable[[Tensor], Tensor] | None = None  # see Operations.hold()
-
-    def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
-        if self.packed is not None:
-            return self.packed(input)
-        return F.linear(input, self.weight.to(input.dtype) if made is None else made)
-
-
 class Head(Linear):
     """The matrix that makes logits.
 
@@ -133,6 +118,11 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         gated = config.has_value_embedding(layer)
         self.ve_gate = Linear(VALUE_GATE_CHANNELS, config.n_kv_head) if gated else None
+        self._joined: Multiply | None = None
+
+    def join(self, pack: Pack, dtype: torch.dtype) -> None:
+        """Multiply with the matrices of queries, keys and values at once from here on, if joined() can join them."""
+        self._joined = self._joined or joined((self.c_q, self.c_k, self.c_v), pack, dtype)
 
     def forward(
         self,
@@ -143,7 +133,8 @@ class Attention(nn.Module):
         call: CacheCall | TreeCall | None,
         made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
-        matrices, turn = (self.c_q, self.c_k, self.c_v), (self.head_dim, cos, sin, QK_SCALE)
+        matrices = (self.c_q, self.c_k, self.c_v) if self._joined is None else self._joined
+        turn = (self.head_dim, cos, sin, QK_SCALE)
         whole, back, *gate = made
         if value is None or self.ve_gate is None:
             q, k, v = self.operations.heads(x, matrices, *turn, whole)

@@ -5,7 +5,7 @@ platform in nanochat/platforms/ returns a subclass with the device's own operato
 Shapes: B batch, T time, H heads, D head dimension, C channels, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -19,6 +19,24 @@ from nanochat.nn.plain_attention import Masks
 from nanochat.nn.together import Unit
 
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
+# Three modules that multiply with the matrices of queries, keys and values, or one function that multiplies with all.
+Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
+
+
+def multiplied(
+    x: Tensor,  # (B, T, C)
+    matrices: Matrices,  # queries have C channels
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+    """Queries, keys and values."""
+    if callable(matrices):
+        heads = matrices(x).unflatten(-1, (-1, head_dim))
+        queries = x.size(-1) // head_dim
+        keys = (heads.size(2) - queries) // 2
+        q, k, v = heads.split((queries, keys, keys), dim=2)
+    else:
+        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+    return q, k, v
 
 
 class Operations:
@@ -45,7 +63,8 @@ class Operations:
     def hold(self, model: nn.Module) -> None:
         """Hold the matrices of a model as the device multiplies them fastest. Their values never change again: this is
         for inference. Modules that have a `packed` attribute take part. A weight that is not read otherwise,
-        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once."""
+        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once, and
+        those that have a method `settle` may keep what they compute from their weights."""
 
     def norm(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension, without parameters."""
@@ -82,7 +101,7 @@ class Operations:
     def heads(
         self,
         x: Tensor,  # (B, T, C)
-        matrices: Sequence[nn.Module],  # to queries, keys and values
+        matrices: Matrices,  # to queries, keys and values
         head_dim: int,
         cos: Tensor,  # from rotary_tables
         sin: Tensor,
@@ -93,7 +112,7 @@ class Operations:
 
         A device that multiplies the scores instead leaves `sharpen` out here and puts it into softmax_scale().
         """
-        q, k, v = (matrix(x).unflatten(-1, (-1, head_dim)) for matrix in matrices)
+        q, k, v = multiplied(x, matrices, head_dim)
         q = self.norm(self.rotary(q, cos, sin)) * sharpen
         k = self.norm(self.rotary(k, cos, sin)) * sharpen
         return q, k, v
@@ -105,7 +124,7 @@ class Operations:
     def gated_heads(
         self,
         x: Tensor,  # (B, T, C)
-        matrices: Sequence[nn.Module],  # to queries, keys and values
+        matrices: Matrices,  # to queries, keys and values
         gate: nn.Module,  # from the first channels of x to (B, T, Hkv)
         value: Tensor,  # (B, T, Hkv * D) value embedding of each token
         head_dim: int,
@@ -133,6 +152,33 @@ class Operations:
         """norm(x + y), and x + y."""
         x = x + y
         return self.norm(x), x
+
+    def add_weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        y: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        """weighted_norm(x + y), and x + y."""
+        x = x + y
+        return self.weighted_norm(x, weight, epsilon), x
+
+    def normed_heads(
+        self,
+        x: Tensor,  # (B, T, H, D)
+        weight: Tensor,  # (H, D) fp32
+        epsilon: float,
+        cos: Tensor,  # from rotary_tables
+        sin: Tensor,
+    ) -> Tensor:  # (B, T, H, D)
+        """weighted_norm() of each head, then rotated."""
+        return self.rotary(self.weighted_norm(x, weight, epsilon), cos, sin)
+
+    def swiglu(self, x: Tensor) -> Tensor:  # (..., 2 N) -> (..., N)
+        """silu of the first half of the channels, times the second half, without gradients."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def loss(
         self,
@@ -178,6 +224,24 @@ class Operations:
     ) -> Tensor:  # (B, T, H, D)
         """Attention of new queries over a cache; rows may be at different places."""
         return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
+
+    def takes_one(self, q: Tensor, held_k: Tensor) -> bool:
+        """Whether extend() serves queries (B, T, H, D) over a cache (B, K, Hkv, D)."""
+        return False
+
+    def extend(
+        self,
+        q: Tensor,  # (B, 1, H, D)
+        k: Tensor,  # (B, 1, Hkv, D)
+        v: Tensor,  # (B, 1, Hkv, D)
+        held_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `places`
+        held_v: Tensor,  # (B, K, Hkv, D)
+        places: Tensor,  # (B, 1) where in its row the new token goes
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, 1, H, D)
+        """Write the new keys and values into the cache and attend to what the rows hold, where takes_one() is True."""
+        raise NotImplementedError(f"{type(self).__name__} writes and attends in several operators")
 
     def takes_lengths(self, q: Tensor) -> bool:
         """Whether attention of the queries (B, T, H, D) over a cache reads the rows' lengths instead of a mask."""

@@ -1,17 +1,45 @@
-"""Keeps matrices of one shape side by side in memory, so that one operator casts them all or steps them all.
+"""A matrix of the GPT, and several handled together: cast, stepped or multiplied with at once.
 
-For devices on which every operator costs a launch. Nothing here changes a value: tensors that do not lie side by side
-are copied instead.
+Matrices of one shape lie side by side in memory, for devices on which every operator costs a launch. Nothing here
+changes a value: tensors that do not lie side by side are copied instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 Unit = tuple[nn.Parameter, ...]  # parameters that are used as one matrix, with their rows below one another
+Multiply = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
+Pack = Callable[[Tensor], Multiply]  # makes the function that multiplies with a weight
+
+
+class Linear(nn.Linear):
+    """A matrix without bias; a use casts the fp32 master to the dtype of the activations, or is given the cast."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+        self.only_multiplies = True
+        self.packed: Multiply | None = None  # see Operations.hold()
+
+    def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
+        if self.packed is not None:
+            return self.packed(input)
+        return F.linear(input, self.weight.to(input.dtype) if made is None else made)
+
+
+def joined(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> Multiply | None:
+    """A function that multiplies with all matrices at once, for inference: their own weights are empty from then on.
+    None, and nothing is done, unless all have the number format and none is held another way."""
+    if any(matrix.weight.dtype != dtype or matrix.packed or not matrix.weight.numel() for matrix in matrices):
+        return None
+    multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
+    for matrix in matrices:
+        matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)
+    return multiply
 
 
 def as_stack(tensors: Sequence[Tensor]) -> Tensor:  # (K, *shape)

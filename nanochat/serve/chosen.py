@@ -38,7 +38,7 @@ class ModelFlags:
     model: Path | None = None
     """Folder of a published Qwen model to chat with instead: config.json, tokenizer.json and safetensors files."""
     weights: Literal["auto", "int8"] = "auto"
-    """Number format of the matrices. auto: the same as the computation. int8 decodes faster on a CPU that uses bf16.
+    """Number format of the matrices. auto: the same as the computation. int8: half the memory, on a CPU that uses bf16.
     Qwen models only; replies change a little."""
     graphs: bool = False
     """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""

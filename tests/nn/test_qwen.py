@@ -10,7 +10,7 @@ from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.model import Qwen
-from nanochat.platforms.cpu import CpuOperations
+from nanochat.platforms.cpu.platform import CpuOperations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 

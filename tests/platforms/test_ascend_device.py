@@ -22,7 +22,7 @@ from nanochat.platforms import ascend_kernels
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.ascend_chips import AscendChip, chip_of
 from nanochat.platforms.ascend_environment import PortBlocks
-from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train import sizes
 
 ROOT = Path(__file__).resolve().parent.parent.parent

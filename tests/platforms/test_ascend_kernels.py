@@ -15,7 +15,7 @@ from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.ascend_chips import AscendChip, chip_of
 from nanochat.platforms.ascend_kernels import AscendFused
 from nanochat.platforms.base import kernels_asked
-from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.train.flags import StageFlags
 from nanochat.train.stage import Stage
 from tests.emulated_npu.worker import on_npu

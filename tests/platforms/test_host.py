@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanochat.platforms import host
-from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.cpu.platform import Cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanochat.engine import Engine
-from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime.graphs import GraphedModel, check
 from nanochat.train.optim import Optimizers, Rates

@@ -13,7 +13,7 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
-from nanochat.platforms.cpu import Cpu
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import Nvidia
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import sizes

@@ -70,9 +70,23 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels))
         self.epsilon, self.one = config.norm_eps, float(config.zero_centred)
         self.operations = operations
+        self._scale: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:  # (C,) fp32
+        """What every channel is multiplied with."""
+        return self.weight.float() + self.one if self._scale is None else self._scale
+
+    def settle(self) -> None:
+        """Keep the scale from here on: the weights do not change again."""
+        self._scale = self.scale.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operations.weighted_norm(x, self.weight.float() + self.one, self.epsilon)
+        return self.operations.weighted_norm(x, self.scale, self.epsilon)
+
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + y, and x + y."""
+        return self.operations.add_weighted_norm(x, y, self.scale, self.epsilon)
 
 
 class Attention(nn.Module):
@@ -110,8 +124,12 @@ class Attention(nn.Module):
         H, Hkv = c.n_head, c.n_kv_head
         if self.joined is not None and c.qk_norm and not c.output_gate and self.joined.plain:  # the fewest operators
             heads = self.joined.multiply(x).unflatten(2, (H + 2 * Hkv, -1))
-            both = self.operations.weighted_norm(heads[:, :, : H + Hkv], self._norms, self.q_norm.epsilon)
-            both = self._rotated(both, cos, sin)
+            both = heads[:, :, : H + Hkv]
+            if c.rotated == c.head_dim:
+                both = self.operations.normed_heads(both, self._norms, self.q_norm.epsilon, cos, sin)
+            else:
+                both = self.operations.weighted_norm(both, self._norms, self.q_norm.epsilon)
+                both = self._rotated(both, cos, sin)
             return both[:, :, :H], both[:, :, H:], heads[:, :, H + Hkv :], None
         made = self.joined(x) if self.joined is not None else [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (each.unflatten(2, (count, -1)) for each, count in zip(made, (H, Hkv, Hkv), strict=True))
@@ -152,8 +170,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, config: QwenConfig):
+    def __init__(self, config: QwenConfig, operations: Operations):
         super().__init__()
+        self.operations = operations
         self.gate_proj = Linear(config.n_embd, config.n_hidden)
         self.up_proj = Linear(config.n_embd, config.n_hidden)
         self.down_proj = Linear(config.n_hidden, config.n_embd)
@@ -165,6 +184,8 @@ class MLP(nn.Module):
             self.joined = Joined((self.gate_proj, self.up_proj), pack)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None and self.joined.plain:
+            return self.down_proj(self.operations.swiglu(self.joined.multiply(x)))
         if self.joined is not None:
             gate, up = self.joined(x)
             return self.down_proj(F.silu(gate).mul_(up))
@@ -184,14 +205,15 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(config, place, operations)
         self.post_attention_layernorm = Norm(config.n_embd, config, operations)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, operations)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed | None, call: CacheCall | TreeCall | None
     ) -> Tensor:
         normed = self.input_layernorm(x)
         if self.linear_attn is not None:
-            x = x + self.linear_attn(normed, packed, call)
+            y = self.linear_attn(normed, packed, call)
         else:
-            x = x + cast(Attention, self.self_attn)(normed, cos, sin, packed, call)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            y = cast(Attention, self.self_attn)(normed, cos, sin, packed, call)
+        normed, x = self.post_attention_layernorm.add(x, y)
+        return x + self.mlp(normed)

@@ -1,9 +1,9 @@
 """CPUs: the host is the device."""
 
 import contextlib
+import functools
 import os
 import resource
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -14,26 +14,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from nanochat.common import tr
+from nanochat.common import base_dir, tr
 from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.operations import Asked, Operations
+from nanochat.nn.operations import Asked, Matrices, Operations, multiplied
 from nanochat.nn.plain_attention import by_products, one_query
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform
+from nanochat.platforms.cpu.kernels import SUFFIXES, Kernels, compiler, kernels
 
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
+FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
+EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 PASS_TOKENS = 4096  # tokens of a pass: larger passes only fall out of the caches
 
 
 class _Packed:
     """A bf16 matrix in the layout of oneDNN."""
 
-    def __init__(self, weight: Tensor):  # (outputs, inputs)
-        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+    def __init__(self, weight: Tensor, kernels: Kernels | None):  # (outputs, inputs)
+        weight = weight.detach()
+        self._shape, self._kernels = weight.shape, kernels
+        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._place = None if kernels is None else kernels.reads(self._laid_out, weight.contiguous())
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+        if self._place is not None and x.numel() <= FEW_ROWS * self._shape[1] and torch.get_num_threads() == 1:
+            assert self._kernels is not None
+            return self._kernels.multiply(x, self._place, self._shape[0])
         return self._multiply(x, self._laid_out, None, "none", [], "")
 
 
@@ -43,21 +52,34 @@ class CpuOperations(Operations):
     loss_logits = 1 << 24
     skips_masked = True
 
+    def __init__(self, stacks_matrices: bool = True, compiles: bool = True):
+        """`compiles`: models that are held use compiled kernels for small operators."""
+        super().__init__(stacks_matrices)
+        self._compiles = compiles
+        self._kernels: Kernels | None = None
+
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
         """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
         multiplied in half the time, at the speed of the memory, with the same result up to rounding. fp32 stays as it
-        is, since there the rounding would depend on how many rows are multiplied together."""
+        is, since there the rounding would depend on how many rows are multiplied together. From here on whatever is
+        computed without gradients uses compiled kernels for small operators."""
+        if self._compiles:
+            self._kernels = kernels(host.use_compile_cache(base_dir()))
+        for module in model.modules():
+            if (settle := getattr(module, "settle", None)) is not None:
+                settle()
         if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
+        pack = functools.partial(_Packed, kernels=self._kernels)
         for module in model.modules():
             if (join := getattr(module, "join", None)) is not None:
-                join(_Packed, torch.bfloat16)
+                join(pack, torch.bfloat16)
             weight = getattr(module, "weight", None)
             if getattr(module, "packed", 0) is not None or not isinstance(weight, nn.Parameter):
                 continue  # it cannot be packed, or is packed already
             if weight.dtype == torch.bfloat16 and weight.numel():
-                setattr(module, "packed", _Packed(weight))  # noqa: B010 - not an attribute of every module
+                setattr(module, "packed", pack(weight))  # noqa: B010 - not an attribute of every module
                 if module.only_multiplies:
                     module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
@@ -68,10 +90,95 @@ class CpuOperations(Operations):
         epsilon: float,
     ) -> Tensor:
         """See Operations.weighted_norm. Without gradients the operators are called one by one, which costs less."""
+        if weight.dim() == 1 and (kernels := self._fast(x)) is not None:
+            return kernels.norm(x, weight, epsilon)[0]
         if torch.is_grad_enabled():
             return super().weighted_norm(x, weight, epsilon)
         wide = F.rms_norm(x.float(), (x.size(-1),), eps=epsilon)
         return wide.mul_(weight).to(x.dtype)
+
+    def _fast(self, *tensors: Tensor) -> Kernels | None:
+        """The compiled kernels, if they can compute with these tensors."""
+        if self._kernels is None or torch.is_grad_enabled() or is_compiling():
+            return None
+        dtype = tensors[0].dtype
+        return self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
+
+    def norm(self, x: Tensor) -> Tensor:
+        """See Operations.norm."""
+        kernels = self._fast(x)
+        return super().norm(x) if kernels is None else kernels.norm(x, None, EPSILON)[0]
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.add_norm."""
+        kernels = self._fast(x, y)
+        return super().add_norm(x, y) if kernels is None else kernels.norm(x, None, EPSILON, y)
+
+    def add_weighted_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """See Operations.add_weighted_norm."""
+        kernels = self._fast(x, y)
+        return (
+            super().add_weighted_norm(x, y, weight, epsilon) if kernels is None else kernels.norm(x, weight, epsilon, y)
+        )
+
+    def normed_heads(self, x: Tensor, weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """See Operations.normed_heads."""
+        if (kernels := self._fast(x, cos)) is None:
+            return super().normed_heads(x, weight, epsilon, cos, sin)
+        return kernels.turn(x, weight, cos, sin, epsilon)
+
+    def heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Matrices,
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        made: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
+        if (kernels := self._fast(x, cos)) is None:
+            return super().heads(x, matrices, head_dim, cos, sin, sharpen, made)
+        q, k, v = multiplied(x, matrices, head_dim)
+        q, k = (kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
+        return q, k, v
+
+    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.mix."""
+        kernels = self._fast(x, x0, a, b)
+        return super().mix(x, x0, a, b) if kernels is None else (kernels.mix(x, x0, a, b), x0)
+
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """See Operations.squared_relu."""
+        kernels = self._fast(x)
+        return super().squared_relu(x) if kernels is None else kernels.squared_relu(x)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """See Operations.swiglu."""
+        kernels = self._fast(x)
+        return super().swiglu(x) if kernels is None else kernels.swiglu(x)
+
+    def takes_one(self, q: Tensor, held_k: Tensor) -> bool:
+        """Whether the queries are one for each row, and the kernels can compute with them."""
+        return q.size(1) == 1 and self._fast(q, held_k) is not None
+
+    def extend(
+        self,
+        q: Tensor,  # (B, 1, H, D)
+        k: Tensor,  # (B, 1, Hkv, D)
+        v: Tensor,  # (B, 1, Hkv, D)
+        held_k: Tensor,  # (B, K, Hkv, D)
+        held_v: Tensor,  # (B, K, Hkv, D)
+        places: Tensor,  # (B, 1)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, 1, H, D)
+        """See Operations.extend."""
+        assert self._kernels is not None
+        return self._kernels.attend(
+            q, k, v, held_k, held_v, places, window, q.size(3) ** -0.5 if scale is None else scale
+        )
 
     def attend_cached(
         self,
@@ -174,7 +281,7 @@ class Cpu(Platform):
     def operations(self, asked: Asked) -> Operations:
         """Plain torch, whatever was asked for except fused kernels."""
         self.refuse_fused(asked)
-        return CpuOperations(stacks_matrices=asked != "plain")
+        return CpuOperations(stacks_matrices=asked != "plain", compiles=asked != "plain")
 
     def synchronize(self) -> None:
         """The host is always done."""
@@ -210,7 +317,7 @@ class Cpu(Platform):
 
     def compiler_missing(self) -> str:
         """What torch.compile lacks on the host."""
-        if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")):
+        if compiler() is None:
             return "no C++ compiler (g++) was found"
         if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
             return "Python's headers (python3-dev) were not found"

@@ -12,7 +12,7 @@ from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
 from nanochat.nn.qwen.model import Qwen
-from nanochat.platforms.cpu import CpuOperations
+from nanochat.platforms.cpu.platform import CpuOperations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
 from tests.support.tiny_model import tiny_gpt

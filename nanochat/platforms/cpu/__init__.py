@@ -1,0 +1,1 @@
+"""CPUs: the platform, and the operations that a C++ compiler makes faster."""

@@ -1,0 +1,245 @@
+"""Compiled kernels against torch's own operators."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat.common import base_dir
+from nanochat.engine import Engine
+from nanochat.generate.sampling import Sampling
+from nanochat.nn.operations import Operations
+from nanochat.nn.plain_attention import cache_mask
+from nanochat.platforms import host
+from nanochat.platforms.cpu import kernels as module
+from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
+from nanochat.platforms.cpu.platform import Cpu, CpuOperations, _Packed
+from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
+from tests.support.qwens import tiny_qwen
+from tests.support.tiny_model import tiny_gpt
+
+if compiler() is None:
+    pytest.skip("no C++ compiler", allow_module_level=True)
+
+LAID_OUT = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+FORMATS = [torch.float32, torch.bfloat16]
+FAR = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # how far a number may be from fp64's, relative to the largest
+
+
+@pytest.fixture
+def made() -> Kernels:
+    found = kernels(host.use_compile_cache(base_dir()))
+    assert found is not None
+    return found
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(mine: Tensor, wanted: Tensor) -> bool:
+    """Whether a result has the shape of the slow one and is close to it."""
+    assert mine.shape == wanted.shape and mine.dtype in FORMATS
+    return bool((mine.double() - wanted.double()).abs().max() <= FAR[mine.dtype] * wanted.abs().max())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("channels", [7, 48, 513])
+def test_norms_of_sums(made: Kernels, dtype: torch.dtype, channels: int) -> None:
+    x, added, weight = drawn(3, 2, channels, dtype=dtype), drawn(3, 2, channels, dtype=dtype, seed=2), drawn(
+        channels, dtype=torch.float32, seed=3)  # fmt: skip
+    slow, both = Operations(), x + added
+    for scale in (None, weight):
+        one = torch.ones(channels) if scale is None else scale
+        found, total = made.norm(x, scale, 1e-5)
+        assert near(found, slow.weighted_norm(x.double(), one, 1e-5)) and torch.equal(total, x)
+        found, total = made.norm(x.transpose(0, 1), scale, 1e-5, added.transpose(0, 1))
+        assert near(found, slow.weighted_norm(both.transpose(0, 1).double(), one, 1e-5))
+        assert torch.equal(total, both.transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("size", "rotated"), [(16, 16), (20, 12), (64, 64)])
+def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: int, rotated: int) -> None:
+    whole = drawn(2, 3, 5, size, dtype=dtype)
+    x, weight = whole[:, :, :4], drawn(4, size, dtype=torch.float32, seed=2)
+    cos, sin = (drawn(rows, 3, 1, rotated // 2, dtype=dtype, seed=3) for rows in (2, 2))
+    slow = Operations()
+
+    def wanted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = slow.weighted_norm(x.double(), weight, 1e-6)
+        turned = slow.rotary(normed[..., :rotated], cos.double(), sin.double())
+        return 1.5 * torch.cat((turned, normed[..., rotated:]), dim=3)
+
+    assert near(made.turn(x, weight, cos, sin, 1e-6, 1.5), wanted(x, cos, sin))
+    assert near(made.turn(x, weight, cos[:1], sin[:1], 1e-6, 1.5), wanted(x, cos[:1], sin[:1]))  # one row for all
+    spread = drawn(2, 5, 3, size, dtype=dtype).transpose(1, 2)[:, :, :4]  # heads that do not lie side by side
+    assert near(made.turn(spread, weight, cos, sin, 1e-6, 1.5), wanted(spread, cos, sin))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 64), (2, 1, 128)])
+@pytest.mark.parametrize("window", [3, 100])
+def test_a_token_is_written_and_attends(
+    made: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
+) -> None:
+    whole = drawn(3, 1, heads + 2 * kv_heads, size, dtype=dtype)
+    q, k, v = whole[:, :, :heads], whole[:, :, heads : heads + kv_heads], whole[:, :, heads + kv_heads :]
+    held_k, held_v = (drawn(5, 9, kv_heads, size, dtype=dtype, seed=seed)[1:4] for seed in (2, 3))
+    places = torch.tensor([[8], [3], [0]])
+    wanted_k, wanted_v = held_k.clone(), held_v.clone()
+    wanted_k[torch.arange(3)[:, None], places], wanted_v[torch.arange(3)[:, None], places] = k, v
+    y = made.attend(q, k, v, held_k, held_v, places, window, 0.3)
+    assert torch.equal(held_k, wanted_k) and torch.equal(held_v, wanted_v)
+    for beyond in (9, -1):
+        with pytest.raises(IndexError, match="9 places"):
+            made.attend(q, k, v, held_k, held_v, torch.tensor([[0], [beyond], [0]]), window, 0.3)
+    assert torch.equal(held_k, wanted_k), "nothing is written then"
+    mask = cache_mask(places, 9, window)
+    assert near(y, Operations().attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_gates_and_sums(made: Kernels, dtype: torch.dtype) -> None:
+    x = 20 * drawn(3, 2, 70, dtype=dtype)
+    x0, a, b = drawn(3, 2, 70, dtype=dtype, seed=2), drawn(1, dtype=dtype)[0], drawn(1, dtype=dtype, seed=2)[0]
+    gate, up = x.double().chunk(2, dim=2)
+    assert near(made.swiglu(x), torch.nn.functional.silu(gate) * up)
+    assert near(made.squared_relu(x), x.double().relu().square())
+    assert near(made.mix(x, x0, a, b), a.double() * x.double() + b.double() * x0.double())
+
+
+def test_numbers_that_are_not_finite_stay_so(made: Kernels) -> None:
+    for dtype in FORMATS:
+        x = torch.tensor([[float("nan"), 1.0, 2.0, 3.0]], dtype=dtype)
+        assert made.norm(x, None, 1e-5)[0].isnan().all()
+        assert made.squared_relu(torch.tensor([1e30, 1.0], dtype=dtype))[0].isinf()
+
+
+def test_threads_change_no_result(made: Kernels) -> None:
+    x, added = drawn(64, 1, 8192, dtype=torch.float32), drawn(64, 1, 8192, dtype=torch.float32, seed=2)
+    held_k, held_v = (drawn(64, 256, 2, 64, dtype=torch.float32, seed=seed) for seed in (3, 4))
+    places = torch.arange(192, 256)[:, None]
+    q, k = x[..., :128].unflatten(2, (2, 64)), added[..., :128].unflatten(2, (2, 64))
+    cos = drawn(64, 1, 1, 32, dtype=torch.float32, seed=5)
+
+    def work() -> list[Tensor]:
+        y = made.attend(q, k, k, held_k.clone(), held_v.clone(), places, 500, 0.1)
+        turned = made.turn(x.unflatten(2, (-1, 64)), None, cos, cos, 1e-5)
+        return [y, turned, *made.norm(x, None, 1e-5, added), made.swiglu(x), made.squared_relu(x),
+                made.mix(x, added, x[0, 0, 0], x[0, 0, 1])]  # fmt: skip
+
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(work())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
+def test_a_held_fp32_model_replies_the_same_alone_in_a_batch_after_a_prefix_and_without_kernels(family: str) -> None:
+    def model(compiles: bool) -> Any:
+        operations = CpuOperations(compiles=compiles)
+        made: Any = (
+            tiny_gpt(320, 64, operations=operations) if family == "gpt" else tiny_qwen(family, operations=operations)
+        )
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in made.parameters():  # larger than new weights: each layer matters
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        operations.hold(made)
+        assert (operations._kernels is not None) == compiles
+        return made.eval()
+
+    ranks = [bytes([i % 256] * (1 + i // 256)) for i in range(320 - len(ROLES))]
+    words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
+    generator = torch.Generator().manual_seed(1)
+    common = torch.randint(300, (20,), generator=generator).tolist()
+    prompts = [[*common, *torch.randint(300, (3 + i,), generator=generator).tolist()] for i in range(7)]
+    sampling = Sampling(0.0, max_tokens=12, ignore_eos=True)
+    fast, slow = model(True), model(False)
+
+    def replies(engine: Engine, asked: list[list[int]]) -> list[list[int]]:
+        return [list(reply.tokens) for reply in engine.generate(asked, sampling)]
+
+    together = replies(Engine(fast, words, 7), prompts)
+    alone = [replies(Engine(fast, words, 1), [prompt])[0] for prompt in prompts]
+    warm = Engine(fast, words, 2)
+    replies(warm, [common])
+    assert together == alone == [replies(warm, [prompt])[0] for prompt in prompts]
+    assert together == replies(Engine(slow, words, 7), prompts)
+
+
+def test_the_library_is_compiled_once_and_named_after_what_it_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = compiler()
+    assert command is not None
+    library = module.compiled(tmp_path / "cache", command)
+    written = library.stat().st_mtime_ns
+    assert module.compiled(tmp_path / "cache", command) == library and library.stat().st_mtime_ns == written
+    changed = tmp_path / "kernels.cpp"
+    changed.write_bytes(module.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(module, "SOURCE", changed)
+    assert module.compiled(tmp_path / "cache", command) != library
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # nothing is left behind
+
+
+def test_without_a_working_compiler_operators_stay_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "false")  # a compiler that fails
+    assert kernels(tmp_path / "a") is None
+    monkeypatch.setattr(module, "compiler", lambda: None)
+    assert kernels(tmp_path / "b") is None
+    said = "".join(capfd.readouterr())
+    assert said.count("stay torch's own") == 2
+
+
+def test_plain_kernels_and_gradients_use_torchs_operators() -> None:
+    plain = Cpu().operations("plain")
+    assert isinstance(plain, CpuOperations)
+    plain.hold(tiny_gpt(320, 64))
+    assert plain._kernels is None
+    operations = CpuOperations()
+    operations.hold(tiny_gpt(320, 64))
+    x = drawn(2, 1, 8, dtype=torch.float32).requires_grad_()
+    operations.norm(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.skipif(not LAID_OUT, reason="oneDNN lays out no bf16 here")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (128, 96), (320, 1024), (100, 48), (64, 7)])
+def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, outputs: int, inputs: int) -> None:
+    weight = drawn(outputs, inputs, dtype=torch.bfloat16)
+    held = _Packed(weight, made)
+    fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
+    assert (held._place is not None) == fits
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 32, 33):
+            x = drawn(rows, 1, inputs, dtype=torch.bfloat16, seed=rows)
+            y = held(x)
+            assert near(y, torch.nn.functional.linear(x.double(), weight.double()))
+            assert rows > 32 or not fits or torch.equal(y[:1], held(x[:1])), "a row depends on no other row"
+        assert near(
+            held(x.transpose(0, 1)[:, :3]), torch.nn.functional.linear(x.double(), weight.double())[:3, 0][None]
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_layout_that_is_not_known_is_left_to_onednn(made: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not LAID_OUT:
+        pytest.skip("oneDNN lays out no bf16 here")
+    weight = drawn(64, 32, dtype=torch.bfloat16)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    other = weight.clone()
+    other[-1, -1] += 1
+    assert made.reads(laid_out, other) is None
