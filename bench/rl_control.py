@@ -1,7 +1,7 @@
 """Checks that RL teaches, and that the rewards do it: compares real runs with runs whose rewards are shuffled.
 
 python -m bench.rl_control           # three seeds and three controls, from the newest SFT checkpoint
-python -m bench.rl_control --variant "--loss=cispo --updates_per_rollout=4"
+python -m bench.rl_control --variant="--loss=cispo --updates_per_rollout=4"
 python -m bench.rl_control --quick   # one of each for a few steps; shows that it works, not that it learns
 """
 
@@ -44,7 +44,7 @@ class Config:
     jobs: int = max((os.cpu_count() or 1) // 2, 1)
     """runs at the same time, with one thread each; use 1 on a single accelerator"""
     variant: str = ""
-    """more flags of scripts.chat_rl for every run, in one argument, such as "--loss=cispo --updates_per_rollout=4".
+    """more flags of scripts.chat_rl for every run, such as --variant="--loss=cispo --updates_per_rollout=4".
     Each variant has runs of its own, which resume"""
     quick: bool = False
     """one seed and two steps; the exit code is 0 whatever the result"""

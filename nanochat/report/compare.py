@@ -83,10 +83,10 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
     """Rows of cost: of whole runs, and of each training stage. `price_per_hour` is in any currency."""
     totals = [run.report["summary"] for run in runs]
     rows = [
-        ["time", *(duration(60 * total["minutes"]) for total in totals)],
-        ["CPU time", *(duration(60 * total["cpu_minutes"]) for total in totals)],
-        ["memory in GB", *(f"{total['memory_gb']:.2f}" for total in totals)],
-    ]
+        ["time", *(duration(60 * total["minutes"]) if total["minutes"] else "" for total in totals)],
+        ["CPU time", *(duration(60 * total["cpu_minutes"]) if total["minutes"] else "" for total in totals)],
+        ["memory in GB", *(f"{total['memory_gb']:.2f}" if total["minutes"] else "" for total in totals)],
+    ]  # a report that knows no training stage has no cost either
     if price_per_hour is not None:
         rows.append([f"cost at {price_per_hour:g} an hour",
                      *(f"{price_per_hour * total['minutes'] / 60:,.2f}" for total in totals)])  # fmt: skip
@@ -132,7 +132,7 @@ def compare(runs: Sequence[Run], folder: Path, price_per_hour: float | None = No
         *(f"- {name}: {MEANINGS[name]}" for name in meanings), "",
         "## Cost", "", *grid(["figure", *head], figures(runs, price_per_hour)),
         "## What differed", "", *settings,
-        "## Curves", "", *(f"![{file}]({file})\n" for file in pictures),
+        *(["## Curves", ""] if pictures else []), *(f"![{file}]({file})\n" for file in pictures),
     ]  # fmt: skip
     text = "\n".join(lines)
     folder.mkdir(parents=True, exist_ok=True)

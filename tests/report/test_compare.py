@@ -70,3 +70,12 @@ def test_the_command_line_writes_the_page_and_refuses_what_is_no_report(runs: li
         write_json(base_folder / "wrong.json", wrong)
         with pytest.raises(UserError, match=r"wrong.json is not a report of this version: it lacks .*sections"):
             load_run(str(base_folder / "wrong.json"))
+
+
+def test_a_report_without_training_has_no_cost_and_no_curves(runs: list[Run], tmp_path: Path) -> None:
+    """As where base_loss ran again in a base folder of its own: figures that are not known must not stand there as 0."""
+    for run in runs:
+        run.report["summary"] |= {"minutes": 0.0, "cpu_minutes": 0.0, "memory_gb": 0.0}
+        run.report["sections"] = {}
+    assert [row[1:] for row in figures(runs, None)] == [["", ""]] * 3
+    assert "Curves" not in compare(runs, tmp_path / "out").read_text(encoding="utf-8")
