@@ -37,7 +37,10 @@ def draw(lines: Sequence[Line], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="FLOPs of training", ylabel="bits per byte", title=panel)
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             ticks(FuncFormatter(lambda value, _: f"{value:.2g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())  # minor labels would overlap
+        # A panel may span less than a power of ten, where there would be no label: the runs' own lengths are labels.
+        axes.set_xticks(sorted({end[0] for line in lines if line.panel == panel for end in line.ends}))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(True, which="both", alpha=0.2)
         axes.legend(title="ends of runs; faded: the way there")
     with atomic_path(path) as temporary:
