@@ -20,25 +20,15 @@ import torch
 from bench.ranks.group import D4, wire_bytes_per_parameter
 from bench.train import quality
 from bench.train.rows import check_rows, make_rows, standard_library
-from bench.train.worker import Measured, Plan, Variant, measure
+from bench.train.worker import Measured, Plan, Variant, flops_per_token, measure
 from bench.upstream import check_checkout
 from nanochat import device
 from nanochat.common import UserError, base_dir, log, run
-from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 
 STEP_TOKENS = 4096
 MEMORY_LENGTH, MEMORY_ROWS = 2048, 32  # the pass on which memory is compared; both numbers are upstream's defaults
 QUICK_TEXT = 2_000_000  # characters: enough for a vocabulary of 4,096, and trained on in a second
-
-
-def flops_per_token(shape: GPTConfig) -> int:
-    """FLOPs per token, forward and backward, of the large matrices and of attention over the whole row.
-
-    31.46 million for D4."""
-    layers, width = shape.n_layer, shape.n_embd
-    matrices = 12 * layers * width**2 + shape.vocab_size * width
-    return 6 * matrices + 12 * layers * width * shape.sequence_len
 
 
 # --- figures ----------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in usage)
 
 
+def seed_of(task: dict[str, Any]) -> int:
+    """The seed of the initial weights: the task's, or 42."""
+    return 42 if task["seed"] is None else task["seed"]
+
+
 def batch_of(rows: np.ndarray) -> Batch:
     """Split rows (B, T + 1) into inputs and targets."""
     cells = torch.from_numpy(rows.astype(np.int64))
@@ -70,8 +75,10 @@ def bits_per_byte(side: Side, rows: np.ndarray, token_bytes: np.ndarray, size: i
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, with the calls that the scripts make.
 
-    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length."""
+    If the task has a number of steps, rates, momentum and decay follow base_train's rules for a run of that length,
+    with the task's flags of base_train."""
     from nanochat import dataloader, device
+    from nanochat.common import parse
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.train import compile as compiling
     from nanochat.train import schedule
@@ -79,10 +86,10 @@ def ours(task: dict[str, Any]) -> Side:
     from nanochat.train.update import LossScale, update
     from scripts.base_train import Config
 
-    compute, cfg = device.compute_init("cpu"), Config()
+    compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
     config = GPTConfig(**task["shape"])
     model = GPT(config, compute.dtype, operations=compute.operations)
-    model.init_weights()
+    model.init_weights(seed_of(task))
     shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]
     tokens, factor = shape[0] * shape[1], 1.0
     rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
@@ -191,11 +198,13 @@ def matmuls(task: dict[str, Any]) -> Side:
 def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any]], None]) -> None:
     """Make the side, warm it up, and answer requests until the input ends."""
     torch.set_num_threads(1)
-    torch.manual_seed(42)
+    torch.manual_seed(seed_of(task))
     side = {"ours": ours, "upstream": upstream, "matmuls": matmuls}[task["side"]](task)
     rows = np.load(task["rows"], mmap_mode="r")
     token_bytes = np.load(task["token_bytes"])
     train, held_out = rows[: len(rows) - task["held_out"]], rows[len(rows) - task["held_out"] :]
+    if task["seed"] is not None:  # every side draws the same order from a seed
+        train = train[np.random.default_rng(task["seed"]).permutation(len(train))]
     coming, number = batches(train, task["rows_per_step"]), 0
 
     def take(steps: int) -> tuple[list[float], list[float]]:

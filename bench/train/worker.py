@@ -28,11 +28,14 @@ class Variant:
     dtype: str
     compiled: bool = False
     scale: float = 1.0  # factor on upstream's learning rates
+    flags: tuple[str, ...] = ()  # of base_train, for our side: rates, decay and schedule
+    checkout: Path | None = None  # another checkout of this repository, whose code our side runs
 
     @property
     def name(self) -> str:
         factor = f", rates x{self.scale:g}" if self.scale != 1 else ""
-        return f"{self.side} {'compiled' if self.compiled else 'eager'} {self.dtype}{factor}"
+        given = "".join(f" {flag}" for flag in self.flags) + (f" of {self.checkout}" if self.checkout else "")
+        return f"{self.side} {'compiled' if self.compiled else 'eager'} {self.dtype}{factor}{given}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,16 @@ class Plan:
     warmup: int = 3  # untimed steps before the first round
     horizon: int | None = None  # steps of a run that follows the side's schedule; None: constant rates, for timing
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
+    seed: int | None = None  # of the weights and of the rows' order; None: seed 42, and the order of the file
+
+
+def flops_per_token(shape: GPTConfig) -> int:
+    """FLOPs per token, forward and backward, of the large matrices and of attention over each layer's window.
+
+    31.46 million for D4. The number depends on the shape alone, so it is the same for our side and for upstream's."""
+    layers, width = shape.n_layer, shape.n_embd
+    matrices = 12 * layers * width**2 + shape.vocab_size * width
+    return 6 * matrices + 12 * width * sum(min(window, shape.sequence_len) for window in shape.windows)
 
 
 @dataclass
@@ -81,15 +94,18 @@ class Worker:
             "held_out": plan.held_out,
             "rows_per_step": plan.rows_per_step,
             "warmup": plan.warmup,
+            "seed": plan.seed,
+            "flags": list(variant.flags),
         }
-        home = peer if variant.side == "upstream" and peer is not None else ROOT
+        own_root = ROOT if variant.checkout is None else variant.checkout.resolve()
+        home = peer if variant.side == "upstream" and peer is not None else own_root
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": "cpu", "NANOCHAT_DTYPE": variant.dtype}
         alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         # Upstream decorates its optimizer with torch.compile; only this variable keeps it uncompiled.
         eager = {} if variant.compiled else {"TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "train" / "side.py"), json.dumps(task)],
+            [sys.executable, str(own_root / "bench" / "train" / "side.py"), json.dumps(task)],
             env={**alone, **threads, **own, **eager},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,0 +1,1 @@
+"""Compute multipliers: how much more a baseline must spend to reach our loss."""

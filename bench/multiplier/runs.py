@@ -1,0 +1,208 @@
+"""The runs of bench.multiplier: each trains once, and its curve is kept in a file that is named by its settings."""
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.multiplier.curves import Point
+from bench.train.rows import ABOUT
+from bench.train.worker import ROOT, Plan, Variant, flops_per_token, workers
+from nanochat.common import read_json, write_json
+from nanochat.platforms import host
+from nanochat.runtime.progress import Progress
+
+MEASURED = 4  # times that a run measures the held-out rows, the last time at its end
+TURN = 20  # steps between two reports of progress
+GIGA = 1e9
+# The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
+OURS = ("nanochat/gpt.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py", "nanochat/train/optim.py",
+        "nanochat/train/muon.py", "nanochat/train/schedule.py", "nanochat/train/update.py")  # fmt: skip
+UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
+LOOP = "bench/train/side.py"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that is compared: upstream, ours, or ours with a change."""
+
+    name: str
+    variant: Variant
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `plan` has its length and its seed."""
+
+    text: str
+    depth: int
+    entry: Entry
+    plan: Plan
+
+    @property
+    def steps(self) -> int:
+        assert self.plan.horizon is not None
+        return self.plan.horizon
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole run."""
+        return float(flops_per_token(self.plan.shape) * self.plan.rows_per_step * self.plan.shape.sequence_len) * (
+            self.steps
+        )
+
+    def scaled(self, scale: float) -> "Run":
+        """The same run with another factor on upstream's learning rates."""
+        return replace(self, entry=replace(self.entry, variant=replace(self.entry.variant, scale=scale)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is kept of a run: its held-out loss along the way, its cost, and where it ran."""
+
+    settings: dict[str, Any]
+    parameters: int
+    flops: list[float]  # up to each measurement
+    seconds: list[float]  # CPU seconds of the steps up to each measurement, without compiling and measuring
+    bits_per_byte: list[float]  # of the held-out rows
+    losses: list[float]  # of each step, in nats per token
+    torch: str
+    cpu: str
+
+    @property
+    def end(self) -> float:
+        """Bits per byte at the end of the run."""
+        return self.bits_per_byte[-1]
+
+    def point(self, cost: str) -> Point:
+        """The end of the run; `cost` is flops or seconds."""
+        return Point((self.flops if cost == "flops" else self.seconds)[-1], self.end)
+
+
+class Plain(ast.NodeTransformer):
+    """Takes the docstrings out of a syntax tree."""
+
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return node
+
+
+def code_of(folder: Path, files: Iterable[str]) -> str:
+    """A hash of source files that ignores comments, docstrings and layout."""
+    trees = [ast.dump(Plain().visit(ast.parse((folder / name).read_text(encoding="utf-8")))) for name in files]
+    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+
+
+def settings(run: Run, peer: Path | None) -> dict[str, Any]:
+    """Everything that decides what a run learns. Two runs with equal settings are the same run."""
+    plan, variant = run.plan, run.entry.variant
+    home = variant.checkout or ROOT
+    if variant.side == "upstream":
+        assert peer is not None
+        code = code_of(peer, UPSTREAM) + code_of(ROOT, (LOOP,))
+    else:
+        code = code_of(home, OURS) + code_of(home, (LOOP,))
+    return {
+        "text": run.text,
+        "rows": read_json(plan.rows / ABOUT)["sha256"],
+        "shape": asdict(plan.shape),
+        "rows_per_step": plan.rows_per_step,
+        "held_out": plan.held_out,
+        "steps": run.steps,
+        "seed": plan.seed,
+        "side": variant.side,
+        "dtype": variant.dtype,
+        "compiled": variant.compiled,
+        "scale": variant.scale,
+        "flags": sorted(variant.flags),
+        "code": code,
+    }
+
+
+class Runs:
+    """The finished runs in a folder; asks for a run train it if it is not among them."""
+
+    def __init__(self, folder: Path, peer: Path | None, progress: Progress):
+        self.folder, self.peer, self.progress = folder, peer, progress
+        self.trained = 0  # runs that this process trained itself
+        self._seen: set[Path] = set()
+
+    def path(self, run: Run) -> Path:
+        """The file of a run. Its name says what the run is; the hash at its end covers all settings."""
+        text = json.dumps(settings(run, self.peer), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        side = "upstream" if run.entry.variant.side == "upstream" else run.entry.name
+        scale = f"-x{run.entry.variant.scale:g}" if side == "upstream" else ""
+        return self.folder / f"{run.text}-d{run.depth}-{run.steps}-{side}{scale}-seed{run.plan.seed}-{digest}.json"
+
+    def __call__(self, run: Run) -> Result:
+        """The result of a run, from its file or by training."""
+        path = self.path(run)
+        if path.exists():
+            result = Result(**read_json(path))
+            self.progress.advance(0 if path in self._seen else run.flops / GIGA, skipped=True)
+        else:
+            result = self._train(run)
+            write_json(path, asdict(result))
+            self.trained += 1
+            self.progress.say(f"{path.name}: {result.end:.4f} bits per byte, {result.seconds[-1]:.1f} CPU s")
+        self._seen.add(path)
+        return result
+
+    def _train(self, run: Run) -> Result:
+        share = run.flops / run.steps
+        stops = sorted({round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0})
+        flops: list[float] = []
+        seconds: list[float] = []
+        bits: list[float] = []
+        losses: list[float] = []
+        spent, done = 0.0, 0
+        with workers([run.entry.variant], run.plan, self.peer) as (worker,):
+            ready = worker.answer()
+            for stop in stops:
+                while done < stop:
+                    steps = min(TURN, stop - done)
+                    answer = worker.ask(steps)
+                    spent, done = spent + sum(answer["seconds"]), done + steps
+                    losses += answer["losses"]
+                    self.progress.advance(steps * share / GIGA)
+                flops.append(share * done)
+                seconds.append(spent)
+                bits.append(worker.bits_per_byte())
+        return Result(
+            settings(run, self.peer),
+            ready["parameters"],
+            flops,
+            seconds,
+            bits,
+            losses,
+            torch.__version__,
+            host.cpu_model(),
+        )
+
+
+def tuned(runs: Runs, run: Run, scales: Sequence[float]) -> float:
+    """The factor on upstream's learning rates that gives this run the fewest bits per byte.
+
+    Where the best factor is the smallest or the largest one tried, half or twice of it is tried too, until the best
+    lies between two others. Only upstream has a factor: for all others it is 1.
+    """
+    if run.entry.variant.side != "upstream":
+        return 1.0
+    tried = {scale: runs(run.scaled(scale)).end for scale in scales}
+    while True:
+        best = min(tried, key=lambda scale: tried[scale])
+        if best == min(tried):
+            further = best / 2
+        elif best == max(tried):
+            further = best * 2
+        else:
+            return best
+        tried[further] = runs(run.scaled(further)).end

@@ -1,0 +1,282 @@
+"""Compute multipliers: the arithmetic on power laws, runs that are kept, what is refused, and a small comparison."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.multiplier import __main__ as bench
+from bench.multiplier import runs as running
+from bench.multiplier.__main__ import Config, Sizes
+from bench.multiplier.curves import Point, cost_to_reach, improving, interval, multiplier
+from bench.multiplier.picture import Line, draw
+from bench.multiplier.runs import Entry, Result, Run, Runs, tuned
+from bench.train.rows import Text, make_rows
+from bench.train.side import batches
+from bench.train.worker import ROOT, Plan, Variant, flops_per_token
+from nanochat.common import UserError, write_json
+from nanochat.gpt import GPTConfig
+from nanochat.runtime.progress import Progress
+from tests.bench.train.test_train import TEXT, TINY, fake_upstream
+
+EAGER = Variant("ours", "float32")
+UPSTREAM = Entry("upstream", replace(EAGER, side="upstream"))
+
+
+def law(cost: float, faster: float = 1.0) -> Point:
+    """A power law that reaches every loss for `faster` times less."""
+    return Point(cost, 3.0 * (cost * faster) ** -0.2)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_the_multiplier_of_a_power_law_is_the_known_one() -> None:
+    curve = [law(cost) for cost in (1e9, 2e9, 4e9)]
+    found = multiplier([law(1.3e9, 1.7), law(2e9, 1.7)], [curve, curve[::-1]])
+    assert found is not None and found.mean == pytest.approx(1.7) and not found.extrapolated
+    assert found.error == pytest.approx(0, abs=1e-9) and found.low == pytest.approx(1.7) and found.helps()
+    slower = multiplier([law(2e9, 0.8)], [curve])
+    assert slower is not None and slower.mean == pytest.approx(0.8) and not slower.helps()
+
+
+def test_a_loss_beyond_the_curve_continues_its_last_segment_and_is_marked() -> None:
+    curve = [law(1e9), law(2e9)]
+    for point, expected in ((law(2e9, 3.0), 3.0), (law(1e9, 0.5), 0.5)):
+        found = multiplier([point], [curve])
+        assert found is not None and found.mean == pytest.approx(expected)
+        assert found.extrapolated and found.words == f"{expected:.3f}?"
+    inside = cost_to_reach(curve, law(2e9).bits_per_byte)
+    assert inside is not None and not inside.extrapolated and inside.amount == pytest.approx(2e9)
+
+
+def test_a_longer_run_that_is_no_better_is_left_out() -> None:
+    points = [Point(4.0, 1.6), Point(1.0, 2.0), Point(2.0, 2.1), Point(3.0, 2.0)]
+    assert improving(points) == [Point(1.0, 2.0), Point(4.0, 1.6)]
+    assert cost_to_reach([Point(1.0, 2.0), Point(2.0, 2.0)], 1.9) is None
+    assert multiplier([Point(1.0, 1.9)], [[Point(1.0, 2.0), Point(2.0, 2.1)]]) is None
+
+
+def test_the_interval_is_student_s_over_the_logarithms() -> None:
+    found = interval([1.0, math.exp(0.1), math.exp(0.2)], False)
+    error = 0.1 / math.sqrt(3)
+    assert found.mean == pytest.approx(math.exp(0.1))
+    assert found.error == pytest.approx(math.exp(0.1) * error)
+    assert (found.low, found.high) == pytest.approx((math.exp(0.1 - 4.303 * error), math.exp(0.1 + 4.303 * error)))
+    assert not found.helps()  # 3 seeds so far apart leave 1 inside the interval
+    alone = interval([1.5], True)
+    assert (alone.error, alone.low, alone.words) == (None, None, "1.500?") and not alone.helps()
+    assert interval([1.1] * 12, False).low == pytest.approx(1.1)
+
+
+def test_flops_count_the_keys_that_windows_let_a_query_see() -> None:
+    shape = GPTConfig(512, 4096, 4, 4, 4, 256, "L")
+    assert flops_per_token(shape) == 31_457_280
+    windowed = replace(shape, window_pattern="SSSL")  # 128 keys in three layers
+    assert flops_per_token(shape) - flops_per_token(windowed) == 12 * 256 * 3 * (512 - 128)
+
+
+def test_a_seed_decides_the_order_of_rows_and_nothing_else_does() -> None:
+    """The order is drawn by numpy from the seed alone, so both sides read the same."""
+    rows = np.arange(40).reshape(10, 4)
+    drawn = [rows[np.random.default_rng(seed).permutation(10)] for seed in (1, 1, 2)]
+    first = [next(batches(order, 4))[0].tolist() for order in drawn]
+    assert first[0] == first[1] != first[2]
+
+
+# --- runs that are kept ----------------------------------------------------------------------------
+
+
+class Counting(Runs):
+    """Trains by a made-up law instead of in a process."""
+
+    def __init__(self, folder: Path, peer: Path | None, best: float = 1.0):
+        super().__init__(folder, peer, Progress("test", None, "GFLOPs", shown=False))
+        self.asked: list[Run] = []
+        self.best = best
+
+    def _train(self, run: Run) -> Result:
+        self.asked.append(run)
+        upstream = run.entry.variant.side == "upstream"
+        off = abs(math.log2(run.entry.variant.scale / self.best)) / 100 if upstream else 0.0
+        worse = 1.2 if upstream else 1.0
+        point = law(run.flops / worse)
+        bits = point.bits_per_byte + off + (run.plan.seed or 0) / 1e7
+        return Result(running.settings(run, self.peer), 1, [run.flops], [run.flops / 1e9], [bits], [1.0], "2", "cpu")
+
+
+def plan_in(folder: Path) -> Plan:
+    make_rows(folder, TINY.vocab_size, TINY.sequence_len, TEXT)
+    return Plan(TINY, folder, rows_per_step=4, rounds=0, steps=0, warmup=0, horizon=6, held_out=4, seed=1)
+
+
+def test_a_finished_run_is_never_trained_again_and_a_changed_one_is(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "rows")
+    run = Run("code", 2, Entry("ours", EAGER), plan)
+    runs = Counting(tmp_path, None)
+    first = runs(run)
+    again = Counting(tmp_path, None)
+    assert again(run) == first and again.asked == [] and again.trained == 0
+    hot = replace(EAGER, flags=("--matrix_lr=0.03",))
+    others = [replace(run, plan=replace(plan, seed=2)), replace(run, plan=replace(plan, horizon=7)),
+              replace(run, plan=replace(plan, held_out=5)), replace(run, entry=Entry("ours", hot)),
+              replace(run, entry=Entry("ours", replace(EAGER, dtype="bfloat16")))]  # fmt: skip
+    for other in others:
+        again(other)
+    assert again.asked == others and len(list(tmp_path.glob("code-d2-*.json"))) == 6
+    again(replace(run, entry=Entry("other", EAGER)))  # the name alone changes nothing but the file's
+    assert runs.path(run).name.startswith("code-d2-6-ours-seed1-")
+
+
+def test_code_counts_and_comments_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""Doc."""\ndef f(x):\n    """More."""\n    return x + 1  # why\n')
+    one = running.code_of(tmp_path, ("a.py",))
+    file.write_text("def f( x ):\n\n    return (x + 1)\n")
+    assert running.code_of(tmp_path, ("a.py",)) == one
+    file.write_text("def f(x):\n    return x + 2\n")
+    assert running.code_of(tmp_path, ("a.py",)) != one
+
+
+def test_the_factor_on_upstreams_rates_is_searched_until_it_lies_inside(tmp_path: Path) -> None:
+    peer = fake_upstream(tmp_path / "upstream")
+    run = Run("code", 2, UPSTREAM, plan_in(tmp_path / "rows"))
+    for best, tried in ((1.0, [1.0, 2.0, 0.5]), (4.0, [1.0, 2.0, 4.0, 8.0]), (0.25, [1.0, 2.0, 0.5, 0.25, 0.125])):
+        folder = tmp_path / f"{best:g}"
+        folder.mkdir()
+        runs = Counting(folder, peer, best)
+        assert tuned(runs, run, (1.0, 2.0)) == best
+        assert [asked.entry.variant.scale for asked in runs.asked] == tried
+    assert tuned(runs, replace(run, entry=Entry("ours", EAGER)), (1.0, 2.0)) == 1.0 and len(runs.asked) == 5
+
+
+def test_the_comparison_finds_the_multiplier_of_its_runs(tmp_path: Path) -> None:
+    """Upstream spends 1.2 times as much for every loss; the baseline is tuned with the first seed alone."""
+    runs = Counting(tmp_path, fake_upstream(tmp_path / "upstream"), best=2.0)
+    cfg = Config(steps=(6,), seeds=(1, 2, 3))
+    figures, lines = bench.measure_one(
+        "code", 2, plan_in(tmp_path / "rows"), UPSTREAM, [Entry("ours", EAGER)], cfg, runs
+    )
+    (found,) = figures
+    assert found.flops is not None and found.flops.mean == pytest.approx(1.2, abs=0.002)
+    assert found.seconds is not None and found.scale == 2.0 and found.difference < 0
+    upstream = [run for run in runs.asked if run.entry.name == "upstream"]
+    assert len(upstream) == 3 + 2 + 3 and {run.plan.seed for run in upstream[:3]} == {1}
+    assert [len(line.ends) for line in lines] == [2, 1] and len(lines[0].curves) == 6
+    words = bench.table(figures, "upstream")
+    assert "code, d2, 6" in words and "x2" in words and "±" in words
+    draw(lines, tmp_path / "picture.png")
+    draw([Line("b", "x", [(1e9, 2.0, 0.0)], [])], tmp_path / "alone.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"upstream": Path("nowhere")}, "--upstream must name a folder with a checkout"),
+        ({"quick": True, "variants": ("a=--matrix_lr=1",)}, "leave out --quick"),
+        ({"steps": (0,)}, "--steps must be at least 1, got 0"),
+        ({"seeds": (1, 1)}, "--seeds must be one or more different values, got 1 1"),
+        ({"stretch": (1.0,)}, "two lengths of the baseline's runs"),
+        ({"stretch": (1.0, 0.0)}, "--stretch must be above 0"),
+        ({"scales": ()}, "got none"),
+        ({}, "--texts documents needs --corpus DIR"),
+        ({"texts": ("code",)}, "--baseline must be one of ours, none was given"),
+        ({"texts": ("code",), "baseline": "theirs"}, "one of ours, got theirs; upstream needs --upstream"),
+        ({"texts": ("code",), "baseline": "ours"}, "give --variants NAME=FLAGS"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_rule(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        bench.check(Config(**flags))
+        bench.entries(Config(**flags), EAGER)
+    assert refusal.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("Hot=--matrix_lr=0.03", "a name of small letters"),
+        ("ours=--matrix_lr=0.03", "a name of small letters"),
+        ("hot", "variant hot changes nothing"),
+        ("hot=--depth=3", "may have the flags --checkout=DIR and --unembedding_lr=.*, got '--depth=3'"),
+        ("hot=matrix_lr=3", "got 'matrix_lr=3'"),
+        ("hot=--checkout=nowhere", "nowhere is no checkout of this repository: it has no nanochat/gpt.py"),
+    ],
+)
+def test_an_unknown_variant_is_refused(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bench.entry(words, EAGER)
+
+
+def test_variants_are_flags_of_base_train_or_another_checkout() -> None:
+    made = bench.entry(f"hot=--matrix-lr=0.03  --warmup_steps=5 --checkout={ROOT}", EAGER).variant
+    assert made.flags == ("--matrix_lr=0.03", "--warmup_steps=5") and made.checkout == ROOT
+    assert "--matrix_lr=0.03" in made.name
+    cfg = Config(texts=("code",), baseline="ours", variants=("hot=--matrix_lr=0.03", "cold=--matrix_lr=0.01"))
+    baseline, others = bench.entries(cfg, EAGER)
+    assert baseline.name == "ours" and [other.name for other in others] == ["hot", "cold"]
+    with pytest.raises(UserError, match="two entries with the name hot"):
+        bench.entries(replace(cfg, variants=("hot=--matrix_lr=0.03",) * 2), EAGER)
+    beside, others = bench.entries(replace(cfg, baseline=None, upstream=Path()), EAGER)
+    assert beside.variant.side == "upstream" and [other.name for other in others] == ["ours", "hot", "cold"]
+
+
+def test_a_text_too_short_for_the_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "standard_library", lambda limit: TEXT)
+    sizes, cfg = Sizes(16, 300, 4, 4), Config(texts=("code",))
+    bench.rows_of("code", cfg, sizes, tmp_path / "rows", 10)
+    with pytest.raises(UserError, match=r"'code' must have at least 1,000 rows to train on.* 1,000 steps.*got \d+"):
+        bench.rows_of("code", cfg, sizes, tmp_path / "rows", 1000)
+    write_json(tmp_path / "made.json", {})
+    with pytest.raises(UserError, match=r"made by: python -m bench\.corpus DIR"):
+        bench.rows_of("documents", replace(cfg, corpus=tmp_path), sizes, tmp_path / "other", 10)
+
+
+# --- real processes --------------------------------------------------------------------------------
+
+
+def test_a_checkout_s_own_code_is_what_runs(tmp_path: Path) -> None:
+    """A copy with a tenth of Muon's rate ends where a flag for the same rate ends, which is not where ours ends."""
+    copy = tmp_path / "copy"
+    for folder in ("nanochat", "scripts", "bench/train"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "bench" / "__init__.py").touch()
+    shutil.copytree(ROOT / "tasks", copy / "tasks", ignore=shutil.ignore_patterns("__pycache__"))
+    schedule = copy / "nanochat" / "train" / "schedule.py"
+    schedule.write_text(schedule.read_text().replace("return min(2.0, max(1.0, 400 / steps))", "return 0.1"))
+    plan = plan_in(tmp_path / "rows")
+    variants = {"ours": EAGER, "changed": replace(EAGER, checkout=copy),
+                "flagged": replace(EAGER, flags=("--matrix_lr=0.001",))}  # fmt: skip
+    runs = Runs(tmp_path / "runs", None, Progress("test", None, "GFLOPs", shown=False))
+    runs.folder.mkdir()
+    ends = [runs(Run("code", 2, Entry(name, variant), plan)) for name, variant in variants.items()]
+    ours, changed, flagged = ends
+    assert changed.end == pytest.approx(flagged.end, abs=1e-6) and abs(changed.end - ours.end) > 1e-4
+    assert ours.losses[0] == changed.losses[0] and len(ours.losses) == 6 and len(ours.bits_per_byte) == 4
+    assert runs(Run("code", 2, Entry("ours", EAGER), plan)) == ours and runs.trained == 3
+
+
+@pytest.mark.slow
+def test_quick_compares_and_a_second_call_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(bench, "QUICK", Sizes(16, 300, 4, 4))
+    monkeypatch.setattr(bench, "standard_library", lambda limit: Text(TEXT.documents, "cats"))
+    found = []
+    for _ in range(2):
+        bench.main(Config(quick=True, out=tmp_path / "out"))
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert [result["trained"] for result in found] == [6, 0]
+    assert found[0]["figures"] == found[1]["figures"] and found[0]["baseline"] == "adamw"
+    assert found[0]["figures"][0]["flops"]["mean"] > 0
+    assert (tmp_path / "out" / "adamw-ours.png").exists() and (tmp_path / "out" / "adamw-ours.json").exists()
