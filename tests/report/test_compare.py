@@ -73,7 +73,7 @@ def test_the_command_line_writes_the_page_and_refuses_what_is_no_report(runs: li
 
 
 def test_a_report_without_training_has_no_cost_and_no_curves(runs: list[Run], tmp_path: Path) -> None:
-    """As where base_loss ran again in a base folder of its own: figures that are not known must not stand there as 0."""
+    """As where base_loss ran again in a base folder of its own: what is not known must not stand there as 0."""
     for run in runs:
         run.report["summary"] |= {"minutes": 0.0, "cpu_minutes": 0.0, "memory_gb": 0.0}
         run.report["sections"] = {}
