@@ -86,7 +86,8 @@ def figures(runs: Sequence[Run], price_per_hour: float | None) -> list[list[str]
         ["time", *(duration(60 * total["minutes"]) if total["minutes"] else "" for total in totals)],
         ["CPU time", *(duration(60 * total["cpu_minutes"]) if total["minutes"] else "" for total in totals)],
         ["memory in GB", *(f"{total['memory_gb']:.2f}" if total["minutes"] else "" for total in totals)],
-    ]  # a report that knows no training stage has no cost either
+    ]  # a report of stages that no speedrun started does not know these
+    rows = [row for row in rows if any(row[1:])]
     if price_per_hour is not None:
         rows.append([f"cost at {price_per_hour:g} an hour",
                      *(f"{price_per_hour * total['minutes'] / 60:,.2f}" for total in totals)])  # fmt: skip
