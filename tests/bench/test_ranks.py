@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bench.ranks import __main__ as ranks
+from bench.ranks import group
 from bench.ranks.group import D4, Ranks, Task, Timed
 from bench.ranks.wire import Wire
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.qwen.config import QwenConfig
 from tests.support.ranks import run_ranks
+from tests.support.tiny_model import on_cpu
 
 SMALL = GPTConfig(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
 
@@ -57,8 +60,8 @@ def test_the_default_mode_sends_no_more_than_it_must() -> None:
     expected = 0.75 * (2 + 4) + 2 * 0.75 * 2 * matrices / 4 / total
     four = Ranks(Task(4, shape=shape, tokens=4 * 2 * 64))
     try:
-        four.step()
-        sent = [timed.wire_bytes for timed in four.step()]
+        assert [timed.wire_bytes for timed in four.step()] == [None] * 4
+        sent = [timed.wire_bytes or 0.0 for timed in four.step(count=True)]
     finally:
         four.close()
     assert sum(sent) / 4 == pytest.approx(expected, rel=0.01)
@@ -97,7 +100,22 @@ def test_ranks_fine_tune_a_qwen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_the_share_of_the_ideal_is_by_the_slowest_rank() -> None:
-    one = [[Timed(4.0, 3.0, 0)], [Timed(9.0, 9.0, 0)], [Timed(4.0, 3.0, 0)]]
-    two = [[Timed(2.5, 1.5, 0), Timed(2.0, 2.5, 0)]] * 3
+    one = [[Timed(4.0, 3.0)], [Timed(9.0, 9.0)], [Timed(4.0, 3.0)]]
+    two = [[Timed(2.5, 1.5), Timed(2.0, 2.5)]] * 3
     assert ranks.share_of_ideal(one, two, "seconds") == pytest.approx(4 / 5)
     assert ranks.share_of_ideal(one, two, "cpu_seconds") == pytest.approx(3 / 4)
+
+
+def test_only_a_counted_step_runs_below_a_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below one, torch would leave compiled code aside, and the timed steps would not be those of a training run."""
+    modes: list[Any] = []
+    update = group.update
+
+    def watched(*given: Any) -> Any:
+        modes.append(_get_current_dispatch_mode())
+        return update(*given)
+
+    monkeypatch.setattr(group, "update", watched)
+    step = group.training_step(Task(1, "none", "float32", shape=SMALL, tokens=128), on_cpu())
+    assert step(0) is None and step(1, True) == 0
+    assert modes[0] is None and isinstance(modes[1], Wire)
