@@ -235,8 +235,9 @@ class GatedDeltaNet(nn.Module):
             width = self.config.delta_width - 1
             call.cache.named["inputs"][call.slots, self.place] = _last(inputs, width, call.lengths)
         given = mixed, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        # Compiled code decides by itself what it computes again, and keeps less than checkpoint() makes it keep.
-        if call is None and self.recomputes and torch.is_grad_enabled() and not is_compiling():
+        # Below adapters a compiler chooses better by itself; where matrices are trained it would keep a fifth more.
+        left_alone = is_compiling() and not self.in_proj_qkv.weight.requires_grad
+        if call is None and self.recomputes and torch.is_grad_enabled() and not left_alone:
             y = checkpoint(self._remember, *given, packed, None, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self._remember(*given, packed, call)
