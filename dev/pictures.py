@@ -140,7 +140,7 @@ def chat(base: Path, tag: str | None) -> None:
             for number, question in enumerate(QUESTIONS):
                 ask(page, question, number)
             if page.locator("details.tool summary").count():
-                page.locator("details.tool summary").last.click()
+                page.locator("details.tool summary").last.press("Enter")  # a click would leave the mouse on a button
             page.evaluate("() => document.activeElement.blur()")
             page.set_viewport_size({"width": WIDTH, "height": page.evaluate(FROM_TOP_TO_BOTTOM)})
             page.wait_for_timeout(500)  # fades and the scroll come to rest

@@ -24,7 +24,8 @@ from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
-from nanochat.platforms.cpu.platform import Cpu, CpuOperations
+from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.nvidia import Nvidia
 
 if TYPE_CHECKING:

@@ -302,7 +302,9 @@ class Engine:
             uniform(request.random) if request.cached + 1 == len(request.tokens) else 0.0 for request in requests
         ]
         adjust = adjuster([request.history for request in requests], [request.grammar for request in requests])
-        choice = choose(logits, [request.sampling for request in requests], uniforms, self._banned, adjust)
+        choice = choose(
+            logits, [request.sampling for request in requests], uniforms, self._banned, adjust, self.model.operations
+        )
         events, leaving = [], []
         for slot, request in enumerate(requests):
             request.cached += 1

@@ -94,7 +94,7 @@ class Head(Linear):
         """Softcapped fp32 logits (..., V). With targets: the weighted sum of losses, or with `each` the loss of every
         token, (...)."""
         if targets is None:
-            return loss.softcap(super().forward(input)[..., : self.vocab])
+            return self.operations.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
             return loss.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
@@ -123,6 +123,10 @@ class Attention(nn.Module):
     def join(self, pack: Pack, dtype: torch.dtype) -> None:
         """Multiply with the matrices of queries, keys and values at once from here on, if joined() can join them."""
         self._joined = self._joined or joined((self.c_q, self.c_k, self.c_v), pack, dtype)
+
+    def release(self) -> None:
+        """Multiply with each matrix by itself again, see Operations.release()."""
+        self._joined = None
 
     def forward(
         self,

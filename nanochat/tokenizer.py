@@ -83,6 +83,7 @@ class Tokenizer:
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
         self.marks_begin = True  # every text and conversation begins with bos
+        self.takes_system = self.takes_tools = False  # no mark of their own: system text goes in front of a question
         self.border: int | None = self._ids["user_start"]  # where a conversation may be cut
         self.hash = _digest(self._content())
         self._encoder = bpe.encoder(ranks, regex)

@@ -5,13 +5,14 @@
 #   bash runs/chinese.sh --data fineweb-zh-v2.1:0.6,mytexts:0.4 --shards 400 --from modelscope
 #   bash runs/chinese.sh --mix ~/chats.jsonl                    adds your Chinese conversations; the published are English
 #   bash runs/chinese.sh --plan                                 only says what the run needs
+#   bash runs/chinese.sh --preset cpu                           4 layers of 256 channels, for a laptop; chats of TinyWorld
 #   bash runs/chinese.sh --preset tiny                          every stage in minutes, on TinyWorld, to see that it works
 # --depth N sets the number of layers, --shards N the files of each published corpus. Typed again after a stop, it resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
-preset=full data=fineweb-zh:0.6,fineweb:0.4 depth=12 shards=16 from=hub mix='' plan=''
+preset=full data=fineweb-zh:0.6,fineweb:0.4 depth=12 shards='' from=hub mix='' plan=''
 while [ $# -gt 0 ]; do
     case $1 in
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
@@ -19,22 +20,29 @@ while [ $# -gt 0 ]; do
     --plan) plan=yes && shift ;;
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
     *)
-        echo "error: runs/chinese.sh takes --preset full|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" >&2
+        echo "error: runs/chinese.sh takes --preset full|cpu|tiny, --data, --depth, --shards, --from, --mix and --plan, got $1" >&2
         exit 2
         ;;
     esac
 done
-chats=() few=() size=(--depth "$depth") vocabulary=65536 tag="zh-d$depth" tokens=0
+chats=() few=() conversations=() size=(--depth "$depth") vocabulary=65536 tag="zh-d$depth" tokens=0
 [ -z "$mix" ] || chats=(--mix "$mix")
 case $preset in
-full) ;;
+full) : "${shards:=16}" ;;
+cpu)
+    : "${shards:=1}"
+    tag=zh-cpu vocabulary=16384 tokens=4915200
+    size=(--depth=4 --model_dim=256 --head_dim=64 --max_seq_len=512)
+    few=(--window_pattern=L --total_batch_size=8192 --num_iterations=600)
+    conversations=(--conversations tinyworld)
+    ;;
 tiny)
     data=tinyworld shards=0 tag=zh-tiny vocabulary=1024 tokens=82000
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
     few=(--num_iterations=10 --no_compile)
     ;;
 *)
-    echo "error: --preset must be full or tiny, got $preset" >&2
+    echo "error: --preset must be full, cpu or tiny, got $preset" >&2
     exit 2
     ;;
 esac
@@ -43,17 +51,23 @@ prepare
 echo
 echo "== what the run needs: $data, files in $base"
 python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
-    --tokens "$tokens" --devices "$devices"
+    --tokens "$tokens" --devices "$devices" "${conversations[@]}"
 if [ -n "$plan" ]; then exit 0; fi
 
-fetch "$data" "$shards" "$from"
+if [ "$preset" = cpu ]; then fetch "$data,tinyworld" "$shards" "$from"; else fetch "$data" "$shards" "$from"; fi
 stage tok_train python -m scripts.tok_train --data "$data" --vocab_size "$vocabulary"
 stage tok_eval python -m scripts.tok_eval --data "$data"
 stage prepare python -m nanochat.prepare --data "$data"
 train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]}" "${few[@]}"
 train base_loss scripts.base_loss --model_tag "$tag" --once
-train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}"
-train chat_sft scripts.chat_sft --model_tag "$tag" "${chats[@]}" "${few[@]}"
+if [ "$preset" = cpu ]; then
+    train chat_sft scripts.chat_sft --source base --model_tag "$tag" --data tinyworld "${chats[@]}" \
+        --target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320
+else
+    train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}"
+    train chat_sft scripts.chat_sft --model_tag "$tag" "${chats[@]}" "${few[@]}"
+fi
+train forgetting scripts.base_loss --source sft --once # on the documents that the base model learned
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi
 python -m nanochat.report generate
 python -m nanochat.report show

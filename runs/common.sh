@@ -22,7 +22,7 @@ prepare() { # make the environment of this host; sets `base`, `device`, and `dev
     export OMP_WAIT_POLICY=PASSIVE
     base=$(python -m nanochat.common)
     export NANOCHAT_BASE_DIR=$base # one folder for these scripts and for Python, also if it was given with a ~
-    read -r device _ devices < <(python -m nanochat.device)
+    read -r device _ devices _ < <(python -m nanochat.device)
     if [ -n "${NPROC_PER_NODE:-}" ]; then
         if ! [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || { [ "$device" != cpu ] && [ "$NPROC_PER_NODE" -gt "$devices" ]; }; then
             echo "error: NPROC_PER_NODE must be from 1 to $devices, the $device device(s) that are visible, got $NPROC_PER_NODE; set another number, or unset it to use all of them" >&2

@@ -7,18 +7,17 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.common import log
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
 from nanochat.generate.sampling import Sampling
-from nanochat.runtime import parallel
 from nanochat.train import sizes
 from nanochat.train.flags import EpochFlags, Free, named_after
 from nanochat.train.rl import rollout
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.sampler import Sampler
 from nanochat.train.rl.trees import OverTrees, over_trees
 from nanochat.train.samples import Graded
 from nanochat.train.stage import Stage, Work, launch
@@ -78,33 +77,30 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.steps(len(task), sampled)
     log(f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
 
-    # The sampler is a whole copy of the model in the compute dtype; the model that is trained may be sharded
-    sampler = on_meta(model.config, compute).eval()
-    held_in(sampler, compute.dtype)
-    sampler.to_empty(device=compute.device)
+    sampler = Sampler(model, compute)
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
 
     def measure(line: dict[str, Any]) -> None:
         said = Graded(held_out, cfg.samples, compute)
-        score = evaluate(held_out, sampler, tokenizer, compute, greedy, limit=cfg.eval_examples, heard=said.hear)
+        score = evaluate(held_out, sampler.model, tokenizer, compute, greedy, limit=cfg.eval_examples, heard=said.hear)
         line["accuracy"] = score.accuracy
         said.keep(stage.folder, line["step"])
         log(f"step {line['step']:05d} | {score}")
 
     replies, key = sampled * cfg.num_samples, rollout.task_key(task)
-    groups = Groups(sampler, tokenizer) if over_trees(cfg.trees, cfg.loss, model, compute) else None
+    groups = Groups(sampler.model, tokenizer) if over_trees(cfg.trees, cfg.loss, model, compute) else None
     stage.objective = cfg.objective if groups is None else OverTrees(cfg.objective)
     stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
     stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))
-    parallel.refresh(sampler, model)
+    sampler.renew(model)
     stage.begin()
     while stage.next_step():
         numbers = epoch_numbers(len(task), cfg.seed, stage.step * sampled, sampled).tolist()
         stage.mark("sampling")
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
-            cfg.device_batch_size, sampler, tokenizer, compute, cfg, cfg.shuffle_rewards,
+            cfg.device_batch_size, sampler.model, tokenizer, compute, cfg, cfg.shuffle_rewards,
             groups,
         )  # fmt: skip
         gap = rollout.sampler_gap(samples, model, compute)
@@ -113,7 +109,7 @@ def train(cfg: Config, compute: Compute) -> None:
         for _ in range(cfg.updates_per_rollout if rolled.num_targets else 0):
             outcome = stage.update(rolled)
         stage.mark("sampler's copy")
-        parallel.refresh(sampler, model)
+        sampler.renew(model)
         stage.conclude(outcome, {**rolled.figures(), "sampler_gap": gap}, f"{rolled} | sampler gap: {gap:.1e}")
 
 

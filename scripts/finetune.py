@@ -70,6 +70,8 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """conversations or pairs longer than a row: cut keeps their beginning, drop leaves them out"""
     checkpoint_activations: Free[bool] = False
     """keep only the inputs of layers for the backward pass and compute each layer again: less memory, a third slower"""
+    offload_activations: Free[bool] = False
+    """like --checkpoint_activations, and move these inputs to the host's memory until the backward pass"""
     out_tag: Annotated[Free[str | None], arg(aliases=["--out"])] = None
     """name of the result; default: the names of the model and of the first file"""
 
@@ -83,6 +85,11 @@ class Config(ExampleFlags, Epochs, RunFlags):
         if self.lora_rank == 0:
             return None
         return LoraConfig(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets, self.rslora)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes each layer again."""
+        return self.checkpoint_activations or self.offload_activations
 
     @property
     def preference(self) -> PreferenceLoss | None:
@@ -108,7 +115,7 @@ def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
     lora, T, preference = cfg.lora, cfg.max_length, cfg.preference
     base = open_base(cfg.model, T, lora, compute, cfg.seed)
-    base.model.checkpoints = cfg.checkpoint_activations
+    base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
     conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
     stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.name,
                   content=conversations.key)  # fmt: skip
@@ -123,8 +130,9 @@ def train(cfg: Config, compute: Compute) -> None:
                                 conversations.name, compute)  # fmt: skip
     steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
     rows = 1 if batch.probe else batch.device_batch_size
-    check_fits(Tuning(base.model.config, lora, rows, batch.passes > 1, cfg.checkpoint_activations, cfg.shard,
-                      compute.world_size, str(compute.dtype).removeprefix("torch.")), base.model, compute)  # fmt: skip
+    check_fits(Tuning(base.model.config, lora, rows, batch.passes > 1, cfg.recomputes,
+                      cfg.offload_activations, cfg.shard, compute.world_size, str(compute.dtype).removeprefix("torch."),
+                      compute.platform.is_host), base.model, compute)  # fmt: skip
     stage.set_up(base.model, base.tokenizer, OneRate(cfg.rate, cfg.weight_decay), 1.0, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for rows in (answers, val_answers):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.finetune.side import ALPHA, RATE
 from nanochat import dataloader
+from nanochat.checkpoint_manager.families import held_in
 from nanochat.device import Compute
 from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
 from nanochat.nn.qwen.config import QwenConfig
@@ -28,9 +29,7 @@ class Tuned:
         self.compute, self.model = compute, Qwen(config, compute.dtype, compute.operations)
         self.model.init_weights()
         if rank:
-            for parameter in self.model.parameters():
-                if parameter.dim() > 1:
-                    parameter.data = parameter.data.to(compute.dtype)
+            held_in(self.model, compute.dtype)
             add_adapters(self.model, LoraConfig(rank, ALPHA, targets=tuple(targets)))
             init_adapters(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())

@@ -7,8 +7,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Task:
     """What a group of ranks trains."""
 
     ranks: int
-    mode: Sharding = "grad"
+    mode: Sharding | None = "grad"  # None: each rank trains a model of its own, on its share of the tokens
     dtype: str = "bfloat16"
     compiled: bool = False
     shape: GPTConfig | QwenConfig = D4
@@ -101,13 +102,17 @@ class Ranks:
 
 def _rank(rank: int, task: Task, folder: str, pipe: Connection) -> None:
     """The body of one process: join the group, make the model, and take a step for each request."""
+    torch.set_num_threads(1)
+    meeting = Path(folder) / "meeting"
+    if task.mode is None:
+        meeting = meeting.with_name(f"meeting-{rank}")
+        rank, task = 0, replace(task, ranks=1, tokens=task.tokens // task.ranks)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.ranks),
                    "NANOCHAT_DTYPE": task.dtype}  # fmt: skip
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=task.ranks)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=task.ranks)
     sys.stdout = sys.stderr  # only the parent prints to standard output
     host.use_compile_cache(base_dir())
     step = training_step(task, device.compute_init("cpu"))
@@ -129,7 +134,7 @@ def training_step(task: Task, compute: Compute) -> Callable[..., float | None]:
     T = task.shape.sequence_len
     rows = task.tokens // T // compute.world_size // task.passes
     if isinstance(task.shape, QwenConfig):
-        tuned = Tuned(task.shape, task.lora_rank, LoraConfig.targets, compute, task.mode)
+        tuned = Tuned(task.shape, task.lora_rank, LoraConfig.targets, compute, task.mode or "none")
         if task.compiled:
             tuned.compile(rows, T)
         count, take = tuned.parameters, tuned.step
@@ -155,7 +160,7 @@ def _pretraining(task: Task, shape: GPTConfig, rows: int, compute: Compute) -> t
     model = GPT(shape, compute.dtype, operations=compute.operations)
     model.init_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
-    parallel.shard(model, model.shard_groups(), compute, task.mode)
+    parallel.shard(model, model.shard_groups(), compute, task.mode or "none")
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     scale = LossScale()
     fast = compiling.compiled(model, task.compiled, (rows, shape.sequence_len), compute, model.compile_groups())

@@ -9,16 +9,15 @@ import torch
 from bench.rl.work import MODEL, Shape, prompts, right
 from bench.serve.engine import tokenizer
 from nanochat import device
-from nanochat.checkpoint_manager.families import held_in
 from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.runtime import parallel
 from nanochat.train.optim import Optimizers, Rates
 from nanochat.train.rl import rollout
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.sampler import Sampler
 from nanochat.train.rl.trees import OverTrees
 from nanochat.train.update import LossScale, Spikes, update
 
@@ -72,9 +71,10 @@ class Ours:
     def __init__(self, shape: Shape, trees: bool):
         self.shape, self.compute = shape, device.compute_init("cpu")
         self.words = tokenizer(MODEL["vocab_size"])
-        self.model, self.sampler = (_model(shape, self.compute) for _ in range(2))
-        held_in(self.sampler, self.compute.dtype)
-        self.groups = Groups(self.sampler, self.words) if trees else None
+        self.model = _model(shape, self.compute)
+        self.sampler = Sampler(self.model, self.compute)
+        self.sampler.renew(self.model)
+        self.groups = Groups(self.sampler.model, self.words) if trees else None
         self.objective = OverTrees(POLICY.objective) if trees else POLICY.objective
         roles, width = self.model.parameter_roles(), self.model.config.n_embd
         self.optimizers = Optimizers(self.model, roles, width, Rates(), RATE, self.compute.dtype)
@@ -87,7 +87,7 @@ class Ours:
         sampling = Sampling(shape.temperature, 50, shape.reply, seed=number)
         parts.mark("sampling")
         rolled, samples = rollout.roll_out(
-            self.task, range(shape.problems), shape.samples, sampling, shape.pass_rows, self.sampler, self.words,
+            self.task, range(shape.problems), shape.samples, sampling, shape.pass_rows, self.sampler.model, self.words,
             self.compute, POLICY, groups=self.groups,
         )  # fmt: skip
         parts.mark("gap")
@@ -97,7 +97,7 @@ class Ours:
                 self.model, self.optimizers, rolled, self.scale, self.compute, self.spikes, parts.mark, self.objective
             )
         parts.mark("copy")
-        parallel.refresh(self.sampler, self.model)
+        self.sampler.renew(self.model)
         parts.mark("")
         return parts.seconds
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanochat.common import UserError
 from nanochat.data.traits import traits
 from nanochat.generate.events import Alternatives
+from nanochat.nn.operations import Operations
 
 COLDEST = 1e-5  # below this temperature, draws are greedy: fp32 holds no quotient of logits by a smaller number
 UNBOUNDED = 3e38  # the largest temperature: fp32 holds no more
@@ -139,13 +140,15 @@ def choose(
     uniforms: Sequence[float],  # one number in [0, 1) per row; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
     adjust: Callable[[Tensor], None] | None = None,  # changes logits in place before tokens are chosen
+    operations: Operations | None = None,  # of the model that made the logits
 ) -> Choice:
     """One token per row.
 
     The work runs on the device of the logits, and one copy brings the result to the host. The choice of a row does
     not depend on the other rows. A setting that no row uses costs nothing.
     """
-    logprobs, V = torch.log_softmax(logits, dim=1), logits.size(1)
+    count, V = max((s.logprobs for s in samplings), default=0), logits.size(1)
+    likelihood = _Likelihood(logits, operations, adjust is not None or count > 0)
     if adjust is not None:
         adjust(logits)
     logits.index_fill_(1, banned, float("-inf"))
@@ -161,7 +164,7 @@ def choose(
         drawn = _draw_top(logits, settings, widest, len(set(tops)) == 1, nuclei)
         choice = drawn if choice is None else torch.where(settings[:, 2] > 0, drawn, choice)
     if V in tops:
-        drawn = _draw(logits, settings)
+        drawn = _draw(logits, settings[:, 1:2], settings[:, 0])
         choice = drawn if choice is None else torch.where(settings[:, 2] == V, drawn, choice)
     assert choice is not None
     sorting = [row for row, (top, nucleus) in enumerate(zip(tops, nuclei, strict=True)) if top == V and nucleus != ALL]
@@ -169,7 +172,7 @@ def choose(
         index = torch.tensor(sorting).to(logits.device, non_blocking=True)
         drawn = _draw_top(logits[index], settings[index], V, True, [nuclei[row] for row in sorting])
         choice = choice.index_copy(0, index, drawn)
-    return _fetch(choice, logprobs, max((s.logprobs for s in samplings), default=0))
+    return _fetch(choice, likelihood, count)
 
 
 def choose_among(
@@ -178,24 +181,23 @@ def choose_among(
     sampling: Sampling,  # of all replies
     uniforms: Sequence[float],  # one number in [0, 1) for each reply; unused where the temperature is 0
     banned: Tensor,  # (n,) token ids that are never chosen
+    operations: Operations | None = None,  # of the model that made the logits
 ) -> tuple[list[int], list[float]]:
     """The tokens that choose() would give replies of which many share a row, and their log-probabilities.
 
     What depends on the row alone is computed once for each row. Only temperature and top_k are followed.
     """
     index = torch.tensor(rows).to(logits.device, non_blocking=True)
-    logprobs, V = torch.log_softmax(logits, dim=1), logits.size(1)
+    likelihood, V = _Likelihood(logits, operations), logits.size(1)
     logits.index_fill_(1, banned, float("-inf"))
     if sampling.temperature < COLDEST:
         choice = likeliest(logits)[index]
     else:
-        below = torch.tensor(uniforms).to(logits.device, non_blocking=True)[:, None]
+        below = torch.tensor(uniforms).to(logits.device, non_blocking=True)
         top, tokens = logits.topk(min(sampling.top_k or V, V), dim=1) if (sampling.top_k or V) < V else (logits, None)
-        cumulative = torch.softmax(top / sampling.temperature, dim=1).cumsum(dim=1)
-        # The count of sums at or below the number, as _draw() finds it.
-        place = torch.searchsorted(cumulative[index], below * cumulative[index, -1:], right=True)
-        choice = (place if tokens is None else tokens[index].gather(1, place)).squeeze(1)
-    both = torch.stack((choice.int(), logprobs[index, choice].view(torch.int32))).cpu()
+        place = _draw(top, sampling.temperature, below, index)
+        choice = place if tokens is None else tokens[index, place]
+    both = torch.stack((choice.int(), likelihood.of(choice, index).view(torch.int32))).cpu()
     return both[0].tolist(), both[1].view(torch.float32).tolist()
 
 
@@ -214,11 +216,27 @@ def likeliest(logits: Tensor) -> Tensor:  # (B, V) -> (B,)
     return group * ARGMAX_GROUP + within
 
 
-def _fetch(choice: Tensor, logprobs: Tensor, count: int) -> Choice:
+class _Likelihood:
+    """The log-probabilities of tokens at temperature 1. Made before the logits are changed."""
+
+    def __init__(self, logits: Tensor, operations: Operations | None, whole: bool = False):  # (R, V)
+        """`whole`: all of `rows` are asked for, or logits of tokens that may be chosen will change."""
+        self._totals = None if whole or operations is None else operations.log_totals(logits)  # (R,)
+        self.rows = torch.log_softmax(logits, dim=1) if self._totals is None else logits  # (R, V)
+
+    def of(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:  # (B,), (B,) -> (B,)
+        """The log-probability of each token in its row; None: token b is in row b."""
+        values = self.rows.gather(1, tokens[:, None]).squeeze(1) if rows is None else self.rows[rows, tokens]
+        if self._totals is None:
+            return values
+        return values - (self._totals if rows is None else self._totals[rows])
+
+
+def _fetch(choice: Tensor, likelihood: _Likelihood, count: int) -> Choice:
     """Bring the chosen tokens, and `count` alternatives of each row, to the host in one copy."""
-    tokens, values = choice[:, None], logprobs.gather(1, choice[:, None])
+    tokens, values = choice[:, None], likelihood.of(choice)[:, None]
     if count:
-        most = logprobs.topk(min(count, logprobs.size(1)), dim=1)
+        most = likelihood.rows.topk(min(count, likelihood.rows.size(1)), dim=1)
         tokens, values = torch.cat((tokens, most.indices), dim=1), torch.cat((values, most.values), dim=1)
     both = torch.stack((tokens.int(), values.view(torch.int32))).cpu()  # logprobs as bits, so one copy is enough
     ids, floats = both[0].tolist(), both[1].view(torch.float32).tolist()
@@ -253,10 +271,16 @@ def _draw_top(
         beyond = before >= limits
         beyond[:, 0] = False
         top = top.masked_fill(beyond, float("-inf"))
-    return index.gather(1, _draw(top, settings)[:, None]).squeeze(1)
+    return index.gather(1, _draw(top, settings[:, 1:2], settings[:, 0])[:, None]).squeeze(1)
 
 
-def _draw(logits: Tensor, settings: Tensor) -> Tensor:
-    """Sample from softmax(logits / temperature), (B, K) -> (B,), by inverting the cumulative distribution."""
-    cumulative = torch.softmax(logits / settings[:, 1:2], dim=1).cumsum(dim=1)
-    return (cumulative <= settings[:, :1] * cumulative[:, -1:]).sum(dim=1)
+def _draw(
+    logits: Tensor,  # (R, K)
+    temperature: Tensor | float,  # (R, 1), or one for all
+    uniforms: Tensor,  # (B,) a number in [0, 1) for each draw
+    rows: Tensor | None = None,  # (B,) the row of each draw; None: draw b is from row b
+) -> Tensor:  # (B,) places in the rows
+    """Sample from softmax(logits / temperature) by inverting the cumulative distribution."""
+    cumulative = torch.softmax(logits / temperature, dim=1).cumsum(dim=1)
+    cumulative = cumulative if rows is None else cumulative[rows]
+    return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(dim=1)

@@ -157,7 +157,7 @@ class CacheCall:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
         """Write the new keys and values, then attend to all that the rows hold; shapes as in Operations.attend."""
         held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
-        if self.operations.takes_one(q, held_k):
+        if self.operations.extends(q, held_k):
             return self.operations.extend(q, k, v, held_k, held_v, self.places, window, scale)
         held_k[self.rows, self.places] = k
         held_v[self.rows, self.places] = v

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.nn.together import Multiply, Pack, joined, restore
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Linear(nn.Linear):
         self.lora_A: nn.Linear | None = None
         self.lora_B: nn.Linear | None = None
         self.lora = LoraConfig()
-        self.packed: Callable[[Tensor], Tensor] | None = None  # multiplies in place of the weight, see int8.py, hold()
+        self.packed: Multiply | None = None  # multiplies in place of the weight, see int8.py, hold()
         # From inputs (B, T, inputs) and what the matrix gives for them: the same with the adapter of each row.
         self.several: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -79,6 +80,11 @@ class Linear(nn.Linear):
         else:
             y = self.packed(input) if bias is None else self.packed(input) + bias
         return self.adapted(input, y)
+
+    def release(self) -> None:
+        """See Operations.release()."""
+        self.packed = None
+        restore(self)
 
     @property
     def plain(self) -> bool:
@@ -103,18 +109,15 @@ class Joined:
     """Matrices with the same inputs and without biases as one, for inference. Their own weights are empty from then on,
     and their adapters still add to what they give."""
 
-    def __init__(self, matrices: Sequence[Linear], pack: Callable[[Tensor], Callable[[Tensor], Tensor]]):
-        """`pack` makes the function that multiplies with a weight."""
-        self._matrices, self._sizes = matrices, [matrix.out_features for matrix in matrices]
-        self.multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
-        for matrix in matrices:
-            matrix.weight = nn.Parameter(matrix.weight.new_empty(0), requires_grad=False)
+    def __init__(self, matrices: Sequence[Linear], multiply: Multiply):
+        """`multiply` multiplies with all of them, as joined() makes it."""
+        self._matrices, self._sizes, self.multiply = matrices, [matrix.out_features for matrix in matrices], multiply
 
     @staticmethod
-    def fits(matrices: Sequence[Linear], dtype: torch.dtype) -> bool:
-        """Whether the matrices can be joined: of a number format, without biases, and not held another way."""
-        held = [matrix for matrix in matrices if matrix.packed is not None or not matrix.weight.numel()]
-        return not held and all(matrix.weight.dtype == dtype and matrix.bias is None for matrix in matrices)
+    def of(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> "Joined | None":
+        """The matrices as one, or None if joined() cannot join them."""
+        multiply = joined(matrices, pack, dtype)
+        return None if multiply is None else Joined(matrices, multiply)
 
     @property
     def plain(self) -> bool:

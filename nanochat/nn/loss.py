@@ -1,10 +1,15 @@
 """Logits, softcapped or not, and their cross-entropy in chunks: the logits of a batch never exist at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Computes the weighted sum of the losses of a chunk, and overwrites its logits with the gradient: from logits (n, V')
+# before the softcap, targets (n,), weights (n,), the size of the vocabulary, and the cap, or 0.
+Fused = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
 
@@ -96,6 +101,7 @@ def _loss_and_gradients(
     hidden: float,
     capped: bool,
     frozen: bool,
+    fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The weighted loss, (), and its gradients with respect to x, and to the weight unless the head is frozen."""
     head = weight.to(x.dtype)
@@ -104,7 +110,10 @@ def _loss_and_gradients(
     x_grads = []
     for i in range(0, x.size(0), chunk):
         part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
-        if capped:
+        if fused is not None:
+            gradient = F.linear(part, head)
+            chunk_loss = fused(gradient, wanted, shares, vocab, SOFTCAP if capped else 0.0)
+        elif capped:
             chunk_loss, gradient = _chunk_loss(part, head, wanted, shares, vocab, hidden)
         else:
             chunk_loss, gradient = _uncapped_chunk_loss(part, head, wanted, shares)
@@ -151,9 +160,10 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         hidden: float,
         capped: bool,
+        fused: Fused | None,
     ) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
-        loss, *gradients = _loss_and_gradients(x, weight, targets, scale, vocab, chunk, hidden, capped, frozen)
+        loss, *gradients = _loss_and_gradients(x, weight, targets, scale, vocab, chunk, hidden, capped, frozen, fused)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -162,7 +172,7 @@ class _ChunkedLoss(torch.autograd.Function):
         x_grad, weight_grad = ctx.saved_tensors
         (upstream,) = grads
         weight_grad = None if weight_grad is None else weight_grad * upstream.to(weight_grad.dtype)
-        return x_grad * upstream.to(x_grad.dtype), weight_grad, *[None] * 6
+        return x_grad * upstream.to(x_grad.dtype), weight_grad, *[None] * 7
 
 
 def chunked_loss(
@@ -174,6 +184,7 @@ def chunked_loss(
     chunk: int = 1024,  # tokens at a time
     hidden: float = float("-inf"),  # the score of the padded rows of the head
     capped: bool = True,  # whether the logits are softcapped; a head whose logits are not has no padded rows
+    fused: Fused | None = None,
 ) -> Tensor:  # () fp32
     """The sum over tokens of weight times cross-entropy in nats of the logits, with gradients.
 
@@ -182,4 +193,4 @@ def chunked_loss(
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped, fused)  # type: ignore[no-any-return]

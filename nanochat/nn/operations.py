@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanochat.nn import loss, plain_attention
 from nanochat.nn.lean import weighted_norm
+from nanochat.nn.loss import Fused
 from nanochat.nn.plain_attention import Masks
 from nanochat.nn.together import Unit
 
@@ -61,10 +62,25 @@ class Operations:
         return False
 
     def hold(self, model: nn.Module) -> None:
-        """Hold the matrices of a model as the device multiplies them fastest. Their values never change again: this is
-        for inference. Modules that have a `packed` attribute take part. A weight that is not read otherwise,
-        `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several at once, and
-        those that have a method `settle` may keep what they compute from their weights."""
+        """Hold the matrices of a model as the device multiplies them fastest. This is for inference: their values must
+        not change before release(). Modules that have a `packed` attribute take part. A weight that is not read
+        otherwise, `only_multiplies`, is empty afterwards. Modules that have a method `join` may multiply with several
+        at once, and those that have a method `settle` may keep what they compute from their weights."""
+
+    def release(self, model: nn.Module) -> None:
+        """Undo hold(), so that a model can take other weights: every weight has its shape again. The weights that were
+        empty hold no numbers yet, so load all parameters, and then hold() the model again."""
+        for module in model.modules():
+            if (undo := getattr(module, "release", None)) is not None:
+                undo()
+
+    def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
+        """Move a tensor to the host's memory; the function brings it back to its device."""
+        if x.is_cpu:
+            return lambda: x
+        device, host = x.device, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x.detach(), non_blocking=True)  # nothing waits: the copy back comes later in the same stream
+        return lambda: host.to(device, non_blocking=True)
 
     def norm(self, x: Tensor) -> Tensor:
         """RMS norm over the last dimension, without parameters."""
@@ -180,6 +196,14 @@ class Operations:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def softcap(self, logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
+        """See loss.softcap."""
+        return loss.softcap(logits)
+
+    def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
+        """The logarithm of the sum of each row's exponentials; None where a log_softmax costs less."""
+        return None
+
     def loss(
         self,
         x: Tensor,  # (N, C) normed activations
@@ -189,7 +213,12 @@ class Operations:
         weights: Tensor | None,  # (N,) weight of each token's loss
     ) -> Tensor:  # () fp32
         """See loss.chunked_loss."""
-        return loss.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score)
+        fused = self.fused_loss(x)
+        return loss.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score, fused=fused)
+
+    def fused_loss(self, x: Tensor) -> Fused | None:  # (N, C) normed activations
+        """What computes a chunk of a loss in one function; None: torch's operators do."""
+        return None
 
     def softmax_scale(self, head_dim: int, sharpen: float) -> float | None:
         """The factor of the scores that attend() is to be given after heads(); None means 1/sqrt(D)."""
@@ -225,22 +254,22 @@ class Operations:
         """Attention of new queries over a cache; rows may be at different places."""
         return plain_attention.masked(q, k, v, mask, scale, self.finite(q))
 
-    def takes_one(self, q: Tensor, held_k: Tensor) -> bool:
+    def extends(self, q: Tensor, held_k: Tensor) -> bool:
         """Whether extend() serves queries (B, T, H, D) over a cache (B, K, Hkv, D)."""
         return False
 
     def extend(
         self,
-        q: Tensor,  # (B, 1, H, D)
-        k: Tensor,  # (B, 1, Hkv, D)
-        v: Tensor,  # (B, 1, Hkv, D)
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
         held_k: Tensor,  # (B, K, Hkv, D) of the cache, overwritten at `places`
         held_v: Tensor,  # (B, K, Hkv, D)
-        places: Tensor,  # (B, 1) where in its row the new token goes
+        places: Tensor,  # (B, T) where in its row each new token goes, one after the other
         window: int,
         scale: float | None = None,
-    ) -> Tensor:  # (B, 1, H, D)
-        """Write the new keys and values into the cache and attend to what the rows hold, where takes_one() is True."""
+    ) -> Tensor:  # (B, T, H, D)
+        """Write the new keys and values into the cache and attend to what the rows hold, where extends() is True."""
         raise NotImplementedError(f"{type(self).__name__} writes and attends in several operators")
 
     def takes_lengths(self, q: Tensor) -> bool:

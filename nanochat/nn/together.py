@@ -30,11 +30,24 @@ class Linear(nn.Linear):
             return self.packed(input)
         return F.linear(input, self.weight.to(input.dtype) if made is None else made)
 
+    def release(self) -> None:
+        """See Operations.release()."""
+        self.packed = None
+        restore(self)
 
-def joined(matrices: Sequence[Linear], pack: Pack, dtype: torch.dtype) -> Multiply | None:
+
+def restore(matrix: nn.Linear) -> None:
+    """Give a matrix whose weight is empty a weight of its shape, without numbers yet."""
+    if not matrix.weight.numel():
+        empty = matrix.weight.new_empty(matrix.out_features, matrix.in_features)
+        matrix.weight = nn.Parameter(empty, requires_grad=False)
+
+
+def joined(matrices: Sequence[nn.Linear], pack: Pack, dtype: torch.dtype) -> Multiply | None:
     """A function that multiplies with all matrices at once, for inference: their own weights are empty from then on.
-    None, and nothing is done, unless all have the number format and none is held another way."""
-    if any(matrix.weight.dtype != dtype or matrix.packed or not matrix.weight.numel() for matrix in matrices):
+    None, and nothing is done, unless all have the number format and no bias, and none is held another way."""
+    held = [matrix for matrix in matrices if matrix.packed is not None or not matrix.weight.numel()]
+    if held or any(matrix.weight.dtype != dtype or matrix.bias is not None for matrix in matrices):
         return None
     multiply = pack(torch.cat([matrix.weight.detach() for matrix in matrices]))
     for matrix in matrices:

@@ -65,6 +65,8 @@ class Config:
     """with --model: tokens of a row"""
     checkpoint_activations: bool = False
     """with --model: compute each layer again in the backward pass"""
+    offload_activations: bool = False
+    """with --model: like --checkpoint_activations, with the inputs of layers in the host's memory"""
     shard: parallel.Sharding = "grad"
     """with --model: what the cards share, as in training"""
 
@@ -104,7 +106,8 @@ def tuning_of(cfg: Config, folder: Path, chip: Chip, ranks: int) -> Tuning:
             raise UserError(f"--{flag} must be at least 1, got {getattr(cfg, flag)}", exit_code=2)
     shape = read_config(folder.expanduser(), cfg.max_length)
     lora = LoraConfig(cfg.lora_rank) if cfg.lora_rank else None
-    return Tuning(shape, lora, cfg.device_batch_size, False, cfg.checkpoint_activations, cfg.shard, ranks)
+    recomputes = cfg.checkpoint_activations or cfg.offload_activations
+    return Tuning(shape, lora, cfg.device_batch_size, False, recomputes, cfg.offload_activations, cfg.shard, ranks)
 
 
 def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None) -> None:

@@ -47,9 +47,16 @@ class Tuning:
     rows: int = 1  # of a pass on one rank
     several_passes: bool = False  # whether gradients of several passes add up in a step
     checkpoint_activations: bool = False
+    offload_activations: bool = False
     shard: parallel.Sharding = "grad"
     ranks: int = 1
     dtype: str = "bfloat16"  # to compute in
+    on_host: bool = False  # whether the device is the host itself, so that nothing can be moved to its memory
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the inputs of layers wait in the host's memory."""
+        return self.offload_activations and not self.on_host
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,14 @@ class Ledger(TorchDispatchMode):
         self.now -= self._bytes.pop(key)
 
 
+class _Imagined(Operations):
+    """Plain torch on a card that is not there: what moves to the host's memory is not counted until it is back."""
+
+    def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
+        shape, dtype = x.shape, x.dtype
+        return lambda: torch.empty(shape, dtype=dtype)
+
+
 def _watch_resizing(ledger: Ledger) -> None:
     """Let the ledger know when a storage changes its size, as FSDP2 frees what it has gathered; no dispatch sees it."""
     resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
@@ -128,7 +143,7 @@ def prepared(tuning: Tuning, compute: Compute) -> Qwen:
     held_in(model, compute.dtype if tuning.lora else MASTER)
     if tuning.lora:
         add_adapters(model, tuning.lora)
-    model.checkpoints = tuning.checkpoint_activations
+    model.checkpoints, model.offloads = tuning.checkpoint_activations, tuning.offloads
     parallel.shard(model, model.shard_groups(), compute, tuning.shard)
     return model
 
@@ -164,7 +179,7 @@ def count(tuning: Tuning, compute: Compute, ledger: Ledger) -> Memory:
 
 def of_all_layers(tuning: Tuning, compute: Compute) -> Memory:
     """What count() says of a model, from two shallower ones where it is deep: every layer of a kind adds as much."""
-    compute = replace(compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=Operations())
+    compute = replace(compute, world_size=tuning.ranks, dtype=DTYPES[tuning.dtype], operations=_Imagined())
     if tuning.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -27,7 +27,9 @@ def flags_of(tuning: Tuning) -> str:
         flags.append("--lora_rank=0")
     elif tuning.lora.rank != LoraConfig.rank:
         flags.append(f"--lora_rank={tuning.lora.rank}")
-    if tuning.checkpoint_activations:
+    if tuning.offload_activations:
+        flags.append("--offload_activations")
+    elif tuning.checkpoint_activations:
         flags.append("--checkpoint_activations")
     if tuning.ranks > 1:
         flags.append(f"--shard={tuning.shard}")
@@ -45,6 +47,9 @@ def remedies(tuning: Tuning) -> Iterator[Tuning]:
         yield tuning
     if not tuning.checkpoint_activations:
         tuning = replace(tuning, checkpoint_activations=True)
+        yield tuning
+    if not (tuning.offload_activations or tuning.on_host):
+        tuning = replace(tuning, offload_activations=True)
         yield tuning
     if tuning.ranks > 1 and tuning.shard != "full":
         tuning = replace(tuning, shard="full")

@@ -15,7 +15,8 @@ from types import FrameType
 
 from nanochat.common import UserError, base_dir, read_json, write_json
 
-EVERY_SECONDS = 0.5  # between samples of memory
+EVERY_SECONDS = 0.5  # between samples of memory, at least
+SHARE = 0.005  # of the time that samples may take: the kernel walks all pages of a process for each
 WRITE_SECONDS = 5.0  # between updates of the file, so that a kill loses little
 
 
@@ -95,13 +96,14 @@ def measure(name: str, command: list[str]) -> int:
 
     if Path("/proc/self/smaps_rollup").exists():
         while process.poll() is None:
+            sampling = time.thread_time()
             memory, cpu = _cost(_descendants(process.pid))
             peak, seconds = max(peak, memory), {**seconds, **cpu}
             if time.monotonic() - written > WRITE_SECONDS:
                 written = time.monotonic()
                 write()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(EVERY_SECONDS)
+                process.wait(max(EVERY_SECONDS, (time.thread_time() - sampling) / SHARE))
     code = process.wait()
     write()
     return code

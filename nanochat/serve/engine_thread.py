@@ -102,17 +102,13 @@ class EngineThread(Generic[E]):
     waits for a client.
     """
 
-    def __init__(self, engine: StepEngine[E], waiting: int, per_address: int = 0):
-        """`waiting` tickets may wait beyond the ones that have a slot, `per_address` may be there of one address.
-
-        0 bounds no address by itself.
-        """
+    def __init__(self, engine: StepEngine[E], waiting: int):
+        """`waiting` tickets may wait beyond the ones that have a slot."""
         self.slots = self.free_slots = engine.free_slots
         self.tickets: set[Ticket[E]] = set()  # submitted; neither released nor at their end
         self.line: Line[Ticket[E]] = Line()
         self._engine = engine
         self._most = self.slots + waiting
-        self._per_address = per_address
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
         # Only the engine thread uses the next three.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
@@ -137,10 +133,7 @@ class EngineThread(Generic[E]):
         return self._thread.is_alive()
 
     def full(self, owner: str = "") -> bool:
-        """Whether a ticket of an address would be refused: it has as many as it may have, or too many wait."""
-        own = sum(ticket.owner == owner for ticket in self.tickets)
-        if self._per_address and own >= self._per_address:
-            return True
+        """Whether a ticket of an address would be refused because too many wait."""
         return len(self.tickets) >= self._most and not self.line.yields_to(owner)
 
     def submit(self, ticket: Ticket[E]) -> None:

@@ -53,6 +53,7 @@ class Hosted:
         self.defaults = Defaults(announced.temperature, announced.top_k, announced.max_tokens)
         self.metrics = Metrics(families, self.name, None if given.adapter else thread)
         self._announced, self._started = announced, int(time.time())
+        self._capabilities = {"system_message": self.tokenizer.takes_system, "tools": self.tokenizer.takes_tools}
 
     def described(self) -> dict[str, Any]:
         """The model as /v1/models lists it."""
@@ -61,20 +62,20 @@ class Hosted:
         place = {"stage": told.stage, "tag": told.tag, "step": told.step}
         defaults = {name: getattr(told, name) for name in ("temperature", "top_k", "max_tokens")}
         return {**model, **told.about, **place, "context_length": context, "max_model_len": context,
-                "defaults": defaults}  # fmt: skip
+                "defaults": defaults, "capabilities": self._capabilities}  # fmt: skip
 
 
 class Models:
     """All models of a server, the default one first."""
 
-    def __init__(self, given: Sequence[Loadable], waiting: int, per_address: int):
+    def __init__(self, given: Sequence[Loadable], waiting: int):
         """UserError (code 2) if two models have one name."""
         self.families = Families()
         names = [each.announced.model for each in given]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UserError(f"two models would have the name {twice!r}: leave one out, or give it another name", 2)
         engines = {id(each.engine): each.engine for each in given}
-        threads = {key: EngineThread[Event](engine, waiting, per_address) for key, engine in engines.items()}
+        threads = {key: EngineThread[Event](engine, waiting) for key, engine in engines.items()}
         self.threads = list(threads.values())  # of all engines
         self.all = [Hosted(each, threads[id(each.engine)], self.families) for each in given]
         self.default = self.all[0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.resources
 import secrets
 import time
@@ -29,7 +30,8 @@ from nanochat.serve.routes.chat import read_chat
 from nanochat.serve.routes.completions import read_completion
 from nanochat.serve.routes.fields import ApiError, Limits
 from nanochat.serve.routes.intake import Work
-from nanochat.serve.routes.responses import read_response
+from nanochat.serve.routes.responses.kept import Kept, Shelf
+from nanochat.serve.routes.responses.request import read_response
 from nanochat.serve.routes.sampling import Defaults
 from nanochat.serve.runs.routes import Runs
 from nanochat.tokenizer import Tokenizer
@@ -89,8 +91,9 @@ class ChatServer:
 
     def __init__(self, models: Sequence[Loadable], settings: Settings):
         """The first of `models` answers the requests that name none."""
-        self.models = Models(models, settings.waiting, settings.per_address)
+        self.models = Models(models, settings.waiting)
         self.settings = settings
+        self.kept = Kept()
         self.turns = intake.Turns(settings.preparing)
         self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
 
@@ -153,6 +156,26 @@ class ChatServer:
             return Answer(model.thread, ticket, writer(secrets.token_hex(12)), model.metrics, start)
 
         return answer
+
+    async def respond(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self.generating(functools.partial(read_response, shelf=self._shelf(request)))(request)
+
+    async def response(self, number: str, request: Request) -> JSONResponse:
+        """GET /v1/responses/NUMBER: a response that is kept."""
+        if asked := next(iter(request.query_params), None):
+            text = f"this route does not support {asked[:80]}: leave it out"
+            raise ApiError(400, "unsupported_parameter", text, asked[:80])
+        return JSONResponse(self._shelf(request).response(number))
+
+    async def remove_response(self, number: str, request: Request) -> JSONResponse:
+        """DELETE /v1/responses/NUMBER: forget a response."""
+        self._shelf(request).response(number, again=False)
+        return JSONResponse({"id": number, "object": "response", "deleted": True})
+
+    def _shelf(self, request: Request) -> Shelf:
+        """The responses that are kept for a client."""
+        return self.kept.of(request.headers.get("authorization", ""))
 
     async def _in_turn(self, body: bytes, work: Callable[[], T]) -> T:
         """Run work on a body off the event loop. One body at a time, the smallest first."""
@@ -240,7 +263,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
     posts = {
         "/v1/chat/completions": server.generating(read_chat),
         "/v1/completions": server.generating(read_completion),
-        "/v1/responses": server.generating(read_response),
+        "/v1/responses": server.respond,
         "/tokenize": server.encoding(tokens.tokenize),
         "/detokenize": server.encoding(tokens.detokenize),
     }
@@ -248,6 +271,8 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         app.add_api_route(path, route)
     for path, route in posts.items():
         app.add_api_route(path, route, methods=["POST"])
+    app.add_api_route("/v1/responses/{number}", server.response)
+    app.add_api_route("/v1/responses/{number}", server.remove_response, methods=["DELETE"])
     return App(Guard(app, settings.hosts, settings.api_key), server.models.threads, settings.caps)
 
 

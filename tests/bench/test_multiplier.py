@@ -278,5 +278,7 @@ def test_quick_compares_and_a_second_call_trains_nothing(
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert [result["trained"] for result in found] == [6, 0]
     assert found[0]["figures"] == found[1]["figures"] and found[0]["baseline"] == "adamw"
-    assert found[0]["figures"][0]["flops"]["mean"] > 0
+    figure = found[0]["figures"][0]
+    assert abs(figure["difference"]) < 0.2 * figure["baseline"]
+    assert figure["flops"] is None or figure["flops"]["mean"] > 0  # None: so few steps of the other never get there
     assert (tmp_path / "out" / "adamw-ours.png").exists() and (tmp_path / "out" / "adamw-ours.json").exists()

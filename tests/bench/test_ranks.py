@@ -77,7 +77,7 @@ def test_it_prints_a_table_and_one_json_object(
     )
     ranks.main(ranks.Config(quick=True))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two,"]
+    assert [line.split()[0] for line in lines if "tokens/s" in line] == ["one", "two,", "two,"]
     found = json.loads(lines[-1])
     assert found["benchmark"] == "ranks" and not found["compiled"]
     assert found["two_ranks_of_ideal"]["grad"] > 0 and found["two_ranks_of_ideal_cpu"]["grad"] > 0
@@ -96,7 +96,16 @@ def test_ranks_fine_tune_a_qwen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     )
     ranks.main(ranks.Config(model="qwen3", compile=False, rounds=1, shard=("none", "full")))
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["lora_rank"] == 8 and set(found["two_ranks_of_ideal"]) == {"none", "full"}
+    assert found["lora_rank"] == 8 and set(found["two_ranks_of_ideal"]) == {"apart", "none", "full"}
+
+
+@pytest.mark.ranks
+def test_ranks_apart_send_nothing() -> None:
+    pair = Ranks(Task(2, None, shape=SMALL, tokens=512))
+    try:
+        assert [timed.wire_bytes for timed in pair.step(count=True)] == [0, 0]
+    finally:
+        pair.close()
 
 
 def test_the_share_of_the_ideal_is_by_the_slowest_rank() -> None:

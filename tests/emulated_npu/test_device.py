@@ -210,6 +210,20 @@ def test_a_deferred_copy_to_pinned_memory_holds_nan_until_someone_waits() -> Non
 
 
 @on_npu()
+def test_a_copy_back_comes_after_the_copy_to_pinned_memory() -> None:
+    pinned, other = torch.zeros(4).pin_memory(), torch.zeros(4).pin_memory()
+    for target in (pinned, other):
+        target.copy_(torch.arange(4.0, device=NPU), non_blocking=True)
+    with torch.npu.stream(torch.npu.Stream()):
+        assert pinned.to(NPU, non_blocking=True).cpu().isnan().all()  # another stream, which waits for nothing
+    for target in (pinned, other):
+        target.copy_(torch.arange(4.0, device=NPU), non_blocking=True)
+    back = pinned.to(NPU, non_blocking=True)
+    assert other.isnan().all() or back.cpu().tolist() == [0, 1, 2, 3]
+    assert back.cpu().tolist() == [0, 1, 2, 3]
+
+
+@on_npu()
 def test_an_event_waits_for_the_copies_before_it_only() -> None:
     side = torch.npu.Stream()
     first, second = (torch.zeros(2).pin_memory() for _ in range(2))

@@ -125,7 +125,7 @@ def test_clients_that_do_not_read() -> None:
     engine = FakeEngine({"long": call * 1500}, slots=4, length=10_000)
     question = post(ask("long", stream=True, max_tokens=9990, stream_options={"continuous_usage_stats": True}))
     with (
-        running(engine, settings=settings(replace(PATIENT, read=1), waiting=2)) as url,
+        running(engine, settings=settings(replace(PATIENT, read=8), waiting=2)) as url,  # s: a busy host needs 3
         clients(url, 6, question, receive_bytes=16384) as opened,
     ):
         eventually(lambda: len(engine.seen) == 6)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanochat.common import UserError
-from nanochat.generate.sampling import Sampling, chat_temperature, choose, likeliest, uniform
+from nanochat.generate.sampling import Sampling, chat_temperature, choose, choose_among, likeliest, uniform
+from nanochat.nn.operations import Operations
 
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -165,3 +166,37 @@ def test_alternatives_are_the_likeliest_tokens_before_anything_is_changed() -> N
 def test_the_first_of_equal_logits_is_the_likeliest(size: int) -> None:
     logits = torch.randn(40, size, generator=torch.Generator().manual_seed(9)).round()  # many are equal
     assert torch.equal(likeliest(logits), logits.argmax(dim=1))
+
+
+class Totals(Operations):
+    """Operations that know the total of each row at once, as a CPU's kernels do."""
+
+    def log_totals(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.logsumexp(dim=1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7), Sampling(1.3, None), Sampling(1.0, 5)])
+def test_replies_that_share_a_row_choose_as_rows_of_their_own(sampling: Sampling) -> None:
+    logits = 3 * torch.randn(4, 256, generator=torch.Generator().manual_seed(4))
+    shared, banned = [0, 2, 2, 1, 3, 3, 3], logits[2].argmax()[None]
+    uniforms = [uniform(random.Random(i)) for i in range(len(shared))]
+    own = logits[torch.tensor(shared)]
+    expected = torch.log_softmax(own, dim=1)
+    for operations in (None, Totals()):
+        alone = choose(own.clone(), [sampling] * len(shared), uniforms, banned, None, operations)
+        tokens, logprobs = choose_among(logits.clone(), shared, sampling, uniforms, banned, operations)
+        assert tokens == alone.tokens and banned.item() not in tokens
+        for found in (logprobs, alone.logprobs):
+            assert found == pytest.approx([expected[i, token].item() for i, token in enumerate(tokens)], abs=1e-5)
+
+
+def test_penalties_and_alternatives_do_not_change_log_probabilities() -> None:
+    logits = 3 * torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    expected = torch.log_softmax(logits, dim=1)
+    for given in ({"adjust": lambda changed: changed.mul_(0.5)}, {}):
+        samplings = [Sampling(1.0, 50, logprobs=0 if given else 2)] * 3
+        choice = choose(logits.clone(), samplings, [0.2, 0.6, 0.9], NONE, operations=Totals(), **given)
+        for row, token in enumerate(choice.tokens):
+            assert choice.logprobs[row] == pytest.approx(expected[row, token].item(), abs=1e-5)
+            for other, logprob in choice.alternatives[row]:
+                assert logprob == pytest.approx(expected[row, other].item(), abs=1e-5)

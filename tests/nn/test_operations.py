@@ -14,8 +14,8 @@ from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.loss import chunked_loss, softcap, token_losses
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import by_products, cache_mask, one_query
-from nanochat.platforms.cpu import platform as cpu
-from nanochat.platforms.cpu.platform import CpuOperations
+from nanochat.platforms.cpu import operations as cpu
+from nanochat.platforms.cpu.operations import CpuOperations
 
 CPU = torch.device("cpu")
 PLAIN = Operations()

@@ -1,16 +1,18 @@
 """The Qwen models against Hugging Face transformers, and against themselves: cached, batched and packed."""
 
 import random
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.model import Qwen
-from nanochat.platforms.cpu.platform import CpuOperations
+from nanochat.platforms.cpu.operations import CpuOperations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -164,6 +166,40 @@ def test_the_head_may_leave_out_tokens_without_a_target(answers: float) -> None:
     assert (answers == 0) == (float(loss) == 0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+class Aside(Operations):
+    """Counts what is put aside and what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[tuple[int, ...]] = []
+        self.back = 0
+
+    def put_aside(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.moved.append(tuple(x.shape))
+
+        def back() -> torch.Tensor:
+            self.back += 1
+            return x.clone()
+
+        return back
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_inputs_of_layers_that_wait_elsewhere_change_no_gradient(family: str, compiled: bool) -> None:
+    idx, gradients = torch.arange(160).view(2, 80), []
+    for offloads in (False, True):
+        model = tiny_qwen(family, operations=(operations := Aside()))
+        model.checkpoints, model.offloads = True, offloads
+        fast = cast(nn.Module, torch.compile(model, dynamic=False)) if compiled else model
+        fast(idx[:, :-1], idx[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        inputs = model.config.n_layer if offloads else 0
+        assert operations.moved == [(2, 79, model.config.n_embd)] * inputs and operations.back == inputs
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
 
 
 def test_a_deltanet_that_computes_again_has_the_same_gradients_and_keeps_less() -> None:

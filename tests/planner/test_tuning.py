@@ -36,11 +36,16 @@ def test_what_changes_the_result_comes_last() -> None:
         "--device_batch_size=2 --max_length=1024 --lora_rank=0 --shard=grad",
         "--device_batch_size=1 --max_length=1024 --lora_rank=0 --shard=grad",
         "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=grad",
-        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=full",
-        "--device_batch_size=1 --max_length=512 --lora_rank=0 --checkpoint_activations --shard=full",
-        "--device_batch_size=1 --max_length=256 --lora_rank=0 --checkpoint_activations --shard=full",
-        "--device_batch_size=1 --max_length=256 --checkpoint_activations --shard=full",
+        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --offload_activations --shard=grad",
+        "--device_batch_size=1 --max_length=1024 --lora_rank=0 --offload_activations --shard=full",
+        "--device_batch_size=1 --max_length=512 --lora_rank=0 --offload_activations --shard=full",
+        "--device_batch_size=1 --max_length=256 --lora_rank=0 --offload_activations --shard=full",
+        "--device_batch_size=1 --max_length=256 --offload_activations --shard=full",
     ]
+
+
+def test_a_host_has_no_other_memory_to_move_inputs_to() -> None:
+    assert not any(one.offload_activations for one in remedies(replace(FULL, on_host=True)))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +53,8 @@ def test_what_changes_the_result_comes_last() -> None:
     [
         (250, "--device_batch_size=2 --max_length=1024 --lora_rank=0 --shard=grad"),
         (120, "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=grad"),
-        (70, "--device_batch_size=1 --max_length=1024 --lora_rank=0 --checkpoint_activations --shard=full"),
-        (10, "--device_batch_size=1 --max_length=256 --checkpoint_activations --shard=full"),
+        (70, "--device_batch_size=1 --max_length=1024 --lora_rank=0 --offload_activations --shard=full"),
+        (10, "--device_batch_size=1 --max_length=256 --offload_activations --shard=full"),
     ],
 )
 def test_the_first_setting_that_fits_is_named(budget: float, flags: str) -> None:

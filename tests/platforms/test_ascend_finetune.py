@@ -34,6 +34,11 @@ def losses(tag: str) -> list[float]:
     return [line["loss"] for line in read_metrics(checkpoint_dir("tune", tag))]
 
 
+def with_inputs_aside(compute: Compute, models: Path) -> None:
+    """The inputs of layers go through the host's memory."""
+    finetune.train(config(models, "qwen3", lora_rank=4, offload_activations=True, out_tag="aside"), compute)
+
+
 def each_mode(compute: Compute, models: Path, family: str, rank: int, modes: tuple[Any, ...]) -> None:
     """The same few steps with every mode, one after the other on the same two cards."""
     for mode in modes:
@@ -46,6 +51,12 @@ def test_every_mode_on_two_cards_has_the_losses_of_one_cpu(models: Path, family:
     run_ranks(2, each_mode, models, family, rank, ("none", "grad", "full"))
     for mode in ("none", "grad", "full"):
         assert losses(f"{rank}-{mode}") == pytest.approx(losses("cpu"), abs=1e-4), mode
+
+
+def test_inputs_of_layers_come_back_from_the_hosts_memory(models: Path) -> None:
+    finetune.train(config(models, "qwen3", lora_rank=4, out_tag="cpu"), on_cpu())
+    run_ranks(2, with_inputs_aside, models)
+    assert losses("aside") == pytest.approx(losses("cpu"), abs=1e-4)
 
 
 def test_a_chip_without_bf16_trains_an_adapter_in_fp16(models: Path) -> None:

@@ -25,7 +25,7 @@ LAUNCH = "python -m nanochat.runtime.launch"
 
 PYTHON = r"""#!/bin/bash
 case "$*" in
-"-m nanochat.device") echo "${FAKE_DEVICE:-npu} bfloat16 ${FAKE_CARDS:-8}"; exit ;;
+"-m nanochat.device") echo "${FAKE_DEVICE:-npu} bfloat16 ${FAKE_CARDS:-8} fast"; exit ;;
 "-m nanochat.common") echo "$HOME/base"; exit ;;
 "-m nanochat.planner"*) echo "--depth=12 --total_batch_size=262144 --device_batch_size=16"; exit ;;
 esac
@@ -96,6 +96,7 @@ CPU = {"FAKE_DEVICE": "cpu", "FAKE_CARDS": "1", "NANOCHAT_DEVICE": "cpu"}
             ],
             ["fineweb-zh-v2.1 -n 4 --from modelscope", "climbmix -n 4 --from modelscope"],
         ),
+        ("chinese.sh", ["--preset", "cpu", "--data", "zh:0.6,en:0.4"], ["tinyworld"]),
         ("chinese.sh", ["--preset", "tiny"], ["tinyworld"]),
         ("runcpu.sh", [], ["fineweb -n 1 --from hub", "tinyworld"]),
         ("runcpu.sh", ["--preset=tiny"], ["tinyworld"]),

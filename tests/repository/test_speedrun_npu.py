@@ -22,7 +22,7 @@ case "$*" in
 *"import torch_npu"*) echo torch 2.9.0; echo torch_npu "${FAKE_TORCH_NPU:-2.9.0}"; exit ;;
 *tools_npu.setup*) exec REAL "$@" ;;
 *version_info*) exit 0 ;;
-"-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8}"; exit ;;
+"-m nanochat.device") echo "${NANOCHAT_DEVICE:-cpu} bfloat16 ${FAKE_CARDS:-8} fast"; exit ;;
 "-m nanochat.planner"*)
     echo "$*" >>"$CALLS"
     if [ "${FAKE_CHIP:-}" = 310P ]; then echo "error: 310P cards are for inference only" >&2; exit 1; fi

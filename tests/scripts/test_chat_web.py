@@ -30,6 +30,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
 from nanochat.serve.chosen import Chosen
 from nanochat.serve.connections import Caps
+from nanochat.serve.hosted import Loadable
 from nanochat.serve.server import Settings, create_app
 from scripts.chat_web import (
     Config,
@@ -41,10 +42,11 @@ from scripts.chat_web import (
     listen,
     models_of,
     only_runs,
+    serve_until_stopped,
     settings_of,
 )
 from tests.emulated_npu.worker import on_npu
-from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running, serving
+from tests.support.fake_engine import CHAT, SETTINGS, ByteTokenizer, FakeEngine, ask, running, serving
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import tiny_checkpoint, tiny_gpt, tiny_tokenizer
 
@@ -81,6 +83,17 @@ def test_addresses_are_ones_a_browser_takes():
             f"http://127.0.0.1:{port}",
             f"http://{socket.gethostname()}:{port}",
         ]
+
+
+def test_other_machines_get_in_only_when_asked_for_and_without_a_key_a_warning_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    monkeypatch.setattr("scripts.chat_web.serve", lambda app, listener: None)
+    app = create_app([Loadable(FakeEngine(), ByteTokenizer(), SETTINGS)], SETTINGS)  # type: ignore[arg-type]
+    assert is_local(Config().host)
+    for cfg, warned in [(Config(), 0), (Config(host="0.0.0.0"), 1), (Config(host="0.0.0.0", api_key="k"), 0)]:
+        with listen(cfg.host, 0) as listener:
+            serve_until_stopped(cfg, app, listener)
+        assert capsys.readouterr().err.count("without a key") == warned
 
 
 def test_only_this_machine_is_local():

@@ -24,8 +24,8 @@ def ticket(text: str, owner: str = "") -> Ticket:
 
 
 @contextlib.asynccontextmanager
-async def started(engine: FakeEngine, waiting: int = 4, per_address: int = 0) -> AsyncIterator[EngineThread]:
-    thread = EngineThread(engine, waiting, per_address)
+async def started(engine: FakeEngine, waiting: int = 4) -> AsyncIterator[EngineThread]:
+    thread = EngineThread(engine, waiting)
     thread.start()
     try:
         yield thread
@@ -243,22 +243,6 @@ def test_full_queue_takes_the_newest_place_of_the_address_with_most():
                 thread.submit(ticket("b2", "b"))
             engine.allow(1000)
             assert await asyncio.gather(*map(said, [*crowd[:3], newcomer, second])) == ["a0", "a1", "a2", "b0", "b1"]
-
-    run(main())
-
-
-def test_address_may_have_so_many_tickets_and_no_more():
-    async def main() -> None:
-        async with started(FakeEngine(slots=1, gated=True), waiting=20, per_address=2) as thread:
-            tickets = [ticket("0", "a"), ticket("1", "a")]
-            for each in tickets:
-                thread.submit(each)
-            assert thread.full("a") and not thread.full("b")
-            with pytest.raises(asyncio.QueueFull):
-                thread.submit(ticket("2", "a"))
-            thread.submit(ticket("0", "b"))
-            thread.release(tickets[1])
-            thread.submit(ticket("2", "a"))
 
     run(main())
 

@@ -1,12 +1,16 @@
 """The key of the server: which requests need it, and that a wrong one opens nothing."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
 from nanochat.serve.guard import needs_key
+from nanochat.serve.hosted import Loadable
+from nanochat.serve.server import create_app
 from tests.support.fake_engine import CHAT, SETTINGS, FakeEngine, ask, running
 
 KEY = "sk-密钥-1"
@@ -40,6 +44,19 @@ def test_without_the_key_nothing_is_answered(client, header):
         error = response.json()["error"]
         assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
         assert KEY not in response.text
+
+
+def test_every_route_but_the_pages_their_files_and_health_needs_the_key(client, tmp_path):
+    engine = FakeEngine()
+    settings = replace(SETTINGS, api_key=KEY, runs=tmp_path)
+    guard: Any = create_app([Loadable(engine, engine.tokenizer, settings)], settings).asgi  # type: ignore[arg-type]
+    routes = {(method, route.path) for route in guard.app.routes for method in route.methods}
+    assert ("DELETE", "/v1/responses/{number}") in routes and len(routes) > 15
+    free = {path for _, path in routes if not needs_key(path)}
+    assert free == {"/", "/runs", "/health", "/assets/{name:path}"}
+    for method, path in sorted(routes):
+        if path not in free:
+            assert client.request(method, re.sub("{.*}", "a", path)).status_code == 401, path
 
 
 def test_page_and_health_need_no_key(client):

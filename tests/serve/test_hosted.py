@@ -25,7 +25,8 @@ class Two:
 
 @pytest.fixture
 def two() -> Iterator[Two]:
-    first, second = FakeEngine({"hello": "one"}, slots=2), FakeEngine({"hello": "two"}, slots=3, gated=True)
+    first = FakeEngine({"hello": "one"}, slots=2)
+    second = FakeEngine({"hello": "two"}, slots=3, gated=True, tokenizer=ByteTokenizer(takes_system=True))
     with running(first, beside=[Loadable(second, second.tokenizer, OTHER)]) as url:  # type: ignore[arg-type]
         yield Two(url, first, second)
 
@@ -44,6 +45,7 @@ def test_a_request_names_the_model_that_answers(two: Two) -> None:
 
 def test_both_are_listed_and_described_by_name(two: Two) -> None:
     listed = httpx.get(f"{two.url}/v1/models").json()["data"]
+    assert [each["capabilities"]["system_message"] for each in listed] == [False, True]
     assert [(each["id"], each["stage"], each["defaults"]["max_tokens"]) for each in listed] == [
         (SETTINGS.model, "sft", 512), (OTHER.model, "rl", 7),
     ]  # fmt: skip

@@ -109,6 +109,43 @@ def test_responses_whole_and_streamed(client):
     assert text == whole.output_text == event.response.output_text
 
 
+def test_responses_with_tools_and_a_chat_that_the_server_keeps(client):
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    fields = {"model": MODEL, "input": "What time is it?", "tools": [tool], "tool_choice": "required",
+              "max_output_tokens": 99}  # fmt: skip
+    first = client.responses.create(**fields)
+    (call,) = first.output
+    assert (call.type, call.name, first.tools[0].name) == ("function_call", "clock", "clock")
+    with client.responses.stream(**fields) as stream:  # the client itself puts the events together
+        kinds = [event.type for event in stream]
+        (streamed,) = stream.get_final_response().output
+    assert json.loads(streamed.arguments).get("zone", "UTC") in ("UTC", "CST")
+    assert kinds[2:6] == [
+        "response.output_item.added", "response.function_call_arguments.delta",
+        "response.function_call_arguments.done", "response.output_item.done",
+    ]  # fmt: skip
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    more = {"model": MODEL, "tools": [tool], "max_output_tokens": 9, "temperature": 0}
+    by_id = client.responses.create(input=[result], previous_response_id=first.id, **more)
+    whole = [{"role": "user", "content": fields["input"]}, call, result]
+    by_items = client.responses.create(input=whole, store=False, **more)
+    assert by_id.output_text == by_items.output_text
+    assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    assert by_items.usage.input_tokens_details.cached_tokens > 0
+    assert client.responses.retrieve(by_id.id) == by_id
+    client.responses.delete(by_id.id)
+    for gone in (by_id, by_items):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone.id)
+    with pytest.raises(openai.BadRequestError, match="Send the whole chat"):
+        client.responses.create(model=MODEL, input="And now?", previous_response_id=by_id.id)
+    format_ = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}
+    fields = {"model": MODEL, "input": [result], "text": {"format": format_}, "max_output_tokens": 99}
+    with client.responses.stream(previous_response_id=first.id, **fields) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text
+
+
 def test_routes_that_the_client_knows_only_by_their_path(client, url):
     root = client.with_options(base_url=url)
     tokens = root.post("/tokenize", body={"prompt": "the cat", "add_special_tokens": False}, cast_to=dict)["tokens"]

@@ -32,6 +32,11 @@ def test_a_chat_is_what_the_template_makes_of_it(served: Served) -> None:
     assert found["usage"]["completion_tokens"] == len(alone.tokens)
 
 
+def test_the_entry_of_the_model_says_what_its_template_takes(served: Served) -> None:
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert model["capabilities"] == {"system_message": True, "tools": False}  # ChatML, as it has no template
+
+
 def test_texts_are_continued_without_a_mark_in_front(served: Served) -> None:
     plain = served.tokenizer.encode("the cat")
     assert served.ok("/tokenize", prompt="the cat")["tokens"] == plain

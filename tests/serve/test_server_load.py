@@ -169,6 +169,10 @@ def test_what_is_said_is_never_logged(capfd):
         assert "its answer" in httpx.post(url + CHAT, json=ask("my secret")).text
         httpx.post(url + CHAT, json=ask("my secret", n=2))
         httpx.post(url + CHAT, json=ask("my secret" * 1000))
+        for fields in ({"input": "my secret"}, {"input": "x", "instructions": ["my secret"]}):
+            httpx.post(f"{url}/v1/responses", json=fields)
+        for path in ("/v1/completions", "/tokenize"):
+            httpx.post(url + path, json={"prompt": "my secret"})
     out, err = capfd.readouterr()
     assert "secret" not in out + err and "its answer" not in out + err
 

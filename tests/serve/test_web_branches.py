@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.browsing import REPLIES, answers, finished, say_hello, send, visit
-from tests.support.fake_engine import ABOUT, SETTINGS, FakeEngine, running
+from tests.support.fake_engine import ABOUT, SETTINGS, ByteTokenizer, FakeEngine, running
 
 pytestmark = pytest.mark.browser
 
@@ -140,8 +140,8 @@ def test_an_answer_cut_by_its_length_is_continued(browser):
 
 
 def test_settings_go_with_every_request_are_kept_and_can_be_reset(browser):
-    engine = FakeEngine(REPLIES)
-    with running(engine, settings=PUBLISHED) as url, visit(browser, url) as page:
+    engine = FakeEngine(REPLIES, tokenizer=ByteTokenizer(takes_system=True))
+    with running(engine) as url, visit(browser, url) as page:
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("System message").fill("Be brief.")
         values = {"Temperature": "1.3", "Top-k": "7", "Top-p": "0.9", "Min-p": "0.05", "Longest reply": "3"}

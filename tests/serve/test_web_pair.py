@@ -33,6 +33,18 @@ def comparing(
         yield page
 
 
+@contextlib.contextmanager
+def half_answered(browser: Browser, size: Any = DESK) -> Iterator[tuple[Page, FakeEngine, FakeEngine]]:
+    """A page on which two models have begun their answers, and their engines, which wait for the test."""
+    first, second = FakeEngine(FIRST, gated=True), FakeEngine(SECOND, gated=True)
+    with comparing(browser, first, second, size=size) as page:
+        send(page, "who")
+        first.allow(4)
+        second.allow(4)
+        expect(answers(page)).to_have_text(["I am", "I am"])
+        yield page, first, second
+
+
 def compare(page: Page) -> None:
     page.locator("#model summary").click()
     page.locator(".panel .compare button").click()
@@ -59,11 +71,8 @@ def stored(page: Page) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_both_answers_stream_next_to_each_other_or_on_a_phone_below(browser, size):
-    engines = FakeEngine(FIRST, gated=True), FakeEngine(SECOND, gated=True)
-    with comparing(browser, *engines, size=size) as page:
-        send(page, "who")
-        engines[0].allow(4)
-        engines[1].allow(8)
+    with half_answered(browser, size) as (page, first, second):
+        second.allow(4)
         expect(answers(page)).to_have_text(["I am", "I am Pip"])
         expect(page.locator(".pair .body.streaming")).to_have_count(2)
         expect(page.locator(".pair .by")).to_have_text([SETTINGS.model, "pip"])
@@ -76,8 +85,8 @@ def test_both_answers_stream_next_to_each_other_or_on_a_phone_below(browser, siz
         else:
             assert left["x"] == right["x"] and left["y"] + left["height"] < right["y"]
         assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"]
-        for engine in engines:
-            engine.allow(1000)
+        first.allow(1000)
+        second.allow(1000)
         finished(page)
         expect(answers(page)).to_have_text(["I am the first.", "I am Pip."])
         expect(page.get_by_role("button", name="Continue with this one")).to_have_count(2)
@@ -85,20 +94,15 @@ def test_both_answers_stream_next_to_each_other_or_on_a_phone_below(browser, siz
 
 
 def test_one_answer_is_stopped_while_the_other_goes_on(browser):
-    engines = FakeEngine(FIRST, gated=True), FakeEngine(SECOND, gated=True)
-    with comparing(browser, *engines) as page:
-        send(page, "who")
-        engines[0].allow(4)
-        engines[1].allow(4)
-        expect(answers(page)).to_have_text(["I am", "I am"])
+    with half_answered(browser) as (page, first, second):
         page.get_by_role("button", name="Stop pip").press("Enter")
         expect(pair(page).last.locator(".meta")).to_contain_text("stopped")
         expect(page.locator("#prompt")).to_be_focused()
         expect(page.get_by_role("button", name="Stop answering")).to_be_visible()
-        engines[0].allow(1000)
+        first.allow(1000)
         finished(page)
         expect(answers(page)).to_have_text(["I am the first.", "I am"])
-        assert engines[1].seen[0].cancelled and not engines[0].seen[0].cancelled
+        assert second.seen[0].cancelled and not first.seen[0].cancelled
 
 
 def test_the_button_of_the_input_box_stops_both(browser):
@@ -190,11 +194,8 @@ def test_a_reload_keeps_two_answers_and_the_comparison(browser):
 
 
 def test_a_reload_in_the_middle_keeps_what_both_have_said(browser):
-    engines = FakeEngine(FIRST, gated=True), FakeEngine(SECOND, gated=True)
-    with comparing(browser, *engines) as page:
-        send(page, "who")
-        engines[0].allow(4)
-        engines[1].allow(100)
+    with half_answered(browser) as (page, _, second):
+        second.allow(100)
         expect(answers(page)).to_have_text(["I am", "I am Pip."])
         expect(pair(page).last.locator(".numbers")).to_have_count(1)  # it has ended
         page.reload()
@@ -205,12 +206,7 @@ def test_a_reload_in_the_middle_keeps_what_both_have_said(browser):
 
 
 def test_another_chat_ends_both_answers_and_keeps_them(browser):
-    engines = FakeEngine(FIRST, gated=True), FakeEngine(SECOND, gated=True)
-    with comparing(browser, *engines) as page:
-        send(page, "who")
-        engines[0].allow(4)
-        engines[1].allow(4)
-        expect(answers(page)).to_have_text(["I am", "I am"])
+    with half_answered(browser) as (page, *_):
         page.locator("#new-chat").click()
         expect(page.locator(".turn")).to_have_count(0)
         page.locator("#history-toggle").click()

@@ -189,6 +189,19 @@ def test_nothing_sticks_out_on_a_phone(browser, base_folder, locale):
         assert page.evaluate(wide) == []
 
 
+def test_all_figures_of_a_run_are_in_view_on_a_narrow_desk(browser, base_folder):
+    tag = "a-long-tag-of-a-long-experiment-on-many-cards"
+    run = write(base_folder, tag, 60, val_bpb=0.29, loss=0.007473)
+    folder = base_folder / "base_checkpoints" / tag
+    describe_run(folder, {"steps": 100, "device": "AMD EPYC, 2 thread(s)", "parameters": 4_921_344, "ranks": 8})
+    size = {"viewport": {"width": 1000, "height": 700}}
+    with serving(create_runs_app(base_folder, (), "")) as url, visit(browser, f"{url}/runs", **PAGE, **size) as page:
+        expect(page.locator("#rows .number").last).to_have_text("1.5")
+        scroll = "() => { const at = document.querySelector('.scroll'); return at.scrollWidth - at.clientWidth }"
+        assert page.evaluate(scroll) == 0
+    run.close()
+
+
 def test_names_figures_and_samples_of_others_are_only_text(browser, base_folder):
     tag = EVIL.replace("/", "")
     write(base_folder, tag, 3, **{EVIL: 1.0, "__proto__": 2.0, "constructor": 3.0}, device=EVIL).close()

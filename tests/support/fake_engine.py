@@ -34,8 +34,12 @@ ABOUT = {
 }
 
 
+@dataclass
 class ByteTokenizer:
     """Each token is one byte, so every Chinese character is split into three tokens."""
+
+    takes_system: bool = False
+    takes_tools: bool = False
 
     bos = 256
     marks_begin = True

@@ -126,6 +126,29 @@ class FolderTokenizer:
         source = self.template_source
         return None if source is None else ChatTemplate(source, self._names, str(self.folder))
 
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the chat template has a place for a system message, beside the first question."""
+        question, text = {"role": "user", "content": "Q"}, "S"
+        given, merged = [{"role": "system", "content": text}, question], [{"role": "user", "content": f"{text}\n\nQ"}]
+        try:
+            rendered = self._text(given, reply=True)
+            return rendered not in (self._text([question], reply=True), self._text(merged, reply=True))
+        except UserError:
+            return False
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of functions that it may call."""
+        if self.template is None:
+            return False
+        question, tool = {"role": "user", "content": "Q"}, {"name": "a_tool", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": {**tool, "description": ""}}]
+        try:
+            return tool["name"] in self.template.render([question], True, tools=tools)
+        except UserError:
+            return False
+
     # --- text ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:

@@ -18,6 +18,7 @@ from nanochat.nn.operations import Operations
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.deltanet import GatedDeltaNet
 from nanochat.nn.qwen.packed import Packed
+from nanochat.nn.together import Pack
 
 
 class Vocabulary(nn.Module):
@@ -59,7 +60,12 @@ class Vocabulary(nn.Module):
             kept = (wanted >= 0).nonzero().flatten()
             if 0 < len(kept) < len(wanted):
                 flat, wanted, weights = flat[kept], wanted[kept], None if weights is None else weights[kept]
-        return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False)
+        fused = self.operations.fused_loss(flat)
+        return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False, fused=fused)
+
+    def release(self) -> None:
+        """See Operations.release()."""
+        self.packed = None
 
 
 class Norm(nn.Module):
@@ -80,6 +86,10 @@ class Norm(nn.Module):
     def settle(self) -> None:
         """Keep the scale from here on: the weights do not change again."""
         self._scale = self.scale.detach()
+
+    def release(self) -> None:
+        """Follow the weights again, see Operations.release()."""
+        self._scale = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.operations.weighted_norm(x, self.scale, self.epsilon)
@@ -106,15 +116,19 @@ class Attention(nn.Module):
         self.joined: Joined | None = None
         self._norms = torch.empty(0)  # (H + Hkv, D) the weights of both norms for each head, where matrices are joined
 
-    def join(self, pack: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+    def join(self, pack: Pack, dtype: torch.dtype) -> None:
         """Multiply with the matrices of queries, keys and values at once from here on, as Joined does."""
         matrices, c = (self.q_proj, self.k_proj, self.v_proj), self.config
-        if not Joined.fits(matrices, dtype):
+        if (made := Joined.of(matrices, pack, dtype)) is None:
             return
-        self.joined = Joined(matrices, pack)
+        self.joined = made
         if c.qk_norm:
             norms = [norm.weight.detach().float() + norm.one for norm in (self.q_norm, self.k_norm)]
             self._norms = torch.cat((norms[0].expand(c.n_head, -1), norms[1].expand(c.n_kv_head, -1)))
+
+    def release(self) -> None:
+        """Multiply with each matrix by itself again, see Operations.release()."""
+        self.joined = None
 
     def _heads(
         self, x: Tensor, cos: Tensor, sin: Tensor
@@ -178,10 +192,13 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.n_hidden, config.n_embd)
         self.joined: Joined | None = None
 
-    def join(self, pack: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+    def join(self, pack: Pack, dtype: torch.dtype) -> None:
         """Multiply with the first two matrices at once from here on, as Joined does."""
-        if Joined.fits((self.gate_proj, self.up_proj), dtype):
-            self.joined = Joined((self.gate_proj, self.up_proj), pack)
+        self.joined = self.joined or Joined.of((self.gate_proj, self.up_proj), pack, dtype)
+
+    def release(self) -> None:
+        """Multiply with each matrix by itself again, see Operations.release()."""
+        self.joined = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None and self.joined.plain:

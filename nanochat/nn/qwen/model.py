@@ -1,10 +1,12 @@
 """The text models of Qwen1.5, 2, 2.5, 3 and 3.5 (dense), with the parameter names of their published checkpoints."""
 
-from typing import Literal, cast
+from contextlib import nullcontext
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.nn.cache import Cache, CacheCall, Spans
@@ -42,6 +44,7 @@ class Qwen(nn.Module):
         if not config.tied:
             self.lm_head = Vocabulary(config, operations)
         self._checkpoints = False
+        self.offloads = False  # whether, with `checkpoints`, the inputs of layers wait in the host's memory
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -150,12 +153,21 @@ class Qwen(nn.Module):
             cos, sin = (table[None, :, None] for table in self._rotary(T))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
-                x = cast(Tensor, checkpoint(block, x, cos, sin, packed, call, use_reentrant=False))
+                with self._aside(x.shape) if self.offloads else nullcontext():  # here the compiler divides the model
+                    x = cast(Tensor, checkpoint(block, x, cos, sin, packed, call, use_reentrant=False))
             else:
                 x = block(x, cos, sin, packed, call)
         if isinstance(call, CacheCall):
             call.finish()
         return self.model.norm(x)
+
+    def _aside(self, shape: torch.Size) -> saved_tensors_hooks:
+        """A context in which tensors of this shape that are saved for the backward pass wait in the host's memory."""
+
+        def pack(saved: Tensor) -> Any:
+            return self.operations.put_aside(saved) if saved.shape == shape else saved
+
+        return saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept())
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits (..., V) of normed activations (..., C)."""

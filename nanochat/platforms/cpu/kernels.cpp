@@ -1,69 +1,16 @@
-// Operations of a decoding pass, each in one loop over memory: norms, rotations, attention over a cache, gates.
+// Operations of inference, each in one loop over memory: norms, rotations, attention over a cache, gates; and the loss.
 //
-// torch runs each of them as three to ten operators, which costs more than computing when a pass has few tokens.
+// torch runs each of them as three to ten operators, which costs more than computing when a pass has few tokens. The
+// logits of a loss are so many that each of torch's operators waits for memory.
 // Numbers are fp32 or bf16 in memory and fp32 in between. A row never depends on the other rows, so a reply is the same
 // alone and in a batch. kernels.py compiles this file and says what the arguments are.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
+#include "common.h"
 #ifdef __AVX512BF16__
-#include <immintrin.h>
+#include "products.h"
 #endif
 
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-
-inline float wide(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return y;
-}
-
-inline void narrow(float x, float &y) { y = x; }
-
-inline void narrow(float x, bf16 &y) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    y.bits = uint16_t(x != x ? 0x7fc0 : rounded);
-}
-
-// exp(x) to within 2e-7 of its value; std::exp would be called number by number.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-    float whole = std::floor(x * 1.44269504f + 0.5f);
-    float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
-    float y = 1.9875691e-4f;
-    for (float c : {1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 0.5f, 1.0f, 1.0f}) y = y * r + c;
-    uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return y * power;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-// Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth starting for PART
-// numbers.
-template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
-    constexpr int64_t PART = 1 << 17, MOST = 16;
-    const int64_t count = std::min({threads, rows, numbers / PART, MOST});
-    if (count < 2) return work(0, rows);
-    std::vector<std::thread> others;
-    for (int64_t i = 1; i < count; i++) others.emplace_back(work, i * rows / count, (i + 1) * rows / count);
-    work(0, rows / count);
-    for (auto &other : others) other.join();
-}
 
 template <class T> float inverse_rms(const T *x, int64_t channels, float epsilon) {
     float sum = 0;
@@ -208,50 +155,84 @@ template <class T> void mix(const T *x, const T *x0, const T *a, const T *b, T *
     });
 }
 
-#ifdef __AVX512BF16__
-constexpr int64_t BLOCK = 64;  // outputs whose weights lie together, two inputs of each output side by side
-constexpr int64_t AHEAD = 4096;  // numbers that are fetched ahead
-
-// ROWS rows of x times one block of a matrix, [inputs / 2][BLOCK][2] numbers; rows of y are `outputs` apart.
-template <int ROWS> void few_rows(const bf16 *x, const bf16 *w, bf16 *y, int64_t outputs, int64_t inputs) {
-    __m512 sums[ROWS][4];
-    for (auto &row : sums)
-        for (auto &sum : row) sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < inputs; i += 2, w += 2 * BLOCK) {
-        // The processor itself stops fetching ahead at the end of each page.
-        for (int line = 0; line < 4; line++) _mm_prefetch((const char *)(w + AHEAD + 32 * line), _MM_HINT_T0);
-        __m512bh weights[4];
-        for (int part = 0; part < 4; part++) weights[part] = (__m512bh)_mm512_loadu_si512(w + 32 * part);
-        for (int row = 0; row < ROWS; row++) {
-            int32_t pair;
-            std::memcpy(&pair, x + row * inputs + i, 4);
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int part = 0; part < 4; part++)
-                sums[row][part] = _mm512_dpbf16_ps(sums[row][part], weights[part], both);
+// cap tanh(x / cap) of the first `width` numbers of each row; rows of x are `stride` apart.
+template <class T>
+void softcap(const T *x, float *y, int64_t rows, int64_t width, int64_t stride, float cap, int64_t threads) {
+    const float twice = 2 * cap, slope = 2 / cap;
+    parts(rows, rows * width, threads, [=](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) {
+            const T *in = x + row * stride;
+            float *out = y + row * width;
+            for (int64_t i = 0; i < width; i++) out[i] = (sigmoid(wide(in[i]) * slope) - 0.5f) * twice;
         }
-    }
-    for (int row = 0; row < ROWS; row++)
-        for (int part = 0; part < 4; part++)
-            _mm256_storeu_si256((__m256i *)(y + row * outputs + 16 * part),
-                                (__m256i)_mm512_cvtneps_pbh(sums[row][part]));
+    });
 }
 
-// A matrix as oneDNN lays out bf16: blocks of outputs, one after the other.
-void multiply(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outputs, int64_t inputs) {
-    for (int64_t output = 0; output < outputs; output += BLOCK, w += BLOCK * inputs)
-        for (int64_t row = 0; row < rows; row += 4) {  // a second group of rows finds the block in the cache
-            const int64_t left = rows - row;
-            auto some = left == 1 ? few_rows<1> : left == 2 ? few_rows<2> : left == 3 ? few_rows<3> : few_rows<4>;
-            some(x + row * inputs, w, y + row * outputs + output, outputs, inputs);
+// The logarithm of the sum of exp(x) of each row.
+template <class T> void log_total(const T *x, float *y, int64_t rows, int64_t width, int64_t threads) {
+    parts(rows, rows * width, threads, [=](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) {
+            const T *in = x + row * width;
+            const float most = largest(in, width);
+            float total = 0;
+            for (int64_t i = 0; i < width; i++) total += exponential(wide(in[i]) - most);
+            y[row] = most + std::log(total);
         }
+    });
 }
-#endif
+
+// The weighted cross-entropy of each row of logits, of which the first `vocab` count, and in place of the logits the
+// gradient with respect to them. With a cap, logits are softcapped first. False, and nothing is written, if a target
+// that weighs something is beyond the first `vocab`. A negative target counts nothing.
+template <class T>
+bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int64_t rows, int64_t width,
+          int64_t vocab, float cap, int64_t threads) {
+    const float slope = cap ? 2 / cap : 1, square = cap ? 1 / (cap * cap) : 0;
+    for (int64_t row = 0; row < rows; row++)
+        if (weights[row] != 0 && targets[row] >= vocab) return false;
+    parts(rows, 4 * rows * width, threads, [=](int64_t first, int64_t last) {
+        std::vector<float> capped(vocab), powers(vocab);
+        float *logits = capped.data(), *power = powers.data();
+        for (int64_t row = first; row < last; row++) {
+            T *own = x + row * width;
+            const float weight = weights[row];
+            if (weight == 0 || targets[row] < 0) {
+                losses[row] = 0 * weight;  // 0, or NaN where the weight is no number
+                std::memset(own, 0, width * sizeof(T));
+                continue;
+            }
+            if (cap)
+                for (int64_t i = 0; i < vocab; i++) logits[i] = (sigmoid(wide(own[i]) * slope) - 0.5f) * (2 * cap);
+            else
+                for (int64_t i = 0; i < vocab; i++) logits[i] = wide(own[i]);
+            const float most = largest(logits, vocab);
+            float total = 0;
+            for (int64_t i = 0; i < vocab; i++) total += power[i] = exponential(logits[i] - most);
+            const int64_t target = targets[row];
+            const float share = weight / total, own_slope = 1 - logits[target] * logits[target] * square;
+            losses[row] = (std::log(total) + most - logits[target]) * weight;
+            for (int64_t i = 0; i < vocab; i++)
+                narrow(power[i] * share * (1 - logits[i] * logits[i] * square), own[i]);
+            narrow((power[target] / total - 1) * weight * own_slope, own[target]);
+            std::memset(own + vocab, 0, (width - vocab) * sizeof(T));
+        }
+    });
+    return true;
+}
 
 }  // namespace
 
 #ifdef __AVX512BF16__
 extern "C" void multiply_bf16(const bf16 *x, const bf16 *w, bf16 *y, int64_t rows, int64_t outputs, int64_t inputs) {
     multiply(x, w, y, rows, outputs, inputs);
+}
+
+extern "C" void attend_many_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t *firsts, bf16 *y,
+                                 int64_t threads, int64_t q_row, int64_t q_stride, int64_t k_row, int64_t k_stride,
+                                 int64_t v_row, int64_t v_stride, int64_t rows, int64_t count, int64_t heads,
+                                 int64_t kv_heads, int64_t size, int64_t window, float scale) {
+    attend_many(q, k, v, firsts, y, threads, q_row, q_stride, k_row, k_stride, v_row, v_stride, rows, count, heads,
+                kv_heads, size, window, scale);
 }
 #endif
 
@@ -284,3 +265,15 @@ BOTH(void, squared_relu, SQUARED_RELU, (x, y, count, threads))
 
 #define MIX(T) (const T *x, const T *x0, const T *a, const T *b, T *y, int64_t threads, int64_t count)
 BOTH(void, mix, MIX, (x, x0, a, b, y, count, threads))
+
+#define SOFTCAP(T)                                                                                                     \
+    (const T *x, float *y, int64_t threads, int64_t rows, int64_t width, int64_t stride, float cap)
+BOTH(void, softcap, SOFTCAP, (x, y, rows, width, stride, cap, threads))
+
+#define LOG_TOTAL(T) (const T *x, float *y, int64_t threads, int64_t rows, int64_t width)
+BOTH(void, log_total, LOG_TOTAL, (x, y, rows, width, threads))
+
+#define LOSS(T)                                                                                                        \
+    (T *x, const int64_t *targets, const float *weights, float *losses, int64_t threads, int64_t rows, int64_t width,  \
+     int64_t vocab, float cap)
+BOTH(bool, loss, LOSS, (x, targets, weights, losses, rows, width, vocab, cap, threads))

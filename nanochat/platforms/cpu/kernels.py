@@ -22,15 +22,16 @@ from nanochat.common import log, tr, warn
 from nanochat.platforms import host
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = ("common.h", "products.h")  # that it includes
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
          "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
-BLOCK = 64  # outputs of a matrix whose weights lie together, as in SOURCE
+BLOCK = 64  # outputs of a matrix whose weights lie together, as in products.h
 SECONDS = 120  # that compiling may take
 # The functions: how many pointers, sizes and fp32 numbers each of them takes, in this order. The first size is the
 # number of threads that they may use.
 FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 11, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
-             "mix": (5, 2, 0)}  # fmt: skip
+             "mix": (5, 2, 0), "softcap": (2, 4, 1), "log_total": (2, 3, 0), "loss": (4, 4, 1)}  # fmt: skip
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -40,17 +41,18 @@ def compiler() -> str | None:
 
 
 def compiled(folder: Path, command: str) -> Path:
-    """The library compiled from SOURCE, in `folder`, by the compiler `command`. Its name says what it was made from
-    and for which processor. OSError or subprocess.SubprocessError if it cannot be made."""
+    """The library compiled from SOURCE and HEADERS, in `folder`, by the compiler `command`. Its name says what it was
+    made from and for which processor. OSError or subprocess.SubprocessError if it cannot be made."""
     flags = host.cpu_flags()
     own = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     own += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
-    made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode() + SOURCE.read_bytes()
+    made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode()
+    made_from += b"".join(path.read_bytes() for path in (SOURCE, *map(Path(__file__).with_name, HEADERS)))
     library = folder / f"kernels-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         fresh = library.with_name(f".{library.name}-{os.getpid()}")
-        words = [command, *FLAGS, *own, str(SOURCE), "-o", str(fresh)]
+        words = [command, *FLAGS, *own, f"-I{Path(__file__).parent}", str(SOURCE), "-o", str(fresh)]
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
         os.replace(fresh, library)
     return library
@@ -84,21 +86,53 @@ class Kernels:
             for dtype, suffix in SUFFIXES.items():
                 function = getattr(loaded, f"{name}_{suffix}")
                 function.argtypes = [c_void_p] * pointers + [c_int64] * sizes + [c_float] * numbers
-                function.restype = c_bool if name == "attend" else None
+                function.restype = c_bool if name in ("attend", "loss") else None
                 self._functions[name, dtype] = function
         self._multiply = getattr(loaded, "multiply_bf16", None)  # only where the processor has AVX512-BF16
         if self._multiply is not None:
             self._multiply.argtypes, self._multiply.restype = [c_void_p] * 3 + [c_int64] * 3, None
 
-    def reads(self, laid_out: Tensor, weight: Tensor) -> int | None:
+        self._attend_many = getattr(loaded, "attend_many_bf16", None)  # likewise
+        if self._attend_many is not None:
+            arguments = [c_void_p] * 5 + [c_int64] * 13 + [c_float]
+            self._attend_many.argtypes, self._attend_many.restype = arguments, None
+
+    def takes_many(self, q: Tensor) -> bool:
+        """Whether attend_many() computes with queries (B, T, H, D)."""
+        return self._attend_many is not None and q.dtype == torch.bfloat16 and q.size(3) % BLOCK == 0
+
+    def attend_many(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        first: Tensor,  # (B,) place of the first query of each row; the others follow
+        window: int,
+        scale: float,
+    ) -> Tensor:  # (B, T, H, D)
+        """Attend to the key at each query's own place and at most `window` before it; places must be below K."""
+        assert self._attend_many is not None
+        B, T, H, D = q.shape
+        q, k, v = (x if x.stride(3) == 1 and x.stride(2) == D else x.contiguous() for x in (q, k, v))
+        y, first = q.new_empty(q.shape), first.contiguous()
+        strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(1))]
+        self._attend_many(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), first.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+            *strides, B, T, H, k.size(2), D, window, scale,
+        )  # fmt: skip
+        return y
+
+    def reads(self, laid_out: Tensor, weight: Tensor, compare: bool = True) -> int | None:
         """Where a bf16 matrix (outputs, inputs) lies that oneDNN has laid out, if multiply() can read it there: the
-        layout is not documented, so every number is compared."""
+        layout is not documented, so every number is compared. Without `compare`, the layout of the shape is known."""
         outputs, inputs = weight.shape
         if self._multiply is None or outputs % BLOCK or inputs % 2 or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
         place, size = torch.ops.mkldnn.data_ptr(laid_out), torch.ops.mkldnn._nbytes(laid_out)
         if size != weight.numel() * weight.element_size():
             return None
+        if not compare:
+            return place
         found = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=weight.dtype)
         wanted = weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
         return place if torch.equal(found.view(wanted.shape), wanted) else None
@@ -198,3 +232,39 @@ class Kernels:
             x.data_ptr(), x0.data_ptr(), a.data_ptr(), b.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel()
         )
         return y
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:  # (..., V), whose rows may be parts of longer ones -> fp32
+        """cap tanh(x / cap)."""
+        flat = x.flatten(0, -2)
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        self._functions["softcap", x.dtype](
+            flat.data_ptr(), y.data_ptr(), torch.get_num_threads(), *flat.shape, flat.stride(0), cap
+        )
+        return y
+
+    def log_totals(self, x: Tensor) -> Tensor:  # (B, V) -> (B,) fp32
+        """The logarithm of the sum of each row's exponentials."""
+        x = x.contiguous()
+        y = x.new_empty(x.size(0), dtype=torch.float32)
+        self._functions["log_total", x.dtype](x.data_ptr(), y.data_ptr(), torch.get_num_threads(), *x.shape)
+        return y
+
+    def loss(
+        self,
+        logits: Tensor,  # (n, V') contiguous, overwritten with the gradient of the result
+        targets: Tensor,  # (n,) token ids below `vocab`; any number where the weight is 0
+        weights: Tensor,  # (n,) fp32
+        vocab: int,
+        cap: float,  # of the softcap; 0: none
+    ) -> Tensor:  # ()
+        """The weighted sum of the cross-entropies of rows of logits, of which the first `vocab` count."""
+        targets, weights = targets.contiguous(), weights.contiguous()
+        losses = torch.empty_like(weights)
+        known = self._functions["loss", logits.dtype](
+            logits.data_ptr(), targets.data_ptr(), weights.data_ptr(), losses.data_ptr(), torch.get_num_threads(),
+            *logits.shape, vocab, cap,
+        )  # fmt: skip
+        if not known:
+            raise IndexError(f"a target is not one of the {vocab:,} tokens of the vocabulary")
+        return losses.sum()

@@ -8,12 +8,12 @@ from typing import Any
 from nanochat.data.conversation import Conversation, Message, Part
 from nanochat.engine import Event
 from nanochat.serve.routes.answers import DONE, event
-from nanochat.serve.routes.choices import Choice, Said, count_usage, finite, spelling
-from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, read_fields
+from nanochat.serve.routes.choices import Choice, Reply, Said, count_usage, finite, spelling
+from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, read_fields, truncates
 from nanochat.serve.routes.intake import Work, make_prompt
 from nanochat.serve.routes.messages import read_conversation
-from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, read_wanted
-from nanochat.serve.routes.tools import NONE, CallText, Tools, read_tools
+from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, read_format, read_wanted
+from nanochat.serve.routes.tools import Tools, only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {
@@ -53,24 +53,19 @@ class ChatRequest:
 def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
     """Check a decoded body. ApiError (400, or 404 for an unknown model) that names the field."""
     fields = read_fields(value, limits, KNOWN, NEUTRAL)
-    truncation = fields.get("truncation", "disabled")
-    if truncation not in ("auto", "disabled"):
-        raise invalid('truncation must be "auto" or "disabled"', "truncation")
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     logprobs, top = flag(fields, "logprobs"), alternatives(fields, "top_logprobs")
     if top and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     flag(fields, "parallel_tool_calls")
     tools = read_tools(fields)
-    more: dict[str, Any] = {"logprobs": top or 0}
-    if tools.schema:
-        if fields.get("response_format", {}) != {"type": "text"} and "response_format" in fields:
-            raise invalid("a reply that must be a call has no response_format: leave one of them out", "tool_choice")
-        more["schema"] = tools.schema
-    wanted = read_wanted(fields, limits, defaults, integer(fields, longest, 1, limits.context), **more)
+    schema = only_schema(tools, read_format(fields.get("response_format"), "response_format"))
+    wanted = read_wanted(
+        fields, limits, defaults, integer(fields, longest, 1, limits.context), schema=schema, logprobs=top or 0
+    )
     continued = flag(fields, "continue_final_message")
     conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
-    return ChatRequest(conversation, wanted, truncation == "auto", logprobs, tools, continued)
+    return ChatRequest(conversation, wanted, truncates(fields), logprobs, tools, continued)
 
 
 def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
@@ -84,72 +79,6 @@ def reply_tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
 
 
 # --- replies -------------------------------------------------------------------------------------
-
-
-class Reply:
-    """Collects a reply while it grows: takes parts from the engine and returns deltas to send.
-
-    Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result}, which extends OpenAI's
-    format and which other clients ignore; `result` is null if the reply ended before the answer. A call of one of the
-    client's tools goes into `tool_calls`.
-    """
-
-    def __init__(self, tools: Tools = NONE) -> None:
-        self.tool_calls: list[dict[str, Any]] = []
-        self._calls = CallText(tools) if tools.parameters else None
-        self.parts: list[dict[str, Any]] = []
-        self._expression: str | None = None  # the calculator call that still waits for its result
-
-    @property
-    def text(self) -> str:
-        """The text so far, without calculator calls."""
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
-
-    def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        """Add what the model said; return the deltas to send."""
-        deltas: list[dict[str, Any]] = []
-        for part in parts:
-            if part.kind == "python_output":
-                deltas += self._called(part.text)
-                continue
-            deltas += self._called(None)
-            if part.kind == "python":
-                self._expression = part.text
-            else:
-                self._words(self._calls.push(part.text) if self._calls else [part.text], deltas)
-        return deltas
-
-    def end(self) -> list[dict[str, Any]]:
-        """The deltas of what is held back: a calculator call that has no result, and what might have become a call."""
-        deltas = self._called(None)
-        if self._calls:
-            self._words(self._calls.push("", last=True), deltas)
-        return deltas
-
-    def _words(self, items: list[str | dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
-        """Add texts and calls to the deltas."""
-        for item in items:
-            if isinstance(item, dict):
-                deltas.append({"tool_calls": [{"index": len(self.tool_calls), **item}]})
-                self.tool_calls.append(item)
-            elif deltas and "content" in deltas[-1]:
-                deltas[-1]["content"] += self._said(item)
-            else:
-                deltas.append({"content": self._said(item)})
-
-    def _called(self, result: str | None) -> list[dict[str, Any]]:
-        if self._expression is None:
-            return []
-        call, self._expression = {"expression": self._expression, "result": result}, None
-        self.parts.append({"type": "tool", **call})
-        return [{"tool": call}]
-
-    def _said(self, text: str) -> str:
-        if self.parts and self.parts[-1]["type"] == "text":
-            self.parts[-1]["text"] += text
-        else:
-            self.parts.append({"type": "text", "text": text})
-        return text
 
 
 @dataclass(frozen=True)
@@ -226,15 +155,9 @@ class ChatWriter:
         """The whole answer. A reply with calculator calls has `parts`, which the client may send back later."""
         choices = []
         for place, reply in enumerate(self._replies):
-            message: dict[str, Any] = {"role": "assistant", "content": reply.text}
-            if any(part["type"] == "tool" for part in reply.parts):
-                message["parts"] = reply.parts
-            if reply.tool_calls:
-                message["tool_calls"] = reply.tool_calls
-                message["content"] = reply.text or None
             logprobs = {"content": self._scores[place], "refusal": None} if self._asked.logprobs else None
             choices.append(
-                {"index": place, "message": message, "logprobs": logprobs, "finish_reason": self._end(place)}
+                {"index": place, "message": reply.message, "logprobs": logprobs, "finish_reason": self._end(place)}
             )
         return self._envelope.body("chat.completion", choices, self.usage)
 

@@ -1,5 +1,6 @@
-"""One reply while it grows: its text, the log-probabilities of its tokens, and how it ended."""
+"""One reply while it grows: its text and calls, the log-probabilities of its tokens, and how it ended."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ from nanochat.data.conversation import Part
 from nanochat.engine import Event
 from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.reply import TextStream
+from nanochat.serve.routes.tools import NONE, CallText, Tools
 from nanochat.tokenizer import Tokenizer
 
 Scores = Literal["text", "all"]
@@ -65,6 +67,87 @@ class Choice:
         ready = len(self._pending) if ended else sum(place < self._shown for place, _ in self._pending)
         taken, self._pending = self._pending[:ready], self._pending[ready:]
         return [said for _, said in taken]
+
+
+class Reply:
+    """Collects a reply while it grows: takes parts from the engine and returns deltas to send.
+
+    Text goes into `content`. A calculator call becomes one `tool` delta, {expression, result}, which extends OpenAI's
+    format and which other clients ignore; `result` is null if the reply ended before the answer. A call of one of the
+    client's tools goes into `tool_calls`.
+    """
+
+    def __init__(self, tools: Tools = NONE) -> None:
+        self.tool_calls: list[dict[str, Any]] = []
+        self._calls = CallText(tools) if tools.parameters else None
+        self.parts: list[dict[str, Any]] = []
+        self._expression: str | None = None  # the calculator call that still waits for its result
+
+    @property
+    def text(self) -> str:
+        """The text so far, without calculator calls."""
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message that the client may send back later, with `parts` if it has calculator calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if any(part["type"] == "tool" for part in self.parts):
+            message["parts"] = self.parts
+        if self.tool_calls:
+            message |= {"tool_calls": self.tool_calls, "content": self.text or None}
+        return message
+
+    def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        """Add what the model said; return the deltas to send."""
+        deltas: list[dict[str, Any]] = []
+        for part in parts:
+            if part.kind == "python_output":
+                deltas += self._called(part.text)
+                continue
+            deltas += self._called(None)
+            if part.kind == "python":
+                self._expression = part.text
+            else:
+                self._words(self._calls.push(part.text) if self._calls else [part.text], deltas)
+        return deltas
+
+    def end(self) -> list[dict[str, Any]]:
+        """The deltas of what is held back: a calculator call that has no result, and what might have become a call."""
+        deltas = self._called(None)
+        if self._calls:
+            self._words(self._calls.push("", last=True), deltas)
+        return deltas
+
+    def _words(self, items: list[str | dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
+        """Add texts and calls to the deltas."""
+        for item in items:
+            if isinstance(item, dict):
+                deltas.append({"tool_calls": [{"index": len(self.tool_calls), **item}]})
+                self.tool_calls.append(item)
+            elif deltas and "content" in deltas[-1]:
+                deltas[-1]["content"] += self._said(item)
+            else:
+                deltas.append({"content": self._said(item)})
+
+    def _called(self, result: str | None) -> list[dict[str, Any]]:
+        if self._expression is None:
+            return []
+        call, self._expression = {"expression": self._expression, "result": result}, None
+        self.parts.append({"type": "tool", **call})
+        return [{"tool": call}]
+
+    def _said(self, text: str) -> str:
+        add_text(self.parts, text)
+        return text
+
+
+def add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Add text behind the parts of a reply."""
+    if parts and parts[-1]["type"] == "text":
+        parts[-1]["text"] += text
+    else:
+        parts.append({"type": "text", "text": text})
 
 
 def count_usage(prompt: int, reply: int, cached: int) -> dict[str, Any]:

@@ -118,6 +118,14 @@ def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return default if value is None else value
 
 
+def truncates(fields: Mapping[str, Any]) -> bool:
+    """Whether the oldest messages may be left out if the whole chat does not fit."""
+    truncation = fields.get("truncation", "disabled")
+    if truncation not in ("auto", "disabled"):
+        raise invalid('truncation must be "auto" or "disabled"', "truncation")
+    return truncation == "auto"
+
+
 def mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """An object; empty if the field is absent."""
     value = fields.get(name, {})

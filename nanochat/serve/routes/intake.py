@@ -99,12 +99,17 @@ class Work(NamedTuple):
 
 
 def make_prompt(
-    conversation: Conversation, max_tokens: int | None, truncate: bool, tokenizer: Tokenizer, context: int
+    conversation: Conversation,
+    max_tokens: int | None,
+    truncate: bool,
+    tokenizer: Tokenizer,
+    context: int,
+    field: str = "messages",
 ) -> tuple[list[int], int]:
     """The tokens of the prompt, and how many of the oldest messages were dropped to make it fit.
 
     Messages are dropped only with `truncate`. ApiError 400 if the prompt, together with `max_tokens`, the length of the
-    answer that was asked for, exceeds the context.
+    answer that was asked for, exceeds the context; it names the `field` that the messages came in.
     """
     messages, answer = conversation.messages, max_tokens or 1
     system = messages[: messages[0].role == "system"]
@@ -129,4 +134,4 @@ def make_prompt(
         return prompt, dropped
     rest = f"and max_tokens asks for {answer} more" if max_tokens else "which leaves no room for an answer"
     text = f"the model's context holds {context} tokens; the messages have {len(prompt)}, {rest}: shorten the chat"
-    raise ApiError(400, "context_length_exceeded", text, "messages")
+    raise ApiError(400, "context_length_exceeded", text, field)

@@ -1,8 +1,9 @@
 """Reads the messages of a request into a conversation: texts, our calculator's calls, and calls of a client's tools."""
 
+import itertools
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Message, Part, Role
+from nanochat.data.conversation import Conversation, Message, Part, Role, system
 from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import written_calls, written_result
 
@@ -52,33 +53,40 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
         raise invalid(text, f"messages[{len(given) - 1}].role")
     if not continued and messages[-1][1].role != "user":
         raise invalid("the last message must have the role user or tool", f"messages[{len(given) - 1}].role")
-    return _instructed(tuple(message for _, message in messages), instructions)
+    return instructed(Conversation(tuple(message for _, message in messages)), instructions)
 
 
 def _joined(messages: list[Message], given: list[Any]) -> list[tuple[int, Message]]:
-    """The messages with their places; a result of a tool joins the result, or the user's turn, before or after it."""
+    """The messages with their places. A result of a tool joins the result, or the user's turn, before or after it, and
+    a call joins what the assistant said or called before it."""
     joined: list[tuple[int, Message]] = []
     for i, message in enumerate(messages):
+        both = (given[i - 1], given[i]) if i else ()
         if given[i]["role"] == "tool" and (i == 0 or given[i - 1]["role"] not in ("assistant", "tool")):
             raise invalid(f"messages[{i}] is the result of a tool: put it after the call", f"messages[{i}].role")
-        if (
-            joined
-            and message.role == "user" == joined[-1][1].role
-            and "tool" in (given[i]["role"], given[i - 1]["role"])
-        ):
+        if joined and message.role == "user" == joined[-1][1].role and any(item["role"] == "tool" for item in both):
             place, before = joined[-1]
             joined[-1] = place, Message("user", (Part("text", f"{before.text}\n{message.text}"),))
+        elif (
+            joined
+            and message.role == "assistant" == joined[-1][1].role
+            and any(item.get("tool_calls") for item in both)
+        ):
+            place, before = joined[-1]
+            joined[-1] = place, Message("assistant", _together(*before.parts, *message.parts))
         else:
             joined.append((i, message))
     return joined
 
 
-def _instructed(messages: tuple[Message, ...], instructions: str) -> Conversation:
+def instructed(conversation: Conversation, instructions: str) -> Conversation:
+    """A conversation with instructions in front of its system message."""
+    messages = conversation.messages
     if not instructions:
-        return Conversation(messages)
+        return conversation
     own = messages[: messages[0].role == "system"]
     text = "\n\n".join([instructions, *(message.text for message in own)])
-    return Conversation((Message("system", (Part("text", text),)), *messages[len(own) :]))
+    return Conversation((system(text), *messages[len(own) :]))
 
 
 def _count(item: Any) -> int:
@@ -94,11 +102,8 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(role, str) or role not in SPEAKERS:
         got = repr(role[:80]) if isinstance(role, str) else kind(role)
         raise invalid(f"{name}.role must be system, user, assistant or tool, got {got}", f"{name}.role")
-    if role == "assistant" and item.get("parts") is not None:
-        parts = _parts(item["parts"], f"{name}.parts")
-    elif role == "assistant" and item.get("tool_calls"):
-        said = "" if item.get("content") is None else text_of(item["content"], f"{name}.content")
-        parts = (Part("text", said + written_calls(item["tool_calls"], f"{name}.tool_calls")),)
+    if role == "assistant":
+        parts = _said(item, name)
     elif role == "tool":
         parts = (Part("text", written_result(text_of(item.get("content"), f"{name}.content"))),)
     else:
@@ -106,6 +111,25 @@ def _message(item: Any, name: str) -> Message:
     if not any(part.text.strip() for part in parts):
         raise ApiError(400, "empty_prompt", f"{name} is empty: every message must hold some text", f"{name}.content")
     return Message(SPEAKERS[role], parts)
+
+
+def _said(item: dict[str, Any], name: str) -> tuple[Part, ...]:
+    """What an assistant message holds: text or parts, then the calls of a client's tools."""
+    calls, content = item.get("tool_calls"), item.get("content")
+    if item.get("parts") is not None:
+        parts = _parts(item["parts"], f"{name}.parts")
+    else:
+        parts = (Part("text", "" if calls and content is None else text_of(content, f"{name}.content")),)
+    return _together(*parts, Part("text", written_calls(calls, f"{name}.tool_calls"))) if calls else parts
+
+
+def _together(*parts: Part) -> tuple[Part, ...]:
+    """Parts, of which texts next to each other are one: a token of the model may reach over the border between them."""
+    joined: list[Part] = []
+    for text, some in itertools.groupby(parts, lambda part: part.kind == "text"):
+        run = [*some]
+        joined += [Part("text", "".join(part.text for part in run))] if text else run
+    return tuple(joined)
 
 
 def text_of(content: Any, name: str) -> str:
@@ -136,3 +160,18 @@ def _parts(value: Any, name: str) -> tuple[Part, ...]:
         else:
             raise invalid(f"{name} may hold only {{type: text, text}} and {{type: tool, expression, result}}", name)
     return tuple(parts)
+
+
+def written(message: Message) -> dict[str, Any]:
+    """A message as a request gives it: what read_conversation reads as this message."""
+    if message.role != "assistant":
+        return {"role": message.role, "content": message.text}
+    parts: list[dict[str, Any]] = []
+    for part in message.parts:
+        if part.kind == "text":
+            parts.append({"type": "text", "text": part.text})
+        elif part.kind == "python":
+            parts.append({"type": "tool", "expression": part.text, "result": None})
+        else:
+            parts[-1]["result"] = part.text  # the call stands before it
+    return {"role": "assistant", "parts": parts}

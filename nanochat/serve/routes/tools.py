@@ -78,16 +78,28 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     return Tools(parameters, INSTRUCTIONS.format(tools=listed, open=OPEN, close=CLOSE), forced)
 
 
+def only_schema(tools: Tools, wanted: str | None) -> str | None:
+    """The JSON schema that holds a reply: that of the call that it must be, or the one that the request asks for.
+
+    ApiError 400 where there are both.
+    """
+    if tools.schema and wanted:
+        raise invalid("a reply that must be a call has no format of its own: leave one of them out", "tool_choice")
+    return tools.schema or wanted
+
+
 def _function(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, dict) or item.get("type") != "function":
-        raise invalid(f"{name} must be a function: {{type: function, function: {{name, parameters}}}}", name)
+        text = "{type: function, function: {name, parameters}}, or for /v1/responses {type: function, name, parameters}"
+        raise invalid(f"{name} must be a function: {text}", name)
     function = item.get("function", item)  # the responses route has name and parameters beside the type
+    place = f"{name}.function" if "function" in item else name
     called = function.get("name") if isinstance(function, dict) else None
     if not isinstance(called, str) or not NAME.fullmatch(called):
-        raise invalid(f"{name}.function.name must have 1 to 64 letters, digits, _ . or -", f"{name}.function.name")
+        raise invalid(f"{place}.name must have 1 to 64 letters, digits, _ . or -", f"{place}.name")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(f"{name}.function.parameters must be a JSON schema, got {kind(parameters)}", name)
+        raise invalid(f"{place}.parameters must be a JSON schema, got {kind(parameters)}", f"{place}.parameters")
     return {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
 
 

@@ -53,7 +53,7 @@ export function compareWith(id, changed) {
 
 /** Whether a model has learnt to follow a system message: those that are trained here from scratch have not. */
 export function knowsSystem(description) {
-  return [PUBLISHED, "tune"].includes(description?.stage);
+  return description?.capabilities.system_message ?? false;
 }
 
 /** Name the model in the bar, describe it in the panel behind the name, and say on the welcome page what it knows. */

@@ -48,8 +48,8 @@ function askForKey() {
 }
 
 /**
- * Describes the served models, the default one first: {id, stage, tag, step, context_length, defaults, corpus,
- * parameters, knows, others} of each.
+ * Describes the served models, the default one first: {id, stage, tag, step, context_length, defaults, capabilities,
+ * corpus, parameters, knows, others} of each.
  */
 export async function servedModels() {
   const response = await request("v1/models", { cache: "no-store" });

@@ -126,7 +126,9 @@ class Groups:
         members = [(row, member) for row, slot in enumerate(ready) for member in branches[slot].members]
         rows = [row for row, _ in members]
         uniforms = [uniform(self._random[member]) for _, member in members]
-        tokens, logprobs = choose_among(logits, rows, self._sampling, uniforms, self._banned) if members else ([], [])
+        tokens, logprobs = [], []
+        if members:
+            tokens, logprobs = choose_among(logits, rows, self._sampling, uniforms, self._banned, self.model.operations)
         chosen: list[dict[int, tuple[float, list[int]]]] = [{} for _ in ready]  # token -> log-probability, replies
         for (row, member), token, logprob in zip(members, tokens, logprobs, strict=True):
             chosen[row].setdefault(token, (logprob, []))[1].append(member)

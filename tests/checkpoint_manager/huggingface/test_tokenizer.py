@@ -13,6 +13,7 @@ from nanochat.common import UserError
 from nanochat.data import bpe
 from nanochat.data.conversation import Conversation, assistant, chat, system, user
 from nanochat.engine import Engine
+from nanochat.export.huggingface import CHAT_TEMPLATE
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.tokenizer import PATTERNS
@@ -123,6 +124,32 @@ def test_conversations_are_rendered_as_transformers_does(folder: Path, template:
         assert trained == "yes, a cat<|im_end|>mats\n</think>\n\nno 垫子<|im_end|>"
     else:
         assert trained == "<think>\na cat\n</think>\n\nyes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
+
+
+TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+NAMES = "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + NAMES
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        (None, (True, False)),  # ChatML
+        (THINKING, (True, False)),
+        (TOOLS + NAMES, (True, True)),
+        (NO_SYSTEM, (False, False)),
+        ("{% for message in messages[-1:] %}{{ message.content }}{% endfor %}" + TOOLS, (False, True)),  # leaves it out
+        (CHAT_TEMPLATE, (False, False)),  # our own: in front of the first question
+        ("{% if %}", (False, False)),
+    ],
+)
+def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
+    folder: Path, template: str | None, takes: tuple[bool, bool]
+) -> None:
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    ours = FolderTokenizer(folder, ROWS)
+    assert (ours.takes_system, ours.takes_tools) == takes
 
 
 def test_a_template_that_leaves_the_assistant_out_is_refused(folder: Path) -> None:

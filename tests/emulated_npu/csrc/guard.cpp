@@ -237,6 +237,16 @@ void defer_copy(const at::Tensor& host, const at::Tensor& value, int device) {
   late.copies.push_back(std::move(copy));
 }
 
+void finish_copies_into(const at::Tensor& host, c10::Stream stream) {
+  std::lock_guard<std::recursive_mutex> lock(late.mutex);
+  for (auto& copy : late.copies) {
+    if (copy.host.storage().data() == host.storage().data()) {
+      finish(key(stream));
+      return;
+    }
+  }
+}
+
 void finish_stream(c10::Stream stream) {
   finish(key(stream));
 }

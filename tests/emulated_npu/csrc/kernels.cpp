@@ -60,6 +60,8 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   } else if (!is_pinned(from.storage().data())) {
     refuse_while_capturing("copy of pageable memory");
     count("synchronisations", "copy of pageable memory");  // the host waits while the runtime stages the copy
+  } else {
+    finish_copies_into(from, current_stream(to.device().index()));  // a stream copies in order
   }
   if (from.scalar_type() != to.scalar_type()) {
     judge("copy", to.scalar_type());

@@ -88,6 +88,8 @@ c10::Stream current_stream(int device);
 void set_stream(c10::Stream stream);
 c10::Stream new_stream(int device);
 void defer_copy(const at::Tensor& host, const at::Tensor& value, int device);
+// If a deferred copy goes to this host tensor: what `stream` does before its next operation is done.
+void finish_copies_into(const at::Tensor& host, c10::Stream stream);
 void finish_stream(c10::Stream stream);
 void finish_device(int device);
 void synchronise_device(int device, const char* why);

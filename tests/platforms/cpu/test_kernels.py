@@ -15,7 +15,8 @@ from nanochat.nn.plain_attention import cache_mask
 from nanochat.platforms import host
 from nanochat.platforms.cpu import kernels as module
 from nanochat.platforms.cpu.kernels import Kernels, compiler, kernels
-from nanochat.platforms.cpu.platform import Cpu, CpuOperations, _Packed
+from nanochat.platforms.cpu.operations import CpuOperations, _Packed
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
 from tests.support.tiny_model import tiny_gpt
@@ -101,6 +102,66 @@ def test_a_token_is_written_and_attends(
     assert near(y, Operations().attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 64), (2, 1, 128)])
+@pytest.mark.parametrize(("count", "window"), [(16, 500), (23, 500), (130, 500), (130, 70), (40, 3)])
+def test_many_queries_attend(made: Kernels, heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
+    whole = drawn(3, count, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    q, k, v = whole[:, :, :heads], whole[:, :, heads : heads + kv_heads], whole[:, :, heads + kv_heads :]
+    if not made.takes_many(q):
+        pytest.skip("the processor has no AVX512-BF16")
+    held_k, held_v = (drawn(3, 210, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    slow = Operations()
+    for firsts in (torch.tensor([0, 0, 0]), torch.tensor([5, 80, 0]), torch.tensor([64, 63, 1])):
+        places = firsts[:, None] + torch.arange(count)
+        held_k[torch.arange(3)[:, None], places], held_v[torch.arange(3)[:, None], places] = k, v
+        y = made.attend_many(q, held_k, held_v, firsts, window, 0.3)
+        mask = cache_mask(places, 210, window)
+        assert near(y, slow.attend_cached(q.double(), held_k.double(), held_v.double(), mask, 0.3))
+        alone = made.attend_many(q[1:2, 7:], held_k[1:2], held_v[1:2], firsts[1:2] + 7, window, 0.3)
+        assert torch.equal(alone, y[1:2, 7:]), "a row depends on no other row"
+    assert near(made.attend_many(q, k, v, torch.zeros(3, dtype=torch.long), window, 0.3),
+                slow.attend(q.double(), k.double(), v.double(), window, 0.3))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_softcaps_and_totals(made: Kernels, dtype: torch.dtype) -> None:
+    whole = 9 * drawn(5, 3, 200, dtype=dtype)
+    x = whole[..., :170]
+    capped = made.softcap(x, 15.0)
+    assert capped.dtype == torch.float32
+    assert (capped - 15 * torch.tanh(x.double() / 15)).abs().max() < 1e-5
+    rows = x.flatten(0, 1)
+    totals = made.log_totals(rows)
+    assert totals.dtype == torch.float32 and torch.allclose(totals.double(), rows.double().logsumexp(1), atol=1e-5)
+    rows = rows.masked_fill(torch.arange(170) % 3 == 0, float("-inf"))
+    assert torch.allclose(made.log_totals(rows).double(), rows.double().logsumexp(1), atol=1e-5)
+    rows[2, 5] = float("nan")
+    assert made.log_totals(rows).isnan().tolist() == [row == 2 for row in range(15)]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("cap", [15.0, 0.0])
+def test_losses_and_their_gradients(made: Kernels, dtype: torch.dtype, cap: float) -> None:
+    raw = (6 * drawn(20, 192, dtype=dtype)).requires_grad_()
+    targets = torch.randint(170, (20,), generator=torch.Generator().manual_seed(2))
+    weights = drawn(20, dtype=torch.float32, seed=3)
+    weights[4:8], targets[4:6] = 0, -1
+    wide = raw.double()
+    logits = (cap * torch.tanh(wide / cap) if cap else wide)[:, :170]
+    each = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    wanted = (each * weights.double()).sum()
+    (gradient,) = torch.autograd.grad(wanted, raw)
+    found = raw.detach().clone()
+    assert made.loss(found, targets, weights, 170, cap) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert near(found, gradient)
+    with pytest.raises(IndexError, match="170 tokens"):
+        made.loss(found, torch.full((20,), 170), weights, 170, cap)
+    assert near(found, gradient), "nothing is written then"
+    without = torch.full((20,), -1)
+    assert float(made.loss(found, without, weights, 170, cap)) == 0 and not found.any()
+    assert made.loss(found, without, weights * float("nan"), 170, cap).isnan(), "a NaN is seen even there"
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_gates_and_sums(made: Kernels, dtype: torch.dtype) -> None:
     x = 20 * drawn(3, 2, 70, dtype=dtype)
@@ -125,10 +186,18 @@ def test_threads_change_no_result(made: Kernels) -> None:
     q, k = x[..., :128].unflatten(2, (2, 64)), added[..., :128].unflatten(2, (2, 64))
     cos = drawn(64, 1, 1, 32, dtype=torch.float32, seed=5)
 
+    heads = drawn(6, 150, 3, 64, dtype=torch.bfloat16, seed=6)
+    weights, targets = drawn(64, dtype=torch.float32, seed=7), torch.arange(64)
+
     def work() -> list[Tensor]:
+        logits = x[:, 0].clone()
+        loss = made.loss(logits, targets, weights, 8192, 15.0)
+        others = [loss, logits, made.softcap(x, 15.0), made.log_totals(x[:, 0])]
+        if made.takes_many(heads):
+            others.append(made.attend_many(heads, heads, heads, torch.zeros(6, dtype=torch.long), 70, 0.1))
         y = made.attend(q, k, k, held_k.clone(), held_v.clone(), places, 500, 0.1)
         turned = made.turn(x.unflatten(2, (-1, 64)), None, cos, cos, 1e-5)
-        return [y, turned, *made.norm(x, None, 1e-5, added), made.swiglu(x), made.squared_relu(x),
+        return [y, turned, *others, *made.norm(x, None, 1e-5, added), made.swiglu(x), made.squared_relu(x),
                 made.mix(x, added, x[0, 0, 0], x[0, 0, 1])]  # fmt: skip
 
     before, found = torch.get_num_threads(), []

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from nanochat.data.conversation import Part, assistant, system, user
+from nanochat.data.conversation import system, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import event
-from nanochat.serve.routes.chat import ChatRequest, Reply, read_chat
+from nanochat.serve.routes.chat import ChatRequest, read_chat
 from nanochat.serve.routes.fields import ApiError, Limits
 from nanochat.serve.routes.sampling import Defaults
 
@@ -215,47 +215,6 @@ def test_errors_have_openais_shape():
     assert error.headers == {"Retry-After": "2"}
     assert ApiError(500, "x", "y").body["error"]["type"] == "server_error"
     assert ApiError(413, "x", "y").body["error"]["type"] == "invalid_request_error"
-
-
-# --- replies -------------------------------------------------------------------------------------
-
-CALL, RESULT = Part("python", "37*48"), Part("python_output", "1776")
-
-
-def test_words_and_tool_calls_become_deltas_in_order():
-    reply = Reply()
-    deltas = [
-        delta for part in (Part("text", "It is "), CALL, RESULT, Part("text", "1776.")) for delta in reply.add([part])
-    ]
-    assert deltas == [{"content": "It is "}, {"tool": {"expression": "37*48", "result": "1776"}}, {"content": "1776."}]
-    assert reply.text == "It is 1776."
-    assert reply.end() == []
-
-
-def test_words_that_come_together_are_one_delta():
-    assert Reply().add([Part("text", "你"), Part("text", "好")]) == [{"content": "你好"}]
-
-
-@pytest.mark.parametrize("after", [[Part("text", "x")], [CALL, RESULT]])
-def test_call_without_a_result_is_shown_when_the_reply_goes_on(after):
-    reply = Reply()
-    deltas = reply.add([Part("python", "1+"), *after])
-    assert deltas[0] == {"tool": {"expression": "1+", "result": None}}
-    assert len(deltas) == 2
-
-
-def test_call_without_a_result_is_shown_at_the_end():
-    reply = Reply()
-    assert reply.add([CALL]) == []
-    assert reply.end() == [{"tool": {"expression": "37*48", "result": None}}]
-
-
-def test_calculator_calls_can_be_sent_back_as_they_came():
-    reply = Reply()
-    reply.add([Part("text", "It "), Part("text", "is "), CALL, RESULT, Part("text", "1776.")])
-    message = json.loads(json.dumps({"role": "assistant", "content": reply.text, "parts": reply.parts}))
-    asked = read_request({"messages": [*HELLO, message, *HELLO]})
-    assert asked.conversation.messages[1] == assistant("It is ", CALL, RESULT, "1776.")
 
 
 def test_event_is_one_line_whatever_the_text_holds():

@@ -79,9 +79,10 @@ export class HistoryPanel {
     }
     if (!nodes.length) nodes.push(line(wanted.length ? "historyNothing" : "historyEmpty"));
     if (chats.length > SHOWN) nodes.push(line("historyMore", { count: chats.length - SHOWN }));
-    const held = this.list.contains(document.activeElement) && document.activeElement.closest(".chat")?.dataset.id;
+    const held = this.list.contains(document.activeElement) && document.activeElement.closest(".chat");
+    const place = held ? [...held.children].indexOf(document.activeElement) : 0;
     this.list.replaceChildren(...nodes);
-    if (held) this.#focus(held);
+    if (held) this.#focus(held.dataset.id, place);
   }
 
   #item(chat) {
@@ -128,8 +129,9 @@ export class HistoryPanel {
     box.select();
   }
 
-  #focus(id) {
-    (this.list.querySelector(`[data-id="${id}"] .open`) ?? this.search).focus();
+  /** Focus a chat of the list: its title, or the button at another place of it. */
+  #focus(id, place = 0) {
+    (this.list.querySelector(`[data-id="${id}"]`)?.children[place] ?? this.search).focus();
   }
 
   async #delete(chat) {

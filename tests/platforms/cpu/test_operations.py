@@ -1,20 +1,23 @@
 """What CPUs compute their own way: matrices laid out for oneDNN, and attention of single bf16 queries."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from nanochat.engine import Engine
+from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Sampling
 from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
 from nanochat.nn.qwen.model import Qwen
-from nanochat.platforms.cpu.platform import CpuOperations
+from nanochat.platforms import host
+from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
-from tests.support.qwens import tiny_qwen
+from tests.support.qwens import CONFIGS, tiny_qwen
 from tests.support.tiny_model import tiny_gpt
 
 LAID_OUT = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -56,6 +59,34 @@ def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
     words = Tokenizer(ranks, "nanochat", PATTERNS["nanochat"])
     (reply,) = Engine(model, words, 1).generate([[1, 2, 3]], Sampling(0.0, max_tokens=4, ignore_eos=True))
     assert len(reply.tokens) >= 4
+
+
+def test_prompts_are_read_by_kernels_as_by_torch_with_a_cache_and_without() -> None:
+    operations = CpuOperations()
+    config = replace(CONFIGS["qwen3"], head_dim=64)
+    model = Qwen(config, torch.bfloat16, operations).eval()
+    model.init_weights()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = (4 * parameter.data).bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(300, (size,), generator=generator).tolist() for size in (70, 64, 90)]
+    prompts = [[*prompts[0][:40], *prompt] for prompt in prompts]
+
+    def states() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            whole = [model.hidden(torch.tensor([prompt]))[0, 40:] for prompt in prompts]
+            parts = Branches(model, 0).hidden(prompts, [40, 40, 40])
+        return [*whole, *(part[: len(prompt) - 40] for part, prompt in zip(parts, prompts, strict=True))]
+
+    before = states()
+    operations.hold(model)
+    q, k = torch.empty(1, 70, 4, 64, dtype=torch.bfloat16), torch.empty(1, 90, 2, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert operations.extends(q, k) == ("avx512_bf16" in host.cpu_flags())
+        assert not operations.extends(q[:, :6], k) and not operations.extends(q[..., :32], k[..., :32])
+    for one, other in zip(states(), before, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm()
 
 
 def test_adapters_add_to_matrices_that_are_multiplied_together() -> None:

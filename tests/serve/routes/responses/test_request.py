@@ -9,11 +9,13 @@ from tests.support.served import Served, serving
 
 PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 12}
+CLOCK = {"type": "function", "name": "clock", "parameters": {"properties": {"zone": {"enum": ["UTC"]}}}}
+OBJECT = {"format": {"type": "json_object"}}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as one:
+    with serving(length=700) as one:
         yield one
 
 
@@ -63,6 +65,21 @@ def test_events_tell_the_same_in_order(served):
     assert "".join(event.get("delta", "") for event in events) == text(whole) == text(events[-1]["response"])
 
 
+def test_reply_that_must_be_a_call_is_one(served):
+    parameters = {"type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"],
+                  "additionalProperties": False}  # fmt: skip
+    tool = {**CLOCK, "parameters": parameters}
+    for choice in ("required", {"type": "function", "name": "clock"}):
+        body = served.ok(PATH, input="the cat", tools=[tool], tool_choice=choice, max_output_tokens=99)
+        (call,) = body["output"]
+        assert (call["type"], call["name"], json.loads(call["arguments"])) == (
+            "function_call",
+            "clock",
+            {"zone": "UTC"},
+        )
+        assert (body["status"], body["tool_choice"]) == ("completed", choice)
+
+
 def test_schema_is_kept(served):
     schema = {
         "type": "object",
@@ -82,10 +99,22 @@ def test_schema_is_kept(served):
         ({"input": 5}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        ({"input": "x" * 3000}, "input"),
         ({"input": "x", "instructions": 5}, "instructions"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "x", "tools": [{}]}, "tools"),
+        ({"input": "x", "previous_response_id": 5}, "previous_response_id"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "include": ["reasoning"]}, "include"),
+        ({"input": "x", "store": "yes"}, "store"),
+        ({"input": "x", "tools": [{}]}, "tools[0]"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{**CLOCK, "parameters": 5}]}, "tools[0].parameters"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"input": "x", "tools": [CLOCK], "tool_choice": "required", "text": OBJECT}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 10**9}, "max_output_tokens"),
         ({"input": "x", "truncation": "x"}, "truncation"),
     ],

@@ -1,0 +1,257 @@
+"""How CPUs compute what models ask for: with compiled kernels, oneDNN's layout of matrices, and blocked attention."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from nanochat.common import base_dir
+from nanochat.nn.blocked_attention import BlockedAttention
+from nanochat.nn.loss import SOFTCAP, Fused
+from nanochat.nn.operations import Matrices, Operations, multiplied
+from nanochat.nn.plain_attention import by_products, one_query
+from nanochat.platforms import host
+from nanochat.platforms.cpu.kernels import SUFFIXES, Kernels, kernels
+
+# Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
+DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
+FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
+MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
+EPSILON = 2.0**-23  # that torch's RMS norm adds by default
+
+
+class _Packed:
+    """A bf16 matrix in the layout of oneDNN."""
+
+    def __init__(self, weight: Tensor, kernels: Kernels | None, compared: set[torch.Size] | None = None):
+        """`weight` is (outputs, inputs). `compared` gathers the shapes whose layout is known to be as expected."""
+        weight, compared = weight.detach(), set() if compared is None else compared
+        self._shape, self._kernels = weight.shape, kernels
+        self._laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        compare = weight.shape not in compared
+        self._place = None if kernels is None else kernels.reads(self._laid_out, weight.contiguous(), compare)
+        if self._place is not None:
+            compared.add(weight.shape)
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:  # (..., inputs) -> (..., outputs)
+        if self._place is not None and x.numel() <= FEW_ROWS * self._shape[1] and torch.get_num_threads() == 1:
+            assert self._kernels is not None
+            return self._kernels.multiply(x, self._place, self._shape[0])
+        return self._multiply(x, self._laid_out, None, "none", [], "")
+
+
+class CpuOperations(Operations):
+    """Plain torch, and blocked attention in compiled bf16 models, where it takes less than half the time."""
+
+    loss_logits = 1 << 24
+    skips_masked = True
+
+    def __init__(self, stacks_matrices: bool = True, compiles: bool = True):
+        """`compiles`: models that are held use compiled kernels for small operators."""
+        super().__init__(stacks_matrices)
+        self._compiles = compiles
+        self._kernels: Kernels | None = None  # once a model is held
+        self._compared: set[torch.Size] = set()  # shapes of matrices whose layout needs no second look
+
+    @functools.cached_property
+    def _library(self) -> Kernels | None:
+        """The kernels of this machine, or None if they cannot or shall not be compiled. Looked for once: a loss asks in
+        every pass."""
+        return kernels(host.use_compile_cache(base_dir())) if self._compiles else None
+
+    @torch.no_grad()
+    def hold(self, model: nn.Module) -> None:
+        """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
+        multiplied in half the time, at the speed of the memory, with the same result up to rounding. fp32 stays as it
+        is, since there the rounding would depend on how many rows are multiplied together. From here on whatever is
+        computed without gradients uses compiled kernels for small operators."""
+        self._kernels = self._library
+        for module in model.modules():
+            if (settle := getattr(module, "settle", None)) is not None:
+                settle()
+        if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return
+        pack = functools.partial(_Packed, kernels=self._kernels, compared=self._compared)
+        for module in model.modules():
+            if (join := getattr(module, "join", None)) is not None:
+                join(pack, torch.bfloat16)
+            weight = getattr(module, "weight", None)
+            if getattr(module, "packed", 0) is not None or not isinstance(weight, nn.Parameter):
+                continue  # it cannot be packed, or is packed already
+            if weight.dtype == torch.bfloat16 and weight.numel():
+                setattr(module, "packed", pack(weight))  # noqa: B010 - not an attribute of every module
+                if module.only_multiplies:
+                    module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    def weighted_norm(
+        self,
+        x: Tensor,  # (..., C)
+        weight: Tensor,  # (C,) fp32, or (H, C) for x (..., H, C)
+        epsilon: float,
+    ) -> Tensor:
+        """See Operations.weighted_norm. Without gradients the operators are called one by one, which costs less."""
+        if weight.dim() == 1 and (kernels := self._fast(x)) is not None:
+            return kernels.norm(x, weight, epsilon)[0]
+        if torch.is_grad_enabled():
+            return super().weighted_norm(x, weight, epsilon)
+        wide = F.rms_norm(x.float(), (x.size(-1),), eps=epsilon)
+        return wide.mul_(weight).to(x.dtype)
+
+    def _fast(self, *tensors: Tensor) -> Kernels | None:
+        """The compiled kernels, if they can compute with these tensors."""
+        if self._kernels is None or torch.is_grad_enabled() or is_compiling():
+            return None
+        dtype = tensors[0].dtype
+        return self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
+
+    def norm(self, x: Tensor) -> Tensor:
+        """See Operations.norm."""
+        kernels = self._fast(x)
+        return super().norm(x) if kernels is None else kernels.norm(x, None, EPSILON)[0]
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.add_norm."""
+        kernels = self._fast(x, y)
+        return super().add_norm(x, y) if kernels is None else kernels.norm(x, None, EPSILON, y)
+
+    def add_weighted_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """See Operations.add_weighted_norm."""
+        kernels = self._fast(x, y)
+        return (
+            super().add_weighted_norm(x, y, weight, epsilon) if kernels is None else kernels.norm(x, weight, epsilon, y)
+        )
+
+    def normed_heads(self, x: Tensor, weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """See Operations.normed_heads."""
+        if (kernels := self._fast(x, cos)) is None:
+            return super().normed_heads(x, weight, epsilon, cos, sin)
+        return kernels.turn(x, weight, cos, sin, epsilon)
+
+    def heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Matrices,
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        made: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
+        if (kernels := self._fast(x, cos)) is None:
+            return super().heads(x, matrices, head_dim, cos, sin, sharpen, made)
+        q, k, v = multiplied(x, matrices, head_dim)
+        q, k = (kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
+        return q, k, v
+
+    def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.mix."""
+        kernels = self._fast(x, x0, a, b)
+        return super().mix(x, x0, a, b) if kernels is None else (kernels.mix(x, x0, a, b), x0)
+
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """See Operations.squared_relu."""
+        kernels = self._fast(x)
+        return super().squared_relu(x) if kernels is None else kernels.squared_relu(x)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """See Operations.swiglu."""
+        kernels = self._fast(x)
+        return super().swiglu(x) if kernels is None else kernels.swiglu(x)
+
+    def softcap(self, logits: Tensor) -> Tensor:
+        """See Operations.softcap."""
+        kernels = self._fast(logits)
+        return super().softcap(logits) if kernels is None else kernels.softcap(logits, SOFTCAP)
+
+    def log_totals(self, logits: Tensor) -> Tensor | None:
+        """See Operations.log_totals."""
+        kernels = self._fast(logits)
+        return None if kernels is None else kernels.log_totals(logits)
+
+    def fused_loss(self, x: Tensor) -> Fused | None:
+        """See Operations.fused_loss. torch's compiler makes such a function itself."""
+        if is_compiling() or x.dtype not in SUFFIXES or self._library is None:
+            return None
+        return self._library.loss
+
+    def extends(self, q: Tensor, held_k: Tensor) -> bool:
+        """See Operations.extends."""
+        kernels = self._fast(q, held_k)
+        return kernels is not None and (q.size(1) == 1 or _many(q, kernels))
+
+    def extend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        held_k: Tensor,  # (B, K, Hkv, D)
+        held_v: Tensor,  # (B, K, Hkv, D)
+        places: Tensor,  # (B, T)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.extend."""
+        assert self._kernels is not None
+        factor = q.size(3) ** -0.5 if scale is None else scale
+        if q.size(1) == 1:
+            return self._kernels.attend(q, k, v, held_k, held_v, places, window, factor)
+        rows = torch.arange(q.size(0))[:, None]
+        held_k[rows, places], held_v[rows, places] = k, v  # which refuses places beyond the cache
+        return self._kernels.attend_many(q, held_k, held_v, places[:, 0], window, factor)
+
+    def attend_cached(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, K, Hkv, D)
+        v: Tensor,  # (B, K, Hkv, D)
+        mask: Tensor,  # (B, 1, T, K)
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend_cached.
+
+        In bf16, torch's operator multiplies a single query number by number, which takes 2 to 10 times as long as what
+        is done instead: heads that share their keys become queries of one head, and others become two products for each
+        row. With gradients, products take less than half the time of torch's operator with a mask.
+        """
+        B, T, H, D = q.shape
+        groups = H // k.size(2)
+        if not q.dtype == k.dtype == torch.bfloat16:
+            return super().attend_cached(q, k, v, mask, scale)
+        if T > 1:
+            products = q.requires_grad and groups == 1
+            return by_products(q, k, v, mask, scale) if products else super().attend_cached(q, k, v, mask, scale)
+        if groups == 1 and B * k.size(1) >= DECODED_KEYS and k.numel() <= DECODED_NUMBERS:
+            return one_query(q, k, v, mask, scale)
+        several = q.reshape(B, k.size(2), groups, D)
+        if groups == 1:
+            several = several.expand(-1, -1, 2, -1)
+        y = F.scaled_dot_product_attention(
+            several, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
+        )  # (B, Hkv, queries, D)
+        return y[:, :, :groups].reshape(B, 1, H, D)
+
+    def attend(
+        self,
+        q: Tensor,  # (B, T, H, D)
+        k: Tensor,  # (B, T, Hkv, D)
+        v: Tensor,  # (B, T, Hkv, D)
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:  # (B, T, H, D)
+        """See Operations.attend."""
+        kernels, grouped = self._fast(q, k, v), k.size(2) != q.size(2)
+        if kernels is not None and _many(q, kernels):
+            first = torch.zeros(q.size(0), dtype=torch.long)
+            return kernels.attend_many(q, k, v, first, window, q.size(3) ** -0.5 if scale is None else scale)
+        if is_compiling() and q.dtype == torch.bfloat16 and not grouped:
+            return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
+        return super().attend(q, k, v, window, scale)
+
+
+def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)
+    """Whether attend_many() takes less time than torch's operators."""
+    return q.size(1) >= MANY_QUERIES and kernels.takes_many(q)

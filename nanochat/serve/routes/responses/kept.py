@@ -1,0 +1,98 @@
+"""Keeps responses for clients that continue or fetch them: in memory only, for a while, and never more than so many."""
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nanochat.serve.routes.fields import ApiError
+
+MOST = 1000  # responses
+MOST_BYTES = 32 * 2**20  # of all responses together, each with the messages that led to it
+SECONDS = 3600.0  # since the last use of a response
+GONE = "there is no response {number!r}: it was not stored, is too old, or gave way to newer ones"
+
+
+class _Entry(NamedTuple):
+    used: float
+    messages: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.body)
+
+
+class Kept:
+    """The responses of all clients. The one that was used least recently goes first; threads may share an object."""
+
+    def __init__(
+        self, most: int = MOST, most_bytes: int = MOST_BYTES, seconds: float = SECONDS,
+        now: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        """`now` is the clock in seconds."""
+        self._most, self._most_bytes, self._seconds, self._now = most, most_bytes, seconds, now
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[bytes, str], _Entry] = OrderedDict()  # by owner and id, the last used one last
+        self._bytes = 0
+
+    def of(self, key: str) -> "Shelf":
+        """The responses of the clients that send a key, which is their Authorization header or empty."""
+        return Shelf(self, hashlib.sha256(key.encode(errors="replace")).digest())
+
+    def put(self, place: tuple[bytes, str], messages: bytes, body: bytes) -> None:
+        """Keep a response, and drop what is then too old or too much."""
+        with self._lock:
+            self._add(place, _Entry(self._now(), messages, body))
+            while self._entries:
+                oldest = next(iter(self._entries.values()))
+                late = self._now() - oldest.used > self._seconds
+                if not late and len(self._entries) <= self._most and self._bytes <= self._most_bytes:
+                    break
+                self._bytes -= self._entries.popitem(last=False)[1].size
+
+    def take(self, place: tuple[bytes, str], again: bool) -> _Entry | None:
+        """A response, which stays and counts as used if it shall be there `again`; None if it is not there."""
+        with self._lock:
+            found = self._entries.pop(place, None)
+            if found is None:
+                return None
+            self._bytes -= found.size
+            if self._now() - found.used > self._seconds:
+                return None
+            if again:
+                self._add(place, found._replace(used=self._now()))
+            return found
+
+    def _add(self, place: tuple[bytes, str], entry: _Entry) -> None:
+        self._entries[place] = entry
+        self._bytes += entry.size
+
+
+class Shelf:
+    """The responses of one key. Another key finds none of them, even with their ids."""
+
+    def __init__(self, kept: Kept, owner: bytes):
+        self._kept, self._owner = kept, owner
+
+    def keep(self, number: str, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
+        """Keep a response under its id with the messages of its chat, its own among them."""
+        self._kept.put((self._owner, number), json.dumps(messages).encode(), json.dumps(body).encode())
+
+    def messages(self, number: str) -> list[dict[str, Any]]:
+        """The messages of the chat that a response ends. ApiError 400 if it is not kept."""
+        found = self._kept.take((self._owner, number), again=True)
+        if found is None:
+            text = f"{GONE.format(number=number[:80])}. Send the whole chat as input"
+            raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
+        return json.loads(found.messages)
+
+    def response(self, number: str, again: bool = True) -> dict[str, Any]:
+        """The response of an id; it is removed unless it shall be there `again`. ApiError 404 if it is not kept."""
+        found = self._kept.take((self._owner, number), again)
+        if found is None:
+            raise ApiError(404, "not_found", GONE.format(number=number[:80]), "response_id")
+        return json.loads(found.body)

@@ -1,0 +1,85 @@
+"""POST /v1/responses: checks a request, which may continue a response that is kept here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.data.conversation import Conversation, Message
+from nanochat.serve.routes.fields import Limits, flag, integer, invalid, kind, mapping, read_fields, truncates
+from nanochat.serve.routes.intake import Work, make_prompt
+from nanochat.serve.routes.messages import instructed, written
+from nanochat.serve.routes.responses.items import read_input
+from nanochat.serve.routes.responses.kept import Shelf
+from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
+from nanochat.serve.routes.sampling import Defaults, read_format, read_wanted
+from nanochat.serve.routes.tools import only_schema, read_tools
+from nanochat.tokenizer import Tokenizer
+
+SAMPLED = ("temperature", "top_p", "top_k", "seed", "stream")
+KNOWN = {
+    "input", "instructions", "max_output_tokens", "text", "truncation", "tools", "tool_choice", "parallel_tool_calls",
+    "previous_response_id", *SAMPLED,
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,), "include": ([],), "service_tier": ("auto",), "top_logprobs": (0,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResponseRequest:
+    """A checked request."""
+
+    conversation: Conversation  # without the instructions, which hold for one response only
+    instructions: str
+    repeated: Repeated
+    shelf: Shelf | None  # where the response is kept; None: nowhere
+
+    def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
+        """The prompt as a request to the engine, and the writer of the reply. ApiError 400 if it does not fit."""
+        wanted, truncate = self.repeated.wanted, self.repeated.truncate
+        conversation = instructed(self.conversation, self.instructions)
+        prompt, dropped = make_prompt(conversation, wanted.max_tokens, truncate, tokenizer, limits.context, "input")
+
+        def keep(message: dict[str, Any], body: dict[str, Any]) -> None:
+            if self.shelf is not None:
+                self.shelf.keep(body["id"], [*map(written, self._from(dropped)), message], body)
+
+        def writer(number: str) -> ResponseWriter:
+            return ResponseWriter(number, limits.model, self.repeated, len(prompt), tokenizer, keep)
+
+        return Work(wanted.requests(prompt, limits.context), writer)
+
+    def _from(self, dropped: int) -> tuple[Message, ...]:
+        """The messages that the model read: a chat that is kept never outgrows the context, nor does a request that
+        continues it."""
+        messages = self.conversation.messages
+        head = int(messages[0].role == "system")
+        return (*messages[:head], *messages[head + dropped :])
+
+
+def read_response(value: Any, limits: Limits, defaults: Defaults, shelf: Shelf) -> ResponseRequest:
+    """Check a decoded body; `shelf` has the responses of the client. ApiError (400, or 404 for an unknown model) that
+    names the field."""
+    fields = read_fields(value, limits, KNOWN, NEUTRAL)
+    store = flag(value, "store", True)
+    instructions, previous = (_text(fields, name) for name in ("instructions", "previous_response_id"))
+    flag(fields, "parallel_tool_calls")
+    if not fields.get("tools") and fields.get("tool_choice") == "auto":
+        del fields["tool_choice"]  # what clients send that have no tools
+    tools = read_tools(fields)
+    longest = integer(fields, "max_output_tokens", 1, limits.context)
+    schema = only_schema(tools, read_format(mapping(fields, "text").get("format"), "text.format"))
+    sampled = {name: fields[name] for name in SAMPLED if name in fields}
+    wanted = read_wanted(sampled, limits, defaults, longest, schema=schema)
+    earlier = [] if previous is None else shelf.messages(previous)
+    conversation = read_input(fields.get("input"), earlier)
+    orders = "\n\n".join(filter(None, (tools.instructions, instructions)))
+    echoed = {name: fields[name] for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
+    repeated = Repeated(tools, wanted, instructions, truncates(fields), previous, store, echoed)
+    return ResponseRequest(conversation, orders, repeated, shelf if store else None)
+
+
+def _text(fields: dict[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"{name} must be a text, got {kind(value)}", name)
+    return value

@@ -1,0 +1,206 @@
+"""Writes a reply as a response: whole, or as the events of its stream, in OpenAI's order."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.engine import Event
+from nanochat.serve.routes.answers import event
+from nanochat.serve.routes.choices import Choice, Reply, add_text
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.sampling import Wanted
+from nanochat.serve.routes.tools import Tools
+from nanochat.tokenizer import Tokenizer
+
+Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # keeps a reply as a message, and its response
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What a response repeats of its request, and the functions that the model may call."""
+
+    tools: Tools
+    wanted: Wanted
+    instructions: str | None
+    truncate: bool
+    previous: str | None  # the id of the response that this one continues
+    store: bool
+    echoed: Mapping[str, Any]  # fields of the request as they came
+
+
+class ResponseWriter:
+    """Writes one reply. Its output holds a message for each run of text, and an item for each call of a function.
+
+    A calculator call is in the message around it: {expression, result} in `parts` and, in a stream, in `tool` of an
+    event of the message's text. Both extend OpenAI's format.
+    """
+
+    def __init__(self, number: str, model: str, asked: Repeated, prompt: int, tokenizer: Tokenizer, keep: Keep):
+        """`prompt` is the length of the prompt in tokens."""
+        self._number, self._model, self._asked, self._prompt, self._keep = number, model, asked, prompt, keep
+        self._created = int(time.time())
+        self._choice = Choice(tokenizer, None)
+        self._reply = Reply(asked.tools)
+        self._items: list[dict[str, Any]] = []
+        self._open: list[dict[str, Any]] | None = None  # texts and calculator calls of the message that grows
+        self._blank = ""  # text without a letter, which is no message unless more follows
+        self._sent = 0  # events of the stream so far
+        self.stream = asked.wanted.stream
+
+    def opening(self) -> bytes:
+        """The response without output."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def add(self, news: Sequence[tuple[int, Event]]) -> bytes:
+        """Follow events; return the events of what they add."""
+        deltas = self._reply.add([part for _, item in news for part in self._choice.add(item)])
+        if self._choice.finish:
+            deltas += self._reply.end()
+        return b"".join(map(self._follow, deltas))
+
+    def closing(self) -> bytes:
+        """The end of the last item, and the response, which is kept from now on."""
+        sent, body = self._end(), self.body()
+        kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
+        return sent + self._event(kind, response=body)
+
+    def failure(self, refusal: ApiError) -> bytes:
+        """The response with its error."""
+        error = {"code": refusal.code, "message": str(refusal)}
+        return self._event("response.failed", response={**self._response("failed"), "error": error})
+
+    def body(self) -> dict[str, Any]:
+        """The whole response, which is kept from now on."""
+        self._end()
+        response = self._response(self._status)
+        if self._status == "incomplete":
+            reasons = {"length": "max_output_tokens"}
+            response["incomplete_details"] = {"reason": reasons.get(self._choice.finish or "", "content_filter")}
+        body = {**response, "output": self._items, "usage": self._usage}
+        self._keep(self._reply.message, body)
+        return body
+
+    # --- items -----------------------------------------------------------------------------------
+
+    def _follow(self, delta: dict[str, Any]) -> bytes:
+        """Add a piece of the reply to the items; return its events."""
+        if "tool_calls" in delta:
+            return self._close("completed") + self._call(delta["tool_calls"][0])
+        text, tool = self._blank + delta.get("content", ""), delta.get("tool")
+        if self._open is None and tool is None and not text.strip():
+            self._blank = text
+            return b""
+        self._blank = ""
+        return self._begin() + self._grow(text, tool)
+
+    def _begin(self) -> bytes:
+        """Open a message unless one is open."""
+        if self._open is not None:
+            return b""
+        self._open = []
+        item = {"id": self._id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        self._items.append(item)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        sent = self._event("response.output_item.added", item=item) + self._event(
+            "response.content_part.added", **self._place, part=part
+        )
+        item["content"] = [part]
+        return sent
+
+    def _grow(self, text: str, tool: dict[str, Any] | None) -> bytes:
+        """Add text, or a calculator call, to the open message."""
+        assert self._open is not None
+        if text:
+            add_text(self._open, text)
+            self._items[-1]["content"][0]["text"] += text
+        more = {} if tool is None else {"tool": tool}
+        if tool is not None:
+            self._open.append({"type": "tool", **tool})
+        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[], **more)
+
+    def _close(self, status: str) -> bytes:
+        """End the open message, if there is one."""
+        if self._open is None:
+            return b""
+        item, parts = self._items[-1], self._open
+        item["status"], self._open = status, None
+        if any(part["type"] == "tool" for part in parts):
+            item["parts"] = parts
+        (part,) = item["content"]
+        return (
+            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+            + self._event("response.content_part.done", **self._place, part=part)
+            + self._event("response.output_item.done", item=item)
+        )
+
+    def _call(self, call: dict[str, Any]) -> bytes:
+        """Add a call of a function, which comes whole."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"id": self._id("fc"), "type": "function_call", "status": "in_progress", "call_id": call["id"],
+                "name": name, "arguments": ""}  # fmt: skip
+        self._items.append(item)
+        added = self._event("response.output_item.added", item=item)
+        item |= {"status": "completed", "arguments": arguments}
+        place, self._blank = {"item_id": item["id"]}, ""
+        return (
+            added
+            + self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            + self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+            + self._event("response.output_item.done", item=item)
+        )
+
+    def _end(self) -> bytes:
+        """End the last message; a reply of nothing is an empty message."""
+        sent = b""
+        if not self._items:
+            text, self._blank = self._blank, ""
+            sent = self._begin() + (self._grow(text, None) if text else b"")
+        return sent + self._close(self._status)
+
+    # --- objects ---------------------------------------------------------------------------------
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._choice.finish == "stop" else "incomplete"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "content_index": 0}
+
+    def _id(self, kind: str) -> str:
+        return f"{kind}_{self._number}_{len(self._items)}"
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        tokens, cached = self._choice.tokens, self._choice.reused
+        return {
+            "input_tokens": self._prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self._prompt + tokens,
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked, sampling = self._asked, self._asked.wanted.sampling
+        return {
+            "id": f"resp_{self._number}", "object": "response", "created_at": self._created, "status": status,
+            "model": self._model, "output": [], "error": None, "incomplete_details": None,
+            "instructions": asked.instructions, "max_output_tokens": asked.wanted.max_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "tools": [], "tool_choice": "auto",
+            "parallel_tool_calls": True, "metadata": {}, "previous_response_id": asked.previous,
+            "store": asked.store, "truncation": "auto" if asked.truncate else "disabled", "usage": None, **asked.echoed,
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """An event of the stream; those of an item have its place in the output."""
+        if not self.stream:
+            return b""
+        if "response" not in fields:
+            fields["output_index"] = len(self._items) - 1
+        self._sent += 1
+        return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)

@@ -1,0 +1,31 @@
+"""The model that RL samples from: a whole copy of the trained one, held as the device decodes fastest."""
+
+import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.nn as nn
+
+from nanochat.checkpoint_manager.families import held_in, on_meta
+from nanochat.device import Compute
+from nanochat.nn.model import Model
+from nanochat.runtime import parallel
+
+
+class Sampler:
+    """A copy of a model in the compute dtype, for inference; the model that is trained may be sharded. The copy holds
+    no numbers before renew()."""
+
+    def __init__(self, trained: Model, compute: Compute):
+        # With operations of its own: what holding changes in them must not change how the trained model rounds.
+        own = replace(compute, operations=copy.copy(compute.operations))
+        self.model = on_meta(cast(Any, trained.config), own).eval()
+        held_in(self.model, compute.dtype)
+        self.model.to_empty(device=compute.device)
+
+    def renew(self, trained: Model) -> None:
+        """Take over the weights of the trained model; every rank must call this after each update."""
+        operations = self.model.operations
+        operations.release(self.model)
+        parallel.refresh(self.model, cast(nn.Module, trained))
+        operations.hold(self.model)

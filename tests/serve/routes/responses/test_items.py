@@ -1,0 +1,87 @@
+"""The items of an input become the messages of a chat: texts, calls of a client's tools, and their results."""
+
+import pytest
+
+from nanochat.data.conversation import Conversation, Part, assistant, system, user
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.responses.items import read_input
+
+QUESTION = {"role": "user", "content": "Rain?"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "北京"}'}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+WRITTEN = '<tool_call>{"name": "weather", "arguments": {"city": "北京"}}</tool_call>'
+
+
+def message(role: str, text: str) -> dict:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {
+        "type": "message",
+        "role": role,
+        "id": "x",
+        "status": "completed",
+        "content": [{"type": kind, "text": text}],
+    }
+
+
+def test_a_text_is_a_question() -> None:
+    assert read_input("Rain?", []) == Conversation((user("Rain?"),))
+
+
+def test_calls_join_what_was_said_before_them_and_results_are_the_users() -> None:
+    second = {**CALL, "call_id": "c2"}
+    parts = {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "dry"}]}
+    items = [message("developer", "Be brief."), message("user", "Rain?"), message("assistant", "Let me see."), CALL,
+             second, RESULT, parts, message("user", "So?")]  # fmt: skip
+    assert read_input(items, []).messages == (
+        system("Be brief."), user("Rain?"), assistant(f"Let me see.{WRITTEN}{WRITTEN}"),
+        user("<tool_response>rain</tool_response>\n<tool_response>dry</tool_response>\nSo?"),
+    )  # fmt: skip
+    assert read_input([QUESTION, CALL, message("assistant", "Soon."), QUESTION], []).messages[1] == assistant(
+        f"{WRITTEN}Soon."
+    )
+
+
+def test_calculator_calls_are_read_as_they_were_sent() -> None:
+    parts = [{"type": "tool", "expression": "37*48", "result": "1776"}, {"type": "text", "text": "1776."}]
+    said = {**message("assistant", "1776."), "parts": parts}
+    calculated = (Part("python", "37*48"), Part("python_output", "1776"), "1776.")
+    assert read_input([QUESTION, said, QUESTION], []).messages[1] == assistant(*calculated)
+    called = read_input([QUESTION, said, CALL, RESULT], []).messages[1]
+    assert called == assistant(*calculated[:2], f"1776.{WRITTEN}")
+
+
+def test_a_result_may_belong_to_a_call_of_the_earlier_response() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    earlier = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert read_input([RESULT], earlier).messages[-1] == user("<tool_response>rain</tool_response>")
+    with pytest.raises(ApiError, match=r"input\[0\].call_id"):
+        read_input([{**RESULT, "call_id": "c2"}], earlier)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (None, "input"), (5, "input"), ([], "input"), ([5], "input[0]"), ([{"type": "reasoning"}], "input[0].type"),
+        ([{"type": ["message"]}], "input[0].type"), ([{**QUESTION, "content": 5}], "input[0].content"),
+        ([QUESTION, {"role": "tool", "content": "rain"}], "input[1].role"), ([RESULT], "input[0].call_id"),
+        ([QUESTION, {**CALL, "arguments": {}}], "input[1]"), ([QUESTION, {**CALL, "call_id": None}], "input[1]"),
+        ([QUESTION, CALL, {**RESULT, "output": 5}], "input[2].output"), ([QUESTION, CALL], "input[1].role"),
+        ([QUESTION, QUESTION], "input[1].role"), ([QUESTION] * 1001, "input"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chat_is_refused_where_it_is_wrong(given: object, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_input(given, [])
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert "messages[" not in str(caught.value)
+
+
+def test_places_count_from_the_first_item_of_the_request() -> None:
+    earlier = [QUESTION, {"role": "assistant", "content": "Yes."}]
+    with pytest.raises(ApiError, match=r"input\[0\].role must be user") as caught:
+        read_input([message("assistant", "Also.")], earlier)
+    assert caught.value.param == "input[0].role"
+    silent = [QUESTION, {"role": "assistant", "content": ""}]
+    with pytest.raises(ApiError, match="previous_response_id is empty") as caught:
+        read_input("More?", silent)
+    assert caught.value.param == "previous_response_id"

@@ -1,0 +1,49 @@
+"""A reply while it grows: words, calculator calls and calls of a client's tools become deltas, and a message."""
+
+import json
+
+import pytest
+
+from nanochat.data.conversation import Part, assistant
+from nanochat.serve.routes.choices import Reply
+from nanochat.serve.routes.messages import read_conversation, written
+
+HELLO = {"role": "user", "content": "hello"}
+CALL, RESULT = Part("python", "37*48"), Part("python_output", "1776")
+
+
+def test_words_and_tool_calls_become_deltas_in_order():
+    reply = Reply()
+    deltas = [
+        delta for part in (Part("text", "It is "), CALL, RESULT, Part("text", "1776.")) for delta in reply.add([part])
+    ]
+    assert deltas == [{"content": "It is "}, {"tool": {"expression": "37*48", "result": "1776"}}, {"content": "1776."}]
+    assert reply.text == "It is 1776."
+    assert reply.end() == []
+
+
+def test_words_that_come_together_are_one_delta():
+    assert Reply().add([Part("text", "你"), Part("text", "好")]) == [{"content": "你好"}]
+
+
+@pytest.mark.parametrize("after", [[Part("text", "x")], [CALL, RESULT]])
+def test_call_without_a_result_is_shown_when_the_reply_goes_on(after):
+    reply = Reply()
+    deltas = reply.add([Part("python", "1+"), *after])
+    assert deltas[0] == {"tool": {"expression": "1+", "result": None}}
+    assert len(deltas) == 2
+
+
+def test_call_without_a_result_is_shown_at_the_end():
+    reply = Reply()
+    assert reply.add([CALL]) == []
+    assert reply.end() == [{"tool": {"expression": "37*48", "result": None}}]
+
+
+def test_calculator_calls_can_be_sent_back_as_they_came():
+    reply = Reply()
+    reply.add([Part("text", "It "), Part("text", "is "), CALL, RESULT, Part("text", "1776.")])
+    message = json.loads(json.dumps(reply.message))
+    conversation = read_conversation([HELLO, message, HELLO])
+    assert conversation.messages[1] == assistant("It is ", CALL, RESULT, "1776.")
+    assert written(conversation.messages[1]) == {"role": "assistant", "parts": message["parts"]}
