@@ -243,6 +243,16 @@ def read(path: Path) -> list[str]:
     return content.split(SEPARATOR) if content else []
 
 
+def read_kind(folder: Path, kind: str) -> list[str]:
+    """The documents of one kind; UserError (code 2) if the folder is no corpus."""
+    path = folder / f"{kind}.txt"
+    if not path.exists():
+        raise UserError(
+            f"--corpus must name a folder with {path.name}, got {folder}; it is made by: python -m bench.corpus DIR", 2
+        )
+    return read(path)
+
+
 def speaks(kind: str, text: str) -> bool:
     """Whether a document is prose in the language of its kind: packages also hold other languages and markup."""
     if kind in CHARACTERS:
@@ -259,12 +269,8 @@ def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[
 
     UserError if the corpus does not have that much text.
     """
-    path = folder / f"{kind}.txt"
-    if not path.exists():
-        raise UserError(
-            f"--corpus must name a folder with {path.name}, got {folder}; it is made by: python -m bench.corpus DIR", 2
-        )
-    some = [text for text in dict.fromkeys(text[:10_000] for text in read(path)) if speaks(kind, text)]
+    whole = read_kind(folder, kind)
+    some = [text for text in dict.fromkeys(text[:10_000] for text in whole) if speaks(kind, text)]
     random.Random(0).shuffle(some)
     parts: list[list[str]] = []
     for wanted in megabytes:
@@ -272,7 +278,7 @@ def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[
         while size < wanted * 1e6:
             if not some:
                 raise UserError(
-                    f"{path} holds less than {sum(megabytes):g} MB of {kind.title()}; ask for less text, or make a "
+                    f"{folder / kind}.txt holds less than {sum(megabytes):g} MB of {kind.title()}; ask for less text, or make a "
                     "larger corpus with python -m bench.corpus",
                     2,
                 )

@@ -28,10 +28,13 @@ only what is missing; a run that was stopped starts again from its first step.
 """
 
 import json
+import random
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -54,6 +57,7 @@ from nanochat.runtime.progress import Progress
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
 EPOCHS = 4  # more passes over the rows than this would measure how a model learns them by heart
 DOCUMENTS = 5.0  # MB of English and as much of Chinese
+PIECE = 10_000  # characters
 HELD_OUT = 128  # rows
 # What base_train's flags can change in such a run; the other flags set sizes, data and files.
 APPLIED = ("unembedding_lr", "embedding_lr", "matrix_lr", "matrix_optimizer", "scalar_lr", "weight_decay",
@@ -181,9 +185,21 @@ def entries(cfg: Config, ours: Variant) -> tuple[Entry, list[Entry]]:
 
 
 def documents(folder: Path | None) -> Text:
-    """English and Chinese documents in turn, cut to 10,000 characters."""
+    """Pieces of English and Chinese documents in turn, as many of each; UserError if the corpus has too few."""
     assert folder is not None
-    parts = [corpus.draw(folder, kind, (DOCUMENTS,))[0] for kind in ("english", "chinese")]
+    parts = []
+    for kind in ("english", "chinese"):
+        whole = corpus.read_kind(folder, kind)
+        pieces = dict.fromkeys(text[at : at + PIECE] for text in whole for at in range(0, len(text), PIECE))
+        spoken = [piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)]
+        random.Random(0).shuffle(spoken)
+        sizes = list(accumulate(len(piece.encode()) for piece in spoken))
+        if not sizes or sizes[-1] < 1e6 * DOCUMENTS:
+            raise UserError(
+                f"{folder / kind}.txt must hold {DOCUMENTS:g} MB of text in the language, got "
+                f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus", 2
+            )  # fmt: skip
+        parts.append(spoken[: bisect_left(sizes, 1e6 * DOCUMENTS) + 1])
     mixed = [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
     return Text(mixed, f"{DOCUMENTS:g} MB each of Debian's documents in English and Chinese")
 

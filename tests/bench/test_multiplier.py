@@ -241,6 +241,23 @@ def test_a_text_too_short_for_the_runs_is_refused(tmp_path: Path, monkeypatch: p
         bench.rows_of("documents", replace(cfg, corpus=tmp_path), sizes, tmp_path / "other", 10)
 
 
+def test_documents_are_pieces_of_both_languages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "DOCUMENTS", 0.02)
+    monkeypatch.setattr(bench, "PIECE", 1000)
+    english = "".join(f"The cat number {i} sleeps on the mat. " for i in range(1000))
+    (tmp_path / "english.txt").write_text(english, encoding="utf-8")
+    (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(200)), encoding="utf-8")
+    with pytest.raises(UserError, match=r"chinese\.txt must hold 0\.02 MB.*got 0\.0 MB"):
+        bench.documents(tmp_path)
+    (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(2000)), encoding="utf-8")
+    pieces = bench.documents(tmp_path).documents
+    assert len(set(pieces)) == len(pieces) and all(len(piece) == 1000 for piece in pieces)
+    assert "cat" in pieces[0] and "猫" in pieces[1]
+    for word in ("cat", "猫"):
+        size = sum(len(piece.encode()) for piece in pieces if word in piece)
+        assert 20_000 <= size < 23_500
+
+
 # --- real processes --------------------------------------------------------------------------------
 
 
