@@ -278,8 +278,8 @@ def draw(folder: Path, kind: Literal["english", "chinese"], megabytes: Sequence[
         while size < wanted * 1e6:
             if not some:
                 raise UserError(
-                    f"{folder / kind}.txt holds less than {sum(megabytes):g} MB of {kind.title()}; ask for less text, or make a "
-                    "larger corpus with python -m bench.corpus",
+                    f"{folder / kind}.txt holds less than {sum(megabytes):g} MB of {kind.title()}; ask for less text, "
+                    "or make a larger corpus with python -m bench.corpus",
                     2,
                 )
             part.append(some.pop())

@@ -251,7 +251,7 @@ def test_documents_are_pieces_of_both_languages(tmp_path: Path, monkeypatch: pyt
         bench.documents(tmp_path)
     (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(2000)), encoding="utf-8")
     pieces = bench.documents(tmp_path).documents
-    assert len(set(pieces)) == len(pieces) and all(len(piece) == 1000 for piece in pieces)
+    assert len(set(pieces)) == len(pieces) and all(100 <= len(piece) <= 1000 for piece in pieces)
     assert "cat" in pieces[0] and "猫" in pieces[1]
     for word in ("cat", "猫"):
         size = sum(len(piece.encode()) for piece in pieces if word in piece)
