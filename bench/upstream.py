@@ -1,10 +1,21 @@
 """Checkouts of karpathy/nanochat, or of a port of it, that benchmarks measure beside ours."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from nanochat.common import UserError
+from nanochat.gpt import GPTConfig
 
 PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 has
+
+
+def shape_for(side: str, shape: GPTConfig) -> dict[str, Any]:
+    """The fields of a shape for one side; karpathy/nanochat's GPTConfig has no bigrams."""
+    fields = asdict(shape)
+    if side == "upstream":
+        del fields["bigram_rows"]
+    return fields
 
 
 def check_checkout(flag: str, folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.nn import loss
+from nanochat.nn.bigrams import Bigrams, shifted
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
@@ -24,7 +25,7 @@ VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value emb
 QK_SCALE = 1.2  # sharpens attention: multiplies q and k after their norm
 NOT_MADE = (None, None)  # every use casts its own matrix
 
-Role = Literal["matrix", "embedding", "value_embedding", "head", "resid", "x0", "smear"]
+Role = Literal["matrix", "embedding", "value_embedding", "bigram", "head", "resid", "x0", "smear"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GPTConfig:
     n_kv_head: int = 6
     n_embd: int = 768
     window_pattern: str = "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
+    bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -75,10 +77,7 @@ class GPTConfig:
 
 
 class Head(Linear):
-    """The matrix that makes logits.
-
-    The loss is computed in this module too, so that sharding hooks see every use of the weight.
-    """
+    """The matrix that makes logits. It computes the loss too, so that sharding hooks see every use of the weight."""
 
     def __init__(self, config: GPTConfig, operations: Operations):
         super().__init__(config.n_embd, config.padded_vocab)
@@ -216,6 +215,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(config.padded_vocab, kv_dim) for i in gated})
         self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
         self.lm_head = Head(config, operations)
+        self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
@@ -254,6 +254,8 @@ class GPT(nn.Module):
                 fill(block.attn.ve_gate.weight, "positive", 0.02)
         for table in cast(list[nn.Embedding], list(self.value_embeds.values())):
             fill(table.weight, "uniform", bound)
+        if self.bigrams:
+            self.bigrams.weight.zero_()
         depth = torch.arange(self.config.n_layer) / max(self.config.n_layer - 1, 1)
         self.resid_lambdas.copy_(1.15 - 0.10 * depth)
         self.x0_lambdas.copy_(0.20 - 0.15 * depth)
@@ -263,7 +265,7 @@ class GPT(nn.Module):
 
     def shard_groups(self) -> list[nn.Module]:
         """The modules whose parameters a rank gathers together when the model is sharded; see parallel.shard()."""
-        return [*self.value_embeds.values(), self.wte, *self.blocks, self.lm_head]
+        return [*self.value_embeds.values(), *filter(None, [self.bigrams]), self.wte, *self.blocks, self.lm_head]
 
     def compile_groups(self) -> list[nn.Module]:
         """The modules that are compiled each by itself when the model is sharded; see compile.compiled()."""
@@ -292,8 +294,7 @@ class GPT(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c = self.config
-        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, c.n_embd, device=self.device,
-                     dtype=dtype or self.dtype, embed=self._embed)  # fmt: skip
+        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype or self.dtype)
 
     def _embed(self, idx: Tensor) -> Tensor:
         """Normed embeddings (..., C) of tokens (...), before smearing."""
@@ -311,28 +312,32 @@ class GPT(nn.Module):
         """The normed activations that the head reads. With a cache the tokens continue what the slots hold, and each
         slot gains `lengths` (default T) tokens."""
         x, T = self._embed(idx), idx.size(1)
+        # The token before each token, and its embedding: 0 for the first token of a sequence.
         if tree is not None:
             call = TreeCall.begin(tree, self.operations)
-            previous = call.before(x)
-            cos, sin = (table[call.depths][:, :, None] for table in self._rotary(T))
+            before, previous = call.before(idx) if self.bigrams else None, call.before(x)
+            places, length = call.depths, T
         elif cache is None:
-            call, previous = None, torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
-            cos, sin = (table[None, :, None] for table in self._rotary(T))
+            call, before, previous = None, shifted(idx) if self.bigrams else None, shifted(x)
+            places, length = None, T
         else:
             slots = slots or slice(0, idx.size(0))
             call = CacheCall.begin(idx, cache, slots, lengths, spans, self.operations)
-            previous = torch.cat((cache.previous[slots, None], x[:, :-1]), dim=1)
-            cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
-            last = (lengths - 1 if lengths is not None else torch.full_like(idx[:, 0], T - 1))[:, None, None]
-            cache.previous[slots] = x.take_along_dim(last, dim=1)[:, 0]
-        # Smear: add a gated part of the previous token, which is zero for the first token of a sequence.
+            before = torch.cat((cache.last[slots, None], idx[:, :-1]), dim=1)
+            first = self._embed(before[:, :1]) * (cache.positions[slots, None, None] > 0)
+            previous = torch.cat((first, x[:, :-1]), dim=1)
+            places, length = call.places, cache.length
+            cache.last[slots] = idx[:, -1] if lengths is None else idx.gather(1, lengths[:, None] - 1)[:, 0]
+        cos, sin = (table[places][:, :, None] for table in self._rotary(length))
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + gate * previous
+        x = x + gate * previous  # smear: a gated part of the token before
+        if self.bigrams:
+            x = x + self.bigrams(before, idx).to(x.dtype)
         x0 = middle = x
-        resid, first = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
+        resid, again = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
         made = self._cast_together(x.dtype)
         for i, block in enumerate(self.blocks):
-            x, x0 = self.operations.mix(x, x0, resid[i], first[i])
+            x, x0 = self.operations.mix(x, x0, resid[i], again[i])
             value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, value, cos, sin, call, made[i] if made else None)
             if i == self.config.n_layer // 2:
@@ -374,7 +379,7 @@ class GPT(nn.Module):
     def _role(name: str) -> Role:
         prefixes: tuple[tuple[str, Role], ...] = (
             ("h.", "matrix"), ("wte.", "embedding"), ("value_embeds.", "value_embedding"), ("lm_head.", "head"),
-            ("resid_lambdas", "resid"), ("x0_lambdas", "x0"), ("smear", "smear"), ("backout", "smear"),
+            ("bigrams.", "bigram"), ("resid", "resid"), ("x0", "x0"), ("smear", "smear"), ("backout", "smear"),
         )  # fmt: skip
         return next(role for prefix, role in prefixes if name.startswith(prefix))
 

@@ -30,7 +30,7 @@ class Scripted:
         self.operations = Operations()
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        return Cache(1, slots, length, 1, 24, 24, self.device, dtype or self.dtype)
+        return Cache(1, slots, length, 1, 24, self.device, dtype or self.dtype)
 
     def hidden(
         self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, spans: Spans
@@ -45,10 +45,10 @@ class Scripted:
             script = [first, *self.scripts.get(first, [])]
             if first in self.scripts:
                 assert cache.k[0, slot, : place + count, 0, 0].tolist() == script[: place + count]
-                assert place == 0 or int(cache.previous[slot, 0]) == script[place - 1]
+                assert place == 0 or int(cache.last[slot]) == script[place - 1]
             for t in range(count):
                 out[row, t, 0] = script[place + t + 1] if place + t + 1 < len(script) else mark("assistant_end")
-            cache.previous[slot, 0] = idx[row, count - 1]
+            cache.last[slot] = idx[row, count - 1]
             cache.positions[slot] += count
         return out
 

@@ -22,7 +22,10 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_gpt(config: GPTConfig = CONFIG, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
+WITH_BIGRAMS = replace(CONFIG, bigram_rows=97)
+
+
+def random_gpt(config: GPTConfig = WITH_BIGRAMS, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
     """A model with random parameters everywhere, so that every term of the formulas matters."""
     model, generator = GPT(config, dtype), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -82,6 +85,19 @@ def test_value_embeddings_are_on_every_other_layer_and_the_last(layers: int, wit
 def test_impossible_shapes_are_refused(change: dict[str, int], says: str) -> None:
     with pytest.raises(UserError, match=says):
         replace(CONFIG, **change)
+
+
+def test_bigrams_start_at_zero_and_add_no_flops() -> None:
+    plain, model = GPT(CONFIG), GPT(WITH_BIGRAMS)
+    for one in (plain, model):
+        one.init_weights(3)
+    assert model.bigrams is not None and not model.bigrams.weight.any()
+    assert torch.equal(model(tokens(2, 9)), plain(tokens(2, 9)))
+    assert model.flops_per_token() == plain.flops_per_token()
+    assert model.parameter_counts()["bigram"] == 97 * 32 and "bigram" not in plain.parameter_counts()
+    assert model.parameter_roles()["bigrams.weight"] == "bigram" and model.bigrams in model.shard_groups()
+    with pytest.raises(UserError, match="bigram_rows must be at least 1, or 0 for none, got -1"):
+        GPT(replace(CONFIG, bigram_rows=-1))
 
 
 def test_shapes_and_formats() -> None:
@@ -186,13 +202,15 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
     H, G, D, n = config.n_head, config.n_kv_head, config.head_dim, config.n_layer
     keys: list[list[list[Tensor]]] = [[[] for _ in range(G)] for _ in range(n)]  # layer, head, place
     values: list[list[list[Tensor]]] = [[[] for _ in range(G)] for _ in range(n)]
-    before, logits = None, []
+    before, earlier, logits = None, 0, []
     for t, token in enumerate(ids):
         fresh = rms(w["wte.weight"][token])
         x = fresh
         if before is not None:
             x = x + w["smear_lambda"] * torch.sigmoid(w["smear_gate.weight"][0] @ fresh[:24]) * before
-        before, x0, middle = fresh, x, x
+        if config.bigram_rows:
+            x = x + w["bigrams.weight"][(earlier * 2_654_435 + token * 40_503) % config.bigram_rows]
+        before, earlier, x0, middle = fresh, token, x, x
         for layer in range(n):
             name = f"h.{layer}."
             x = w["resid_lambdas"][layer] * x + w["x0_lambdas"][layer] * x0

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench.upstream import shape_for
 from nanochat.common import UserError, log, run
 from nanochat.gpt import GPT, GPTConfig
 
@@ -61,8 +62,8 @@ def shape_of(cfg: Config) -> GPTConfig:
 
 def measure(side: str, cfg: Config) -> dict[str, Any]:
     """Run one side in its own process; a failure is a UserError with the last lines it printed."""
-    task = {"side": side, "shape": asdict(shape_of(cfg)), "rows": cfg.rows, "passes": cfg.passes, "steps": cfg.steps,
-            "compile": cfg.compile, "device": cfg.device_type}  # fmt: skip
+    task = {"side": side, "shape": shape_for(side, shape_of(cfg)), "rows": cfg.rows, "passes": cfg.passes,
+            "steps": cfg.steps, "compile": cfg.compile, "device": cfg.device_type}  # fmt: skip
     home = cfg.upstream.resolve() if side == "upstream" and cfg.upstream else ROOT
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": cfg.device_type}

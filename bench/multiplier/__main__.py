@@ -4,6 +4,7 @@ python -m bench.multiplier --quick                                     # ours be
 python -m bench.multiplier --upstream DIR --corpus DIR                 # DIRs: a checkout of karpathy/nanochat, and
                                                                        # texts made by python -m bench.corpus DIR
 python -m bench.multiplier --baseline ours --variants "hot=--matrix_lr=0.03"        # does a change help?
+python -m bench.multiplier --baseline ours --variants "bigrams=--bigram_rows=65536"
 python -m bench.multiplier --baseline ours --variants "ema=--checkout=../with-ema"  # a change in another checkout
 
 The definition is the one of scripts/compare.py on karpathy/nanochat's branch experiment_refactor: the multiplier is
@@ -59,9 +60,9 @@ EPOCHS = 4  # more passes over the rows than this would measure how a model lear
 DOCUMENTS = 5.0  # MB of English and as much of Chinese
 PIECE = 10_000  # characters
 HELD_OUT = 128  # rows
-# What base_train's flags can change in such a run; the other flags set sizes, data and files.
+# What base_train's flags can change in such a run; the other flags set other sizes, data and files.
 APPLIED = ("unembedding_lr", "embedding_lr", "matrix_lr", "matrix_optimizer", "scalar_lr", "weight_decay",
-           "warmup_steps", "warmdown_ratio", "final_lr_frac")  # fmt: skip
+           "warmup_steps", "warmdown_ratio", "final_lr_frac", "bigram_rows")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Config:
     baseline: str | None = None
     """what the others are compared with: upstream, ours, or a name from --variants; default: upstream if it is given"""
     variants: tuple[str, ...] = ()
-    """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates and schedule, separated
-    by spaces, and --checkout=DIR for the code of another checkout of this repository"""
+    """changes of ours to measure beside it, each as NAME=FLAGS: flags of base_train for rates, schedule and bigrams,
+    separated by spaces, and --checkout=DIR for the code of another checkout of this repository"""
     texts: tuple[Literal["code", "documents"], ...] = ("code", "documents")
     """texts to train on: Python's standard library, or Debian's documents in English and Chinese"""
     corpus: Path | None = None

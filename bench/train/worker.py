@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
 from bench.train.rows import ROWS, TOKEN_BYTES
+from bench.upstream import shape_for
 from nanochat.common import UserError, log
 from nanochat.gpt import GPTConfig
 
@@ -86,7 +87,7 @@ class Worker:
         task = {
             "side": variant.side,
             "compiled": variant.compiled,
-            "shape": asdict(plan.shape),
+            "shape": shape_for(variant.side, plan.shape),
             "steps": plan.horizon,
             "scale": variant.scale,
             "rows": str(plan.rows / ROWS),

@@ -20,7 +20,15 @@ LARGEST = {"sequence_len": 1 << 20, "vocab_size": 1 << 24, "n_layer": 1_000, "n_
            "n_embd": 1 << 17, "n_hidden": 1 << 20, "head_dim": 1 << 12, "delta_key_heads": 1 << 12,
            "delta_value_heads": 1 << 12, "delta_key_dim": 1 << 12, "delta_value_dim": 1 << 12,
            "delta_width": 1 << 6}  # fmt: skip
-MAY_BE_ZERO = {"tied": 1, "qkv_bias": 1, "qk_norm": 1, "zero_centred": 1, "output_gate": 1, "rotary_dim": 1 << 12}
+MAY_BE_ZERO = {
+    "bigram_rows": 1 << 30,
+    "tied": 1,
+    "qkv_bias": 1,
+    "qk_norm": 1,
+    "zero_centred": 1,
+    "output_gate": 1,
+    "rotary_dim": 1 << 12,
+}
 Shape = TypeVar("Shape", GPTConfig, QwenConfig)
 
 

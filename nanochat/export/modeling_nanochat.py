@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+BIGRAM_FACTORS = (2654435, 40503)
 SMEAR_CHANNELS = 24
 VALUE_GATE_CHANNELS = 12
 QK_SCALE = 1.2
@@ -42,11 +43,12 @@ class NanochatConfig(PretrainedConfig):
         n_kv_head: int = 6,
         n_embd: int = 768,
         window_pattern: str = "SSSL",
+        bigram_rows: int = 0,
         **rest: Any,
     ) -> None:
         self.sequence_len, self.vocab_size = sequence_len, vocab_size
         self.n_layer, self.n_head, self.n_kv_head, self.n_embd = n_layer, n_head, n_kv_head, n_embd
-        self.window_pattern = window_pattern
+        self.window_pattern, self.bigram_rows = window_pattern, bigram_rows
         self.use_cache = False
         super().__init__(**{"tie_word_embeddings": False, **rest, "use_cache": False})
 
@@ -139,6 +141,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.value_embeds = nn.ModuleDict(tables)
         self.h = nn.ModuleList([_Block(config, i) for i in range(config.n_layer)])
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
+        self.bigrams = nn.Embedding(config.bigram_rows, config.n_embd) if config.bigram_rows else None
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
         self.smear_gate = nn.Linear(SMEAR_CHANNELS, 1, bias=False)
@@ -172,7 +175,12 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         x = _norm(self.wte(idx))
         before = F.pad(x[:, :-1] * real[:, :-1, None], (0, 0, 1, 0))
         gate = self.smear_lambda.to(dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x0 = middle = x + gate * before
+        x = x + gate * before
+        if self.bigrams is not None:  # of each token and the one before, by a hash
+            earlier = F.pad((idx * real)[:, :-1], (1, 0))
+            rows = (earlier * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]) % self.config.bigram_rows
+            x = x + self.bigrams(rows)
+        x0 = middle = x
         for i, block in enumerate(cast(list[Any], list(self.h))):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
             value = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None

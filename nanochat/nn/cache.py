@@ -1,6 +1,6 @@
 """The key-value cache: keys and values of the sequences that a model is generating."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +13,10 @@ from nanochat.nn.plain_attention import cache_mask
 class Cache:
     """Keys, values and lengths of the sequences in flight, one sequence in each slot.
 
-    k and v are [layers, slots, T, Hkv, D]. `positions` (slots,) counts the tokens that a slot holds, and `previous`
-    (slots, C) is the embedding of the slot's last token before smearing. `states` lists every tensor that has one row
-    per slot and changes with each token, whatever the slot's length; a family of models may append its own. A forward
-    pass reads and writes a contiguous range of slots.
+    k and v are [layers, slots, T, Hkv, D]. `positions` (slots,) counts the tokens that a slot holds, and `last`
+    (slots,) is the id of the slot's last token, 0 for an empty slot. `states` lists every tensor that has one row per
+    slot and changes with each token, whatever the slot's length; a family of models may append its own. A forward pass
+    reads and writes a contiguous range of slots.
     """
 
     def __init__(
@@ -26,21 +26,17 @@ class Cache:
         length: int,
         kv_heads: int,
         head_dim: int,
-        channels: int,
         device: torch.device,
         dtype: torch.dtype,
-        embed: Callable[[Tensor], Tensor] | None = None,
     ):
-        """`embed` gives the embeddings (..., C) of tokens (...) before smearing, for a model that smears."""
         shape = (layers, slots, length, kv_heads, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
-        self.previous = torch.zeros(slots, channels, device=device, dtype=dtype)
-        self.states = [self.positions, self.previous]
+        self.last = torch.zeros(slots, dtype=torch.long, device=device)
+        self.states = [self.positions, self.last]
         self.named: dict[str, Tensor] = {}
         self.length = length
-        self._embed = embed
 
     @property
     def cuts_anywhere(self) -> bool:
@@ -51,9 +47,7 @@ class Cache:
         """Let a slot hold only its first `tokens` tokens, of which `last` is the last one."""
         assert self.cuts_anywhere
         self.positions[slot] = tokens
-        if self._embed is not None:
-            token = torch.tensor([last]).to(self.positions.device, non_blocking=True)
-            self.previous[slot] = self._embed(token)[0]
+        self.last[slot] = last
 
     def add_state(self, name: str, state: Tensor) -> None:
         """Keep one more tensor with one row per slot, which changes with each token; `named[name]` finds it."""

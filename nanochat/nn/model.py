@@ -39,11 +39,13 @@ class TreeCall:
         """A call over one batch of rows."""
         return cls(tree, tree.seen.sum(dim=2) - 1, operations)
 
-    def before(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def before(self, x: Tensor) -> Tensor:  # (B, T) or (B, T, C), as the result
         """What the token before each token has in `x`; zeros where a sequence begins."""
         parents = self.tree.parents
         begins = parents == torch.arange(parents.size(1), device=parents.device)
-        return x.gather(1, parents[..., None].expand_as(x)).masked_fill(begins[..., None], 0.0)
+        if x.dim() == 3:
+            parents, begins = parents[..., None].expand_as(x), begins[..., None]
+        return x.gather(1, parents).masked_fill(begins, 0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
         """Attend to the tokens that each token sees; shapes as in Operations.attend."""

@@ -31,7 +31,7 @@ ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer
 
 def model_config(
     depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
-    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt",
+    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt", bigram_rows: int = 0,
 ) -> GPTConfig | QwenConfig:  # fmt: skip
     """The shape of a model from its depth and the sizes that override what follows from the depth.
 
@@ -41,6 +41,8 @@ def model_config(
     for flag, size in given.items():
         if size != "auto" and size < 1:
             raise UserError(f"{flag} must be at least 1, got {size}", exit_code=2)
+    if bigram_rows < 0:
+        raise UserError(f"bigram_rows must be at least 0, got {bigram_rows}", exit_code=2)
     # 128 channels per head suit matrix units best, but below eight layers they would leave too few heads
     head = head_dim if head_dim != "auto" else (128 if depth >= 8 else 64)
     dim = model_dim if model_dim != "auto" else -(-depth * 64 // head) * head
@@ -54,7 +56,9 @@ def model_config(
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     if kind == "gpt":
-        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern)
+        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, bigram_rows)
+    if bigram_rows:
+        raise UserError(f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out", exit_code=2)
     if window_pattern not in (WINDOWS, "L"):
         raise UserError(
             f"a Qwen3 sees the whole context in every layer, got --window_pattern={window_pattern}: leave the flag out",

@@ -26,10 +26,10 @@ CPU = on_cpu()
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A checkpoint with windows, grouped heads and value embeddings. Its context is longer than a window."""
+    """A checkpoint with windows, grouped heads, value embeddings and bigrams. Its context is longer than a window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
-        tiny_checkpoint("sft")
+        tiny_checkpoint("sft", bigram_rows=211)
         return load_model(None, None, None, CPU, torch.float32)
 
 

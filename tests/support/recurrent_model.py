@@ -22,7 +22,7 @@ class Recurrent:
         self._words = tokenizer.vocab_size - 9  # the model says no marks
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        cache = Cache(1, slots, length, 1, 2, 2, self.device, self.dtype)
+        cache = Cache(1, slots, length, 1, 2, self.device, self.dtype)
         cache.states.append(torch.zeros(slots, 1, dtype=torch.long))
         return cache
 

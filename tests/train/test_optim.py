@@ -11,11 +11,13 @@ from nanochat.train import schedule
 from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates
 
 DIM = 48
-# role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours)
+# role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours);
+# bigrams are ours
 PUBLISHED = {
     "head": (0.008, True, (0.8, 0.96), 0.01, 1e-10),
     "embedding": (0.3, True, (0.8, 0.995), 0.001, 1e-10),
     "value_embedding": (0.15, True, (0.8, 0.995), 0.01, 1e-10),
+    "bigram": (0.12, True, (0.8, 0.995), 0.0, 1e-10),
     "resid": (0.005, False, (0.8, 0.95), 0.05, 1e-6),
     "x0": (0.5, False, (0.96, 0.95), 0.0, 1e-6),
     "smear": (0.2, False, (0.8, 0.95), 0.0, 1e-6),
@@ -23,7 +25,7 @@ PUBLISHED = {
 
 
 def model_and_optimizers(scale: float = 1.0, rates: Rates = Rates()) -> tuple[GPT, Optimizers]:  # noqa: B008 - frozen
-    config = GPTConfig(sequence_len=16, vocab_size=60, n_layer=3, n_head=3, n_kv_head=3, n_embd=DIM)
+    config = GPTConfig(sequence_len=16, vocab_size=60, n_layer=3, n_head=3, n_kv_head=3, n_embd=DIM, bigram_rows=40)
     model = GPT(config)
     model.init_weights(1)
     return model, Optimizers(model, model.parameter_roles(), DIM, rates, scale, torch.float32)
@@ -63,7 +65,7 @@ def test_rates_and_scale_reach_their_roles() -> None:
     _, optimizers = model_and_optimizers(scale=10, rates=rates)
     width = math.sqrt(768 / DIM)
     by_role = [group["lr"] for group in optimizers.adamw.param_groups]
-    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 16])
+    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 8 * width, 0.4, 40, 16])
     assert optimizers.muon.param_groups[0]["lr"] == 30
     assert optimizers.muon.param_groups[0]["weight_decay"] == 5
 
@@ -88,7 +90,7 @@ def test_only_tables_and_head_take_the_runs_momentum() -> None:
     optimizers = Optimizers(model, roles, DIM, Rates(), 1.0, torch.float32, table_momentum=0.0)
     betas = {group["role"]: group["betas"] for group in optimizers.adamw.param_groups}
     assert betas == {
-        role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding") else published
+        role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding", "bigram") else published
         for role, (_, _, published, _, _) in PUBLISHED.items()
     }
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

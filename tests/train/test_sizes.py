@@ -46,6 +46,14 @@ def test_overrides_are_taken() -> None:
     assert (config.n_embd, config.n_head, config.head_dim, config.sequence_len) == (192, 4, 48, 100)
     assert shape(4, head_dim=128).n_head == 2
     assert (config.vocab_size, config.window_pattern) == (2048, "SSSL")
+    assert config.bigram_rows == 0 and shape(4, bigram_rows=99).bigram_rows == 99
+
+
+def test_bigrams_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="bigram_rows must be at least 0, got -1"):
+        shape(4, bigram_rows=-1)
+    with pytest.raises(UserError, match="a Qwen3 has no bigrams, got --bigram_rows=9"):
+        sizes.model_config(4, "auto", "auto", "auto", "L", 2048, "tinyworld", CPU, "qwen3", 9)
 
 
 @pytest.mark.parametrize(

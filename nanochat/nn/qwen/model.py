@@ -118,7 +118,7 @@ class Qwen(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c, dtype = self.config, dtype or self.dtype
-        cache = Cache(c.kinds.count("A"), slots, length, c.n_kv_head, c.head_dim, 0, device=self.device, dtype=dtype)
+        cache = Cache(c.kinds.count("A"), slots, length, c.n_kv_head, c.head_dim, self.device, dtype)
         if "D" in c.kinds:
             add_states(cache, c, slots, self.device, dtype)
         return cache
