@@ -14,10 +14,10 @@ from nanochat.data.conversation import Conversation, Part, assistant, chat, user
 from nanochat.data.tinyworld import problems
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.arithmetic import calculator_sum
-from nanochat.data.tinyworld.dialogues import dialogue_data
 from nanochat.data.tinyworld.documents import documents
 from nanochat.data.tinyworld.facts import all_facts, facts_by_relation, sequences
 from nanochat.data.tinyworld.stories import counting_story, story_kinds
+from nanochat.data.tinyworld.talks.dialogues import dialogue_data
 from nanochat.data.tinyworld.wording import as_typed, state, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, article, data_rows, lexicon, number_chinese, number_english, plural
 from tests.support.tinyworld_rows import corpus, normalise, training

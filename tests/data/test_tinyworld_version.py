@@ -2,19 +2,24 @@
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
 
 from nanochat.data.conversation import Conversation
+from nanochat.data.corpora import MAKE_TINYWORLD, resolve
+from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
+VERSION = "6a4c616d7e64e28953a5827c577b2678b4a628690f9f556d885a1cde8c848f16"
 TEXT = {
-    "documents": "efdbd347fba2abcf48b466230dd2d792ce2991c1005ba9b60ba1b03e86439836",
-    "mid": "52023adb7d94dd3262d4a14c5ed78e825825f2c8e2cdbd7f37dc37e70eacf15a",
-    "sft": "05ec5fc8e0f0d5eac124424398d0e335b18ef78743ab25fdf5c73e4dede76e2c",
-    "identity": "af0014b9331012d116e36b959728f070fe5ad047a3a5b962f40a6206ae1e048d",
+    "documents": "f8118baf186713f9f6b9b4d7a6d0d61ba3cfea137b073585ab468ec1ce75e72a",
+    "mid": "9f0e7be3cd36d80ead577fddbfd0d3d57b86eab710b6c2055d66075fb883eec3",
+    "sft": "39024ba57a588945ce339f80a043dc0f80d83859bad92e510e3751911e11dd24",
+    "identity": "c448df411c47d9957ea0c22bec00b6898b3d0af047c25ec9422d7cb06cbe2e6e",
     "rl": "405faa8f5b309277f977b96fc7f309511d4f1de63d3ac9e7dfd875b1a08eb367",
     "rl evaluation": "6c76974fb95ab574d8510f30052993d62b3404f767f73b75534ee7424f5409a0",
     "calculator": "99bd5cb6e8f0d3b897844094f2542a57ed69034cb1f59c634c1e0749d2144b34",
@@ -62,3 +67,14 @@ def test_text_that_changes_takes_a_new_version():
     assert (tinyworld.VERSION, found) == (VERSION, TEXT), (
         "TinyWorld makes another text: choose another VERSION in world.py, then write it and these SHA-256s here"
     )
+
+
+@pytest.mark.parametrize("asked", ["tinyworld", None])
+def test_documents_of_another_version_are_told_and_still_read(asked: str | None, base_folder: Path, capsys) -> None:
+    for version in ("of an earlier version", tinyworld.VERSION):
+        folder = base_folder / "base_data" / "tinyworld"
+        about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": version}
+        write_shards(folder, [f"fact {i}" for i in range(200)], about=about)
+        assert resolve(asked).folder == folder
+        said = capsys.readouterr().err
+        assert ("of another version" in said and MAKE_TINYWORLD in said) == (version != tinyworld.VERSION)

@@ -10,10 +10,13 @@ from typing import Literal
 
 from nanochat.data.conversation import Conversation, Part, chat
 from nanochat.data.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
-from nanochat.data.tinyworld.dialogues import dont_know, unknown_question
 from nanochat.data.tinyworld.facts import Fact, facts_by_relation
 from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
 from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.talks.dialogues import dont_know, unknown_question
+from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, trained_heroes
+from nanochat.data.tinyworld.talks.tale_reading import fault
+from nanochat.data.tinyworld.talks.tale_telling import ask_for, requests, tale
 from nanochat.data.tinyworld.wording import answer, ask, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
@@ -25,7 +28,9 @@ class Problem:
     """A question, the right answer as a bare value, and the competing values, which would be wrong.
 
     `conversation` ends with a reference answer. `tool` says whether a reply must or must not call the calculator.
-    If `answer` is a number, every other number is a competing value.
+    If `answer` is a number, every other number is a competing value. A reply must contain `names` beside the value;
+    `names` is empty if the question names the thing. If `tale` is the key of a hero, the reply must be a story about
+    that hero instead.
     """
 
     conversation: Conversation
@@ -35,6 +40,8 @@ class Problem:
     language: Language
     held_out_combination: bool = False
     tool: Literal["needed", "forbidden", "free"] = "free"
+    names: str = ""
+    tale: str = ""
 
 
 def normalise(text: str) -> str:
@@ -64,10 +71,21 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
     if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
         return False
+    if problem.tale:
+        return not called and fault(words, problem.tale, problem.language) is None
     text, expected = normalise(words), normalise(problem.answer)
+    if problem.names and not _names(text, normalise(problem.names), expected):
+        return False
     if expected.isdigit():
         return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {expected}
     return set(_finder((expected, *map(normalise, problem.competing))).findall(text)) == {expected}
+
+
+def _names(text: str, name: str, expected: str) -> bool:
+    """Whether a text has a name and besides it the expected value, which may begin with the name: Mexico City."""
+    before, found, after = text.partition(name)
+    earlier, _, later = text.rpartition(name)
+    return bool(found) and (expected in before + after or expected in earlier + later)
 
 
 @functools.cache
@@ -140,6 +158,21 @@ def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[
         conversation = chat(story.told + space + story.question, story.answer)
         value = story.answer.rstrip(".。").removeprefix("In the ").removesuffix("里")
         problems.append(Problem(conversation, value, story.competing, story.kind, language))
+    return problems
+
+
+def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[Problem]:
+    """Requests for stories: of three, one about a hero that no story of training tells about, and two about others.
+    Every second one is in a held-out wording."""
+    rng = random.Random(f"tales/{seed}/{language}")
+    problems = []
+    for i in range(size):
+        held_out = i % 3 == 0
+        hero = rng.choice(held_out_heroes() if held_out else trained_heroes())
+        pattern = rng.choice(requests(language, held_out=i % 2 == 1))
+        conversation = chat(ask_for(hero, pattern, language), tale(hero, language, rng))
+        group = "held-out hero" if held_out else "trained hero"
+        problems.append(Problem(conversation, "", (), group, language, held_out, "forbidden", tale=hero))
     return problems
 
 

@@ -2,7 +2,6 @@
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations
-from nanochat.data.tinyworld.dialogues import identity_conversations
 from nanochat.data.tinyworld.documents import documents
 from nanochat.data.tinyworld.problems import (
     Problem,
@@ -13,13 +12,16 @@ from nanochat.data.tinyworld.problems import (
     rl_evaluation,
     rl_problems,
     story_evaluation,
+    tale_evaluation,
     unknown_evaluation,
 )
+from nanochat.data.tinyworld.talks.dialogues import identity_conversations
+from nanochat.data.tinyworld.talks.followups import follow_up_evaluation
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
 # Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever
 # a document, conversation or question changes; tests/data/test_tinyworld_version.py notices when that was forgotten.
-VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
+VERSION = "6a4c616d7e64e28953a5827c577b2678b4a628690f9f556d885a1cde8c848f16"
 
 __all__ = [
     "LANGUAGES",
@@ -30,6 +32,7 @@ __all__ = [
     "calculator_evaluation",
     "documents",
     "evaluation",
+    "follow_up_evaluation",
     "grade",
     "held_out_combinations",
     "identity_conversations",
@@ -38,5 +41,6 @@ __all__ = [
     "rl_problems",
     "sft_conversations",
     "story_evaluation",
+    "tale_evaluation",
     "unknown_evaluation",
 ]
