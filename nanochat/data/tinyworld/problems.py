@@ -14,7 +14,7 @@ from nanochat.data.tinyworld.facts import Fact, facts_by_relation
 from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
 from nanochat.data.tinyworld.stories import counting_story, logic_story
 from nanochat.data.tinyworld.talks.dialogues import dont_know, unknown_question
-from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, trained_heroes
+from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, heroes, trained_heroes
 from nanochat.data.tinyworld.talks.tale_reading import fault
 from nanochat.data.tinyworld.talks.tale_telling import ask_for, requests, tale
 from nanochat.data.tinyworld.wording import answer, ask, wordings
@@ -168,11 +168,12 @@ def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[
     problems = []
     for i in range(size):
         held_out = i % 3 == 0
-        hero = rng.choice(held_out_heroes() if held_out else trained_heroes())
+        key = rng.choice(held_out_heroes() if held_out else trained_heroes())
+        hero = heroes()[key]
         pattern = rng.choice(requests(language, held_out=i % 2 == 1))
         conversation = chat(ask_for(hero, pattern, language), tale(hero, language, rng))
         group = "held-out hero" if held_out else "trained hero"
-        problems.append(Problem(conversation, "", (), group, language, held_out, "forbidden", tale=hero))
+        problems.append(Problem(conversation, "", (), group, language, held_out, "forbidden", tale=key))
     return problems
 
 

@@ -12,8 +12,8 @@ from nanochat.data.tinyworld.wording import split_rng
 from nanochat.data.tinyworld.words import Language, Word, article, data_text, lexicon
 
 Facts = Mapping[str, str]
-"""What a story says, by variable: p and q are the names of the hero and the friend, h and g what they are, x the home,
-t a trait, l what the hero likes, o and c a thing and its colour, he the pronoun of the hero's name."""
+"""What a story says, by variable: h is what the hero is and p its name, q the friend, x the home, t a trait, l what is
+found, o and c a thing and its colour, he the pronoun of the hero's name."""
 
 SENTENCES = (4, 8)
 
@@ -47,7 +47,8 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """The names that heroes and friends may have, and the pronoun of each; in Chinese every hero is 它."""
+    """The names that heroes may have, none of which a friend has, and the pronoun of each; in Chinese every hero is
+    它."""
     data = tale_data()["names"][language]
     if language == "zh":
         return dict.fromkeys(data, "它")
@@ -65,12 +66,13 @@ def slots(language: Language) -> dict[str, dict[str, Facts]]:
     data, words = tale_data(), lexicon()
     called = names(language)
     found: dict[str, dict[str, Facts]] = {"p": {n: {"p": n, "he": he} for n, he in called.items()}}
-    found["q"] = {name: {"q": name} for name in called}
+    for key, called in data["friends"].items():  # a friend is always called the same, so a name says what it is
+        name = called[language]
+        found.setdefault("q", {})[name if language == "en" else name[-2:]] = {"q": key}
+        found.setdefault("Q", {})[f"{name} the {words[key].en.name}" if language == "en" else name] = {"q": key}
     things = list(itertools.product(data["props"], data["colours"]))
     if language == "zh":
-        for slot, keys in (("h", heroes()), ("g", data["friends"])):
-            found[slot] = {words[key].zh.name: {slot: key} for key in keys}
-            found["m" + slot] = {format(words[key].zh, "m"): {slot: key} for key in keys}
+        found["h"] = {word.zh.name: {"h": key} for key, word in heroes().items()}
         coloured = {(o, c): f"{words[c].zh.name}的{words[o].zh.name}" for o, c in things}
         found["co"] = {coloured[o, c]: {"o": o, "c": c} for o, c in things}
         found["mo"] = {_measure(o) + coloured[o, c]: {"o": o, "c": c} for o, c in things}
@@ -78,9 +80,8 @@ def slots(language: Language) -> dict[str, dict[str, Facts]]:
         found["t"] = {zh: {"t": en} for en, zh in data["traits"]}
         found["l"] = {zh: {"l": en} for en, zh in data["likes"]}
         return found
-    for slot, keys in (("h", heroes()), ("g", data["friends"])):
-        found[slot] = {words[key].en.name: {slot: key} for key in keys}
-        found["a" + slot] = {words[key].en.usual: {slot: key} for key in keys}
+    found["h"] = {word.en.name: {"h": key} for key, word in heroes().items()}
+    found["ah"] = {word.en.usual: {"h": key} for key, word in heroes().items()}
     found["x"] = {where: {"x": where} for where, _, _ in data["homes"]}
     found["xb"] = {place: {"x": where} for where, place, _ in data["homes"]}
     found["t"] = {en: {"t": en} for en, _ in data["traits"]}
@@ -89,18 +90,18 @@ def slots(language: Language) -> dict[str, dict[str, Facts]]:
     found["o"] = {words[o].en.name: {"o": o} for o in data["props"]}
     found["c"] = {c: {"c": c} for c in data["colours"]}
     found["ac"] = {f"{article(c)} {c}": {"c": c} for c in data["colours"]}
-    pronouns = {"he": ("he", "she"), "his": ("his", "her")}
-    for slot, forms in pronouns.items():
-        found[slot] = {form: {"he": he} for form, he in zip(forms, ("he", "she"), strict=True)}
-        found[slot.capitalize()] = {form.capitalize(): about for form, about in found[slot].items()}
+    found["he"] = {he: {"he": he} for he in ("he", "she")}
+    found["He"] = {he.capitalize(): {"he": he} for he in ("he", "she")}
     return found
 
 
-def fill(pattern: str, facts: Facts, language: Language) -> str:
-    """The sentence that a pattern makes of the facts of a story."""
+def fill(pattern: str, facts: Facts, language: Language, hero: Word) -> str:
+    """The sentence that a pattern makes of the facts of a story, whose hero may be a thing that does not exist."""
     table = _texts(language)
 
     def text(slot: re.Match[str]) -> str:
+        if slot[1] in ("h", "ah"):
+            return hero[language].usual if slot[1] == "ah" else hero[language].name
         variables, texts = table[slot[1]]
         return texts[tuple(facts[variable] for variable in variables)]
 
@@ -131,11 +132,10 @@ def says(pattern: str, language: Language) -> frozenset[str]:
 @dataclass(frozen=True)
 class Plot:
     """What happens in a story: steps in order, of which the optional one may be left out. The variables of `needs` are
-    introduced before the plot, those of `new` by the plot itself."""
+    introduced before the plot."""
 
     name: str
     needs: str
-    new: str
     optional: int
     steps: tuple[tuple[str, ...], ...]
 
@@ -144,7 +144,6 @@ class Plot:
 def plots(language: Language) -> tuple[Plot, ...]:
     """All plots in one language."""
     return tuple(
-        Plot(one["name"], one["needs"], one.get("new", ""), one["optional"],
-             tuple(tuple(step[language]) for step in one["steps"]))
+        Plot(one["name"], one["needs"], one["optional"], tuple(tuple(step[language]) for step in one["steps"]))
         for one in tale_data()["plots"]
-    )  # fmt: skip
+    )

@@ -4,6 +4,7 @@ import functools
 import random
 
 from nanochat.data.conversation import Message, assistant, user
+from nanochat.data.tinyworld.talks.dialogues import invented_name
 from nanochat.data.tinyworld.talks.tale_grammar import (
     Facts,
     fill,
@@ -15,49 +16,48 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import Language
+from nanochat.data.tinyworld.words import Language, Word
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-WITH_TITLE = 0.5  # the share of the stories among documents that have a title
+# The share of the stories in training whose hero does not exist. They teach a model to copy whatever word was asked for.
+INVENTED = 0.3
 
 
-def facts_about(hero: str, rng: random.Random, language: Language) -> Facts:
-    """What a story says about a hero: names, friend, home, trait, what it likes, and a thing with its colour."""
+def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
+    """What a story says about a hero: its name, friend, home, trait, what it finds, and a thing with its colour."""
     data, called = tale_data(), names(language)
-    p, q = rng.sample(list(called), 2)
-    word = heroes()[hero]
-    likes = [en for en, zh in data["likes"] if en != word.en.plural and word.zh.name not in zh]
+    p = rng.choice(list(called))
+    likes = [en for en, zh in data["likes"] if en != hero.en.plural and hero.zh.name not in zh]
     return {
         "p": p,
-        "q": q,
         "he": called[p],
-        "h": hero,
-        "g": rng.choice([friend for friend in data["friends"] if friend != hero]),
+        "h": hero.key,
+        "q": rng.choice([friend for friend in data["friends"] if friend != hero.key]),
         "x": rng.choice(data["homes"])[0],
         "t": rng.choice(data["traits"])[0],
         "l": rng.choice(likes),
-        "o": rng.choice([prop for prop in data["props"] if prop != hero]),
+        "o": rng.choice([prop for prop in data["props"] if prop != hero.key]),
         "c": rng.choice(data["colours"]),
     }
 
 
-def tale(hero: str, language: Language, rng: random.Random) -> str:
-    """A story of five to eight sentences about a hero, which is named by its key."""
+def tale(hero: Word, language: Language, rng: random.Random) -> str:
+    """A story of five to eight sentences about a hero."""
     data, facts = tale_data(), facts_about(hero, rng, language)
     plot = rng.choice(plots(language))
     opening = rng.choice(data["open"][language])
     known = set(says(opening, language))
     wanted = [kind for kind in plot.needs if kind not in known]
-    more = [kind for kind in "xtl" if kind not in known and kind not in wanted]
-    wanted += rng.sample(more, min(len(more), rng.randint(0, max(0, 2 - len(wanted)))))
+    more = [kind for kind in "xt" if kind not in known and kind not in wanted]
+    wanted += rng.sample(more, rng.randint(0, 1 if more and len(wanted) < 2 else 0))
     rng.shuffle(wanted)
-    wanted.sort(key="q".__eq__)  # the friend comes last, or "he" after it could mean the friend
     patterns = [opening]
     patterns += [rng.choice(data["describe"][kind][language]) for kind in wanted]
     skipped = plot.optional if rng.random() < 0.3 else None
     patterns += [rng.choice(step) for i, step in enumerate(plot.steps) if i != skipped]
-    patterns.append(rng.choice(data["end"][language]))
-    return ("" if language == "zh" else " ").join(fill(pattern, facts, language) for pattern in patterns)
+    known = frozenset().union(*(says(pattern, language) for pattern in patterns))
+    patterns.append(rng.choice([end for end in data["end"][language] if says(end, language) <= known]))
+    return ("" if language == "zh" else " ").join(fill(pattern, facts, language, hero) for pattern in patterns)
 
 
 @functools.cache
@@ -68,23 +68,29 @@ def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if (pattern in kept) == held_out)
 
 
-def ask_for(hero: str, pattern: str, language: Language) -> str:
+def ask_for(hero: Word, pattern: str, language: Language) -> str:
     """A request for a story about a hero."""
-    return fill(pattern, {"h": hero}, language)
+    return fill(pattern, {}, language, hero)
+
+
+def _hero(rng: random.Random) -> Word:
+    """A hero of training, or a thing that does not exist."""
+    return invented_name(rng, "a") if rng.random() < INVENTED else heroes()[rng.choice(trained_heroes())]
 
 
 def told(language: Language, rng: random.Random) -> list[Message]:
-    """A request for a story and the story, about a hero of training."""
-    hero = rng.choice(trained_heroes())
+    """A request for a story and the story, about a hero of training or a thing that does not exist."""
     if rng.random() < WITHOUT_TOPIC:
+        hero = heroes()[rng.choice(trained_heroes())]
         request = rng.choice(tale_data()["any"][language])
     else:
+        hero = _hero(rng)
         request = ask_for(hero, rng.choice(requests(language)), language)
     return [user(request), assistant(tale(hero, language, rng))]
 
 
 def written(language: Language, rng: random.Random) -> str:
-    """A story as a document, often with a title."""
-    hero = rng.choice(trained_heroes())
-    title = fill(tale_data()["title"][language], {"h": hero}, language) + "\n"
-    return (title if rng.random() < WITH_TITLE else "") + tale(hero, language, rng)
+    """A story with a title, as a document."""
+    hero = _hero(rng)
+    title = fill(tale_data()["title"][language], {}, language, hero)
+    return f"{title}\n{tale(hero, language, rng)}"
