@@ -241,6 +241,21 @@ def test_the_evaluation_asks_every_relation_in_held_out_wordings(language: tinyw
     assert len(tinyworld.calculator_evaluation()) >= 300
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_questions_about_nanochat_are_evaluated_in_wordings_that_are_never_trained(language: tinyworld.Language):
+    found = tinyworld.persona_evaluation(language)
+    starts = {"alone", "after a greeting", "after a question"}
+    assert len(found) >= 40 and {problem.relation for problem in found} == starts
+    asked = {normalise(problem.conversation.messages[-2].text) for problem in found}
+    told = (*training(), *tinyworld.identity_conversations())
+    assert not asked & {normalise(message.text) for one in told for message in one.messages[::2]}
+    for problem in found:
+        assert (len(problem.conversation.messages) == 2) == (problem.relation == "alone")
+        for other in found:
+            right = tinyworld.grade(problem, other.conversation.messages[-1].text)
+            assert right == (other.answer == problem.answer), (problem, other)
+
+
 def test_reference_answers_are_right():
     for language in LANGUAGES:
         for found in (

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.data.conversation import Conversation, Part, chat
+from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, user
 from nanochat.data.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
 from nanochat.data.tinyworld.facts import Fact, facts_by_relation
 from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
 from nanochat.data.tinyworld.stories import counting_story, logic_story
-from nanochat.data.tinyworld.talks.dialogues import dont_know, unknown_question
+from nanochat.data.tinyworld.talks.dialogues import dialogue_data, dont_know, talk, unknown_question
 from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, heroes, trained_heroes
 from nanochat.data.tinyworld.talks.tale_reading import fault
 from nanochat.data.tinyworld.talks.tale_telling import ask_for, requests, tale
@@ -146,6 +146,29 @@ def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> lis
         )
         for _ in range(size)
     ]
+
+
+def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
+    """Questions about nanochat itself in wordings that training never uses: each at the beginning of a chat, after a
+    greeting, and after a question about the world."""
+    rng = random.Random(f"persona/{seed}/{language}")
+    items = [item[language] for item in dialogue_data()["about_itself"]]
+    answers = [item["answer"].rstrip(".。") for item in items]
+    problems = []
+    for item, value in zip(items, answers, strict=True):
+        for asked in item["kept"]:
+            for start in ("alone", "after a greeting", "after a question"):
+                before: list[Message] = []
+                if start == "after a greeting":
+                    before = talk("open", language, rng)
+                elif start == "after a question":
+                    fact = rng.choice(asked_facts())
+                    question = ask(fact, language, wordings()[fact.relation, language].trained[0], rng)
+                    before = [user(question), assistant(answer(fact, language))]
+                conversation = Conversation((*before, user(asked), assistant(item["answer"])))
+                competing = tuple(other for other in answers if other != value)
+                problems.append(Problem(conversation, value, competing, start, language))
+    return problems
 
 
 def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
