@@ -33,8 +33,7 @@ MEANINGS = {
     "storytelling_en": "stories in English on request, a third of them about things of which no story of training "
     "tells; right if every sentence is sound and all facts agree",
     "storytelling_zh": "the same in Chinese",
-    "persona_en": "questions in English about the model itself, in wordings that training never showed, at the start of "
-    "a chat and after other turns",
+    "persona_en": "questions in English about the model itself, in wordings that training never showed",
     "persona_zh": "the same in Chinese",
 }
 MOST_GROUPS = 30  # examinations with more subjects have them in report.json

@@ -194,5 +194,7 @@ def test_held_out_heroes_and_requests_are_never_in_a_story_of_training(language:
                      for kind, one in m.facts.items() if kind in "hq"}  # fmt: skip
             assert key not in heard, (name, reply)
     asked = {question for question, _ in tales}
-    assert not asked & {ask_for(hero, one, language) for hero in heroes().values() for one in requests(language, held_out=True)}
+    assert not asked & {
+        ask_for(hero, one, language) for hero in heroes().values() for one in requests(language, held_out=True)
+    }
     assert asked & {ask_for(hero, requests(language)[0], language) for hero in heroes().values()}

@@ -19,8 +19,7 @@ from nanochat.data.tinyworld.wording import split_rng
 from nanochat.data.tinyworld.words import Language, Word
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-# The share of the stories in training whose hero does not exist. They teach a model to copy whatever word was asked for.
-INVENTED = 0.3
+INVENTED = 0.3  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
 
 
 def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
