@@ -19,7 +19,7 @@ from nanochat.data.tinyworld.talks.dialogues import (
     unknown_question,
 )
 from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups
-from nanochat.data.tinyworld.talks.tale_telling import told
+from nanochat.data.tinyworld.talks.tale_telling import begun, told
 from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
@@ -118,6 +118,7 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
         "tell_me_about": tell_me_about,
         "request": request,
         "tale": told,
+        "beginning": begun,
         "dialogue": lambda language, rng: _dialogue(language, rng, questions),
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
@@ -146,8 +147,8 @@ def _dialogue(language: Language, rng: random.Random, questions: Questions) -> l
 
 
 MID_SHARES = {
-    "question": 0.265,
-    "questions": 0.24,
+    "question": 0.235,
+    "questions": 0.2,
     "follow_up": 0.03,
     "follow_ups": 0.08,
     "calculator": 0.2,
@@ -158,11 +159,12 @@ MID_SHARES = {
     "tell_me_about": 0.02,
     "request": 0.01,
     "tale": 0.06,
+    "beginning": 0.07,
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.4,
-    "questions": 0.1,
+    "question": 0.37,
+    "questions": 0.09,
     "follow_up": 0.01,
     "follow_ups": 0.07,
     "calculator": 0.22,
@@ -171,7 +173,8 @@ SFT_SHARES = {
     "unknown": 0.05,
     "about_itself": 0.04,
     "request": 0.02,
-    "tale": 0.05,
+    "tale": 0.06,
+    "beginning": 0.03,
     "dialogue": 0.04,
 }
 

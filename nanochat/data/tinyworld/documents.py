@@ -13,7 +13,7 @@ from nanochat.data.tinyworld.wording import state
 from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
 
 SENTENCES_PER_DOCUMENT = (4, 8)
-TALES = 90  # in each language and copy of the corpus
+TALES, BEGINNINGS = 50, 120  # in each language and copy of the corpus
 
 
 def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
@@ -137,7 +137,7 @@ def one_copy(rng: random.Random) -> list[str]:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
         texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
         texts += asking(language, rng, 12)
-        texts += [written(language, rng) for _ in range(TALES)]
+        texts += [written(language, rng, whole=i < TALES) for i in range(TALES + BEGINNINGS)]
     return texts + list(sums(rng, 40)) + list(small_sums(rng, 10, Mental()))
 
 

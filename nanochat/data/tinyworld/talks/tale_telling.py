@@ -2,6 +2,8 @@
 
 import functools
 import random
+from collections.abc import Sequence
+from typing import TypeVar
 
 from nanochat.data.conversation import Message, assistant, user
 from nanochat.data.tinyworld.talks.dialogues import invented_name
@@ -18,21 +20,31 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
 from nanochat.data.tinyworld.wording import split_rng
 from nanochat.data.tinyworld.words import Language, Word
 
+Item = TypeVar("Item")
+
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-INVENTED = 0.3  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+INVENTED = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+# How often a hero has its own name, home and plot, which are the same in all of its stories: the likeliest story about
+# a hero is then not the likeliest story about any other.
+OWN = 0.7
+
+
+def _choice(what: str, among: Sequence[Item], hero: Word, rng: random.Random) -> Item:
+    """What a hero has of its own in most of its stories, or any."""
+    return split_rng("tale", what, hero.key).choice(among) if rng.random() < OWN else rng.choice(among)
 
 
 def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
     """What a story says about a hero: its name, friend, home, trait, what it finds, and a thing with its colour."""
     data, called = tale_data(), names(language)
-    p = rng.choice(list(called))
+    p = _choice("name", list(called), hero, rng)
     likes = [en for en, zh in data["likes"] if en != hero.en.plural and hero.zh.name not in zh]
     return {
         "p": p,
         "he": called[p],
         "h": hero.key,
         "q": rng.choice([friend for friend in data["friends"] if friend != hero.key]),
-        "x": rng.choice(data["homes"])[0],
+        "x": _choice("home", data["homes"], hero, rng)[0],
         "t": rng.choice(data["traits"])[0],
         "l": rng.choice(likes),
         "o": rng.choice([prop for prop in data["props"] if prop != hero.key]),
@@ -43,7 +55,7 @@ def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
 def tale(hero: Word, language: Language, rng: random.Random) -> str:
     """A story of five to eight sentences about a hero."""
     data, facts = tale_data(), facts_about(hero, rng, language)
-    plot = rng.choice(plots(language))
+    plot = _choice("plot", plots(language), hero, rng)
     opening = rng.choice(data["open"][language])
     known = set(says(opening, language))
     wanted = [kind for kind in plot.needs if kind not in known]
@@ -56,6 +68,15 @@ def tale(hero: Word, language: Language, rng: random.Random) -> str:
     patterns += [rng.choice(step) for i, step in enumerate(plot.steps) if i != skipped]
     known = frozenset().union(*(says(pattern, language) for pattern in patterns))
     patterns.append(rng.choice([end for end in data["end"][language] if says(end, language) <= known]))
+    return ("" if language == "zh" else " ").join(fill(pattern, facts, language, hero) for pattern in patterns)
+
+
+def beginning(hero: Word, language: Language, rng: random.Random) -> str:
+    """The first sentences of a story about a hero, which say where it lives."""
+    data, facts = tale_data(), facts_about(hero, rng, language)
+    patterns = [rng.choice(data["open"][language])]
+    if "x" not in says(patterns[0], language):
+        patterns.append(rng.choice(data["describe"]["x"][language]))
     return ("" if language == "zh" else " ").join(fill(pattern, facts, language, hero) for pattern in patterns)
 
 
@@ -88,8 +109,15 @@ def told(language: Language, rng: random.Random) -> list[Message]:
     return [user(request), assistant(tale(hero, language, rng))]
 
 
-def written(language: Language, rng: random.Random) -> str:
-    """A story with a title, as a document."""
+def begun(language: Language, rng: random.Random) -> list[Message]:
+    """A request for the beginning of a story, and the beginning."""
+    hero = _hero(rng)
+    request = ask_for(hero, rng.choice(tale_data()["begin"][language]), language)
+    return [user(request), assistant(beginning(hero, language, rng))]
+
+
+def written(language: Language, rng: random.Random, whole: bool) -> str:
+    """A story, or its beginning, with a title, as a document."""
     hero = _hero(rng)
     title = fill(tale_data()["title"][language], {}, language, hero)
-    return f"{title}\n{tale(hero, language, rng)}"
+    return f"{title}\n{(tale if whole else beginning)(hero, language, rng)}"
