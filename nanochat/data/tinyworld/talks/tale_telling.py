@@ -43,7 +43,7 @@ def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
         "p": p,
         "he": called[p],
         "h": hero.key,
-        "q": rng.choice([friend for friend in data["friends"] if friend != hero.key]),
+        "q": rng.choice(list(data["friends"])),
         "x": _choice("home", data["homes"], hero, rng)[0],
         "t": rng.choice(data["traits"])[0],
         "l": rng.choice(likes),
@@ -58,12 +58,12 @@ def tale(hero: Word, language: Language, rng: random.Random) -> str:
     plot = _choice("plot", plots(language), hero, rng)
     opening = rng.choice(data["open"][language])
     known = set(says(opening, language))
-    wanted = [kind for kind in plot.needs if kind not in known]
-    more = [kind for kind in "xt" if kind not in known and kind not in wanted]
-    wanted += rng.sample(more, rng.randint(0, 1 if more and len(wanted) < 2 else 0))
-    rng.shuffle(wanted)
+    wanted = {kind for kind in plot.needs if kind not in known}
+    more = [kind for kind in "xt" if kind not in known | wanted]
+    wanted |= set(rng.sample(more, rng.randint(0, 1)))
     patterns = [opening]
-    patterns += [rng.choice(data["describe"][kind][language]) for kind in wanted]
+    # Always in this order: a small model does not remember what it has described.
+    patterns += [rng.choice(by[language]) for kind, by in data["describe"].items() if kind in wanted]
     skipped = plot.optional if rng.random() < 0.3 else None
     patterns += [rng.choice(step) for i, step in enumerate(plot.steps) if i != skipped]
     known = frozenset().union(*(says(pattern, language) for pattern in patterns))
