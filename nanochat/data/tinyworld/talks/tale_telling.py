@@ -2,14 +2,15 @@
 
 import functools
 import random
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
 from nanochat.data.conversation import Message, assistant, user
-from nanochat.data.tinyworld.talks.dialogues import invented_name
 from nanochat.data.tinyworld.talks.tale_grammar import (
     Facts,
     fill,
+    held_out_heroes,
     heroes,
     names,
     plots,
@@ -18,12 +19,12 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import Language, Word
+from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, chinese, english, lexicon
 
 Item = TypeVar("Item")
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-INVENTED = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
 # How often a hero has its own name, home and plot, which are the same in all of its stories: the likeliest story about
 # a hero is then not the likeliest story about any other.
 OWN = 0.7
@@ -93,9 +94,34 @@ def ask_for(hero: Word, pattern: str, language: Language) -> str:
     return fill(pattern, {}, language, hero)
 
 
+@functools.cache
+def _parts() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The English and the Chinese words that made-up words are made of: all but the held-out heroes."""
+    words = [word for key, word in lexicon().items() if key not in held_out_heroes()]
+    return (
+        tuple({word.en.name: None for word in words if re.fullmatch(r"[a-z]{4,}", word.en.name)}),
+        tuple({word.zh.name: None for word in words if len(word.zh.name) > 1}),
+    )
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    """Every word of the world, in both languages."""
+    return frozenset(word[language].name for word in lexicon().values() for language in LANGUAGES)
+
+
+def made_up(rng: random.Random) -> Word:
+    """A thing that does not exist: the beginning of a word and the end of another, such as a "rocip"."""
+    while True:
+        (a, b), (c, d) = (rng.sample(words, 2) for words in _parts())
+        en, zh = a[: (len(a) + 1) // 2] + b[len(b) // 2 :], c[0] + d[-1]
+        if not {en, zh} & _known():
+            return Word(en, english(en, "a"), chinese(zh))
+
+
 def _hero(rng: random.Random) -> Word:
     """A hero of training, or a thing that does not exist."""
-    return invented_name(rng, "a") if rng.random() < INVENTED else heroes()[rng.choice(trained_heroes())]
+    return made_up(rng) if rng.random() < MADE_UP else heroes()[rng.choice(trained_heroes())]
 
 
 def told(language: Language, rng: random.Random) -> list[Message]:
