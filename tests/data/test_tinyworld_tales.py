@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +19,7 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.talks.tale_reading import fault, meanings, sentences
-from nanochat.data.tinyworld.talks.tale_telling import ask_for, facts_about, requests, tale
+from nanochat.data.tinyworld.talks.tale_telling import ask_for, beginning, facts_about, made_up, requests, tale
 from nanochat.data.tinyworld.words import LANGUAGES, Language, lexicon
 from tests.support.tinyworld_rows import corpus, training
 
@@ -60,13 +61,44 @@ def test_stories_do_not_read_as_one_template(language: Language):
     assert len(shapes) > 40 and len({len(story) for story in found}) >= 3
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_beginning_names_the_hero_and_its_home(language: Language):
+    rng = random.Random(language)
+    for key, hero in heroes().items():
+        told = sentences(beginning(hero, language, rng))
+        assert 1 <= len(told) <= 2 and meanings(told[0], language)[0].place.role == "open"
+        said = {name: value for one in told for name, value in meanings(one, language)[0].facts.items()}
+        assert said["h"] == key and said["x"], told
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_heroes_have_a_name_of_their_own(language: Language):
+    rng = random.Random(language)
+    own = []
+    for hero in list(heroes().values())[:20]:
+        [(name, often)] = Counter(facts_about(hero, rng, language)["p"] for _ in range(100)).most_common(1)
+        own.append(name)
+        assert 50 < often < 100
+    assert len(set(own)) > 4
+
+
+def test_made_up_things_have_no_name_that_the_world_knows():
+    rng = random.Random(0)
+    known = {word[language].name for word in lexicon().values() for language in LANGUAGES}
+    made = [made_up(rng) for _ in range(500)]
+    assert not known & {name for word in made for name in (word.en.name, word.zh.name)}
+    assert len({word.en.name for word in made}) > 490 and len({word.zh.name for word in made}) > 490
+    story = tale(made[0], "en", rng)
+    assert made[0].en.usual in story and fault(story, None, "en") == f"a broken sentence: {sentences(story)[0]}"
+
+
 def test_every_pattern_can_be_filled():
     rng = random.Random(0)
     for language in LANGUAGES:
         fox = heroes()["fox"]
         facts = facts_about(fox, rng, language)
         data = tale_data()
-        patterns = [*data["open"][language], *data["end"][language], data["title"][language]]
+        patterns = [*data["open"][language], *data["end"][language], data["title"][language], *data["begin"][language]]
         patterns += [one for by in data["describe"].values() for one in by[language]]
         patterns += [one for plot in plots(language) for step in plot.steps for one in step]
         for pattern in patterns:
