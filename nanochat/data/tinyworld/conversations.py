@@ -18,7 +18,7 @@ from nanochat.data.tinyworld.talks.dialogues import (
     tell_me_about,
     unknown_question,
 )
-from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups
+from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups, whole
 from nanochat.data.tinyworld.talks.tale_telling import begun, told
 from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
@@ -97,7 +97,7 @@ class Questions:
         for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):
             pattern = self.rng.choice(dialogue_data()["follow_up"][language])
             question = sentence(pattern.format(e=fact.subjects[0][language]))
-            messages += [user(question), assistant(answer(fact, language))]
+            messages += [user(question), assistant(whole(fact, language))]
         return messages
 
 
@@ -150,7 +150,7 @@ MID_SHARES = {
     "question": 0.235,
     "questions": 0.2,
     "follow_up": 0.03,
-    "follow_ups": 0.08,
+    "follow_ups": 0.1,
     "calculator": 0.2,
     "logic": 0.1,
     "mental": 0.015,
@@ -166,7 +166,7 @@ SFT_SHARES = {
     "question": 0.37,
     "questions": 0.09,
     "follow_up": 0.01,
-    "follow_ups": 0.07,
+    "follow_ups": 0.1,
     "calculator": 0.22,
     "logic": 0.07,
     "mental": 0.04,
