@@ -72,14 +72,14 @@ def test_a_beginning_names_the_hero_and_its_home(language: Language):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_heroes_have_a_name_of_their_own(language: Language):
+def test_heroes_of_different_kinds_have_different_usual_names(language: Language):
     rng = random.Random(language)
-    own = []
-    for hero in list(heroes().values())[:20]:
+    usual = []
+    for hero in list(heroes().values())[::15]:
         [(name, often)] = Counter(facts_about(hero, rng, language)["p"] for _ in range(100)).most_common(1)
-        own.append(name)
+        usual.append(name)
         assert 50 < often < 100
-    assert len(set(own)) > 4
+    assert len(set(usual)) == 10
 
 
 def test_made_up_things_have_no_name_that_the_world_knows():
@@ -139,7 +139,7 @@ def mutations() -> dict[str, Mutation]:
         "hero": swap("h"),
         "name": swap("p"),
         "friend": swap("q"),
-        "home": lambda told, language, rng: swap("xb" if language == "en" else "x")(told, language, rng),
+        "home": swap("xb"),
         "likes": swap("l"),
         "pronoun": lambda told, language, rng: next(
             (
@@ -179,8 +179,8 @@ def recoloured(told: list[str], language: Language) -> list[str] | None:
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("kind", mutations())
 def test_a_story_with_a_mistake_fails(kind: str, language: Language):
-    if kind == "pronoun" and language == "zh":
-        pytest.skip("every hero is 它 in Chinese")
+    if kind in ("pronoun", "hero", "home") and language == "zh":
+        pytest.skip("every hero is 它 in Chinese, and what it is and where it lives is said once")
     rng = random.Random(kind)
     changed = 0
     for hero, story in stories(language, 200):

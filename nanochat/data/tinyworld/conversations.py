@@ -169,7 +169,7 @@ SFT_SHARES = {
     "follow_ups": 0.1,
     "calculator": 0.22,
     "logic": 0.07,
-    "mental": 0.04,
+    "mental": 0.12,
     "unknown": 0.05,
     "about_itself": 0.04,
     "request": 0.02,
