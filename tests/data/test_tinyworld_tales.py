@@ -183,7 +183,7 @@ def test_a_story_with_a_mistake_fails(kind: str, language: Language):
         pytest.skip("every hero is 它 in Chinese, and what it is and where it lives is said once")
     rng = random.Random(kind)
     changed = 0
-    for hero, story in stories(language, 200):
+    for hero, story in stories(language, 300):
         told = mutations()[kind](sentences(story), language, rng)
         if told is not None:
             changed += 1
