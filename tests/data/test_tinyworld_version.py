@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "6a4c616d7e64e28953a5827c577b2678b4a628690f9f556d885a1cde8c848f16"
+VERSION = "25d34f766fc59c311136989986eab5ede9cfc1c575fdcea12b0f030537223775"
 TEXT = {
-    "documents": "f8118baf186713f9f6b9b4d7a6d0d61ba3cfea137b073585ab468ec1ce75e72a",
-    "mid": "9f0e7be3cd36d80ead577fddbfd0d3d57b86eab710b6c2055d66075fb883eec3",
-    "sft": "39024ba57a588945ce339f80a043dc0f80d83859bad92e510e3751911e11dd24",
-    "identity": "c448df411c47d9957ea0c22bec00b6898b3d0af047c25ec9422d7cb06cbe2e6e",
-    "rl": "405faa8f5b309277f977b96fc7f309511d4f1de63d3ac9e7dfd875b1a08eb367",
-    "rl evaluation": "6c76974fb95ab574d8510f30052993d62b3404f767f73b75534ee7424f5409a0",
-    "calculator": "99bd5cb6e8f0d3b897844094f2542a57ed69034cb1f59c634c1e0749d2144b34",
-    "evaluation en": "d91ef2d62f87cb99ae5e88804c9e2afcac59d8483c8ff880207c8e3f38c500d9",
-    "evaluation zh": "bf1499cda30bcf8cecdc4c3c98f3f83f9b3e853d93b48fd7e141474d9355fae4",
+    "documents": "8efac79c8d210929edf3ffd6414d3a4bd6b40131d5f003d0f1751de0e9d8bfbd",
+    "mid": "3c7562021499cba671048729f3379bca6b1c3d120e29794445cdf664d0ef8556",
+    "sft": "af82e7372e951cf379c5720f1441b6a5ad1396c254dd44e3b57c466b09234c5d",
+    "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
+    "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
+    "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
+    "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
+    "evaluation en": "101a818f6f1b479858c5fdd9112530606d1e53ffc425d871ea4307f820cef3e8",
+    "evaluation zh": "033a330642177ee4af24c0ece8fc3174076e25324444d62d42ce11bf35fa3028",
 }
 
 
@@ -35,6 +35,7 @@ def digest(made: Iterable[str | Conversation | tinyworld.Problem]) -> str:
         about: list[object] = []
         if isinstance(one, tinyworld.Problem):
             about += [one.answer, one.competing, one.relation, one.language, one.held_out_combination, one.tool]
+            about += [one.names, one.tale]
             one = one.conversation
         if isinstance(one, Conversation):
             about += [(m.role, [(part.kind, part.text) for part in m.parts]) for m in one.messages]
@@ -62,6 +63,9 @@ def test_text_that_changes_takes_a_new_version():
                 *tinyworld.held_out_combinations(language),
                 *tinyworld.unknown_evaluation(language),
                 *tinyworld.story_evaluation(language),
+                *tinyworld.follow_up_evaluation(language),
+                *tinyworld.tale_evaluation(language),
+                *tinyworld.persona_evaluation(language),
             ]
         )
     assert (tinyworld.VERSION, found) == (VERSION, TEXT), (
