@@ -241,10 +241,10 @@ smoke)
     ;;
 tinyworld | tinyworld-small)
     tag=speedrun$of_family
-    tokens=4300000
-    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=300)
-    mid_flags=(--total_batch_size=4096 --num_iterations=600)
-    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=150)
+    tokens=7500000
+    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=520)
+    mid_flags=(--total_batch_size=4096 --num_iterations=1000)
+    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
         --init_lr_frac=0.013 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=300)
     if [ "$preset" = tinyworld-small ]; then
