@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "25d34f766fc59c311136989986eab5ede9cfc1c575fdcea12b0f030537223775"
+VERSION = "c13cdb70ce4ef84411358f2da05f02578606414c9ca0a594a79c8c272c3687bb"
 TEXT = {
-    "documents": "8efac79c8d210929edf3ffd6414d3a4bd6b40131d5f003d0f1751de0e9d8bfbd",
-    "mid": "3c7562021499cba671048729f3379bca6b1c3d120e29794445cdf664d0ef8556",
-    "sft": "af82e7372e951cf379c5720f1441b6a5ad1396c254dd44e3b57c466b09234c5d",
+    "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
+    "mid": "4e6ccbbdf7899a27c0aff9bcb71e4623bb07584439cc6fc4e121baa6552784ca",
+    "sft": "18545c7bb45aad74dcc8defb96de0b6021e1f0e1ae2edd1a20aa408ed502223d",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "101a818f6f1b479858c5fdd9112530606d1e53ffc425d871ea4307f820cef3e8",
-    "evaluation zh": "033a330642177ee4af24c0ece8fc3174076e25324444d62d42ce11bf35fa3028",
+    "evaluation en": "6930c48c766f48daddbacf4755c29c8e4503b3e0ec2bb754c1e894a7b16e65db",
+    "evaluation zh": "6d4dcbb87bacf97314fa3dca418060218ccebc73614f519419f721dbc90daff0",
 }
 
 

@@ -3,8 +3,6 @@
 import functools
 import random
 import re
-from collections.abc import Sequence
-from typing import TypeVar
 
 from nanochat.data.conversation import Message, assistant, user
 from nanochat.data.tinyworld.talks.tale_grammar import (
@@ -21,39 +19,21 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
 from nanochat.data.tinyworld.wording import split_rng
 from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, chinese, english, lexicon
 
-Item = TypeVar("Item")
-
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
 MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
-# How often a hero has the name, home and plot that are usual for things of its kind. A chat takes the likeliest words,
-# so without this the stories about all heroes would be the same.
-USUAL = 0.7
-KINDS = 10  # the heroes in the order of words.tsv, where things that are alike stand together, cut into so many parts
-
-
-@functools.cache
-def _kinds() -> dict[str, int]:
-    """The number of the kind of each hero, by key."""
-    return {key: i * KINDS // len(heroes()) for i, key in enumerate(heroes())}
-
-
-def _choice(among: Sequence[Item], hero: Word, rng: random.Random) -> Item:
-    """What is usual for heroes of a kind, or any; things that do not exist are of no kind."""
-    kind = _kinds().get(hero.key)
-    return rng.choice(among) if kind is None or rng.random() >= USUAL else among[kind % len(among)]
 
 
 def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
     """What a story says about a hero: its name, friend, home, trait, what it finds, and a thing with its colour."""
     data, called = tale_data(), names(language)
-    p = _choice(list(called), hero, rng)
+    p = rng.choice(list(called))
     likes = [en for en, zh in data["likes"] if en != hero.en.plural and hero.zh.name not in zh]
     return {
         "p": p,
         "he": called[p],
         "h": hero.key,
         "q": rng.choice(list(data["friends"])),
-        "x": _choice(data["homes"], hero, rng)[0],
+        "x": rng.choice(data["homes"])[0],
         "t": rng.choice(data["traits"])[0],
         "l": rng.choice(likes),
         "o": rng.choice([prop for prop in data["props"] if prop != hero.key]),
@@ -64,7 +44,7 @@ def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
 def tale(hero: Word, language: Language, rng: random.Random) -> str:
     """A story of five to eight sentences about a hero."""
     data, facts = tale_data(), facts_about(hero, rng, language)
-    plot = _choice(plots(language), hero, rng)
+    plot = rng.choice(plots(language))
     opening = rng.choice(data["open"][language])
     known = set(says(opening, language))
     wanted = {kind for kind in plot.needs if kind not in known}
