@@ -169,7 +169,7 @@ if [ $family = qwen3 ]; then
     of_family=-qwen3
 fi
 
-tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its size from size, and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags
+tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its size from size, and the flags of the stages from base_flags, mid_flags, sft_flags, rl_flags and eval_flags, and of the evaluations reply
     preflight "${size[@]}" --vocab_size "$1" --tokens "$2"
     run_stage dataset python -m nanochat.dataset --data tinyworld
     run_stage tok_train python -m scripts.tok_train --data tinyworld --vocab_size "$1" "${tokenizer_flags[@]}"
@@ -177,11 +177,11 @@ tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its siz
     train base_train scripts.base_train --data tinyworld --model_tag $tag "${family_flags[@]}" "${size[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --once
     train mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
-    stage mid_eval scripts.chat_eval -i mid -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
+    stage mid_eval scripts.chat_eval -i mid -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
     train chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
-    stage sft_eval scripts.chat_eval -i sft -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
+    stage sft_eval scripts.chat_eval -i sft -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
     train chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
-    stage rl_eval scripts.chat_eval -i rl -g $tag -m 48 -b 64 --once "${eval_flags[@]}"
+    stage rl_eval scripts.chat_eval -i rl -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
 }
 
 fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags
@@ -226,8 +226,10 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
 
 size=(--depth=4 --model_dim=192 --head_dim=64 --max_seq_len=256)
 eval_flags=()
+reply=160 # tokens: no story is longer
 case $preset in
 smoke)
+    reply=48
     tag=smoke$of_family
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
     base_flags=(--window_pattern=L --total_batch_size=2048 --num_iterations=20 --no_compile --eval_every=20)

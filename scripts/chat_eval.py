@@ -114,7 +114,9 @@ class Listener:
     def hear(self, i: int, parts: list[Part], grade: float) -> None:
         """Take the reply to problem `i` and its grade."""
         if len(self.samples) < SAMPLES or (self.show and grade < 1):
-            question = self.task[i].prompt.messages[-1].text
+            prompt = self.task[i].prompt.messages
+            asked = prompt[-1:] if getattr(self.task, "shots", 0) else prompt  # examples are not part of the question
+            question = "\n".join(message.text for message in asked)
             if len(self.samples) < SAMPLES:
                 self.samples.append({"question": question, "reply": words(parts), "grade": grade})
             if self.show and grade < 1:

@@ -41,7 +41,8 @@ class TinyWorld:
 
 def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
     """Functions that make the measures, by name: held-out wordings, the calculator, held-out combinations, unknown
-    things, stories, and the mental sums of RL."""
+    things, questions about stories, follow-up questions, stories on request, questions about nanochat itself, and the
+    mental sums of RL."""
     made: dict[str, Callable[[], Sequence[tinyworld.Problem]]] = {}
     for lang in tinyworld.LANGUAGES:
         made[f"tinyworld_{lang}"] = partial(tinyworld.evaluation, lang, seed)
@@ -50,6 +51,9 @@ def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
         made[f"held_out_combinations_{lang}"] = partial(tinyworld.held_out_combinations, lang, seed)
         made[f"unknown_{lang}"] = partial(tinyworld.unknown_evaluation, lang, seed)
         made[f"stories_{lang}"] = partial(tinyworld.story_evaluation, lang, seed)
+        made[f"follow_ups_{lang}"] = partial(tinyworld.follow_up_evaluation, lang, seed)
+        made[f"storytelling_{lang}"] = partial(tinyworld.tale_evaluation, lang, seed)
+        made[f"persona_{lang}"] = partial(tinyworld.persona_evaluation, lang, seed)
     made["mental"] = partial(tinyworld.rl_evaluation, seed)
     return {name: partial(_make, name, problems) for name, problems in made.items()}
 

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat.common import UserError, base_dir, sha256_of, tr
+from nanochat.common import UserError, base_dir, sha256_of, tr, warn
 from nanochat.data.shards import read_about, shard_paths
 from nanochat.data.sources.table import SOURCES
+from nanochat.data.tinyworld import world as tinyworld
 
 MAKE_TINYWORLD = "python -m nanochat.dataset --data tinyworld"
 MAKE_FINEWEB = "python -m nanochat.dataset -n 8"
@@ -44,6 +45,7 @@ def resolve(data: str | None) -> Corpus:
     names = ", ".join(corpus.name for corpus in there)
     if data is None:
         if len(there) == 1:
+            _warn_if_older(there[0])
             return there[0]
         if there:
             raise UserError(tr("there are several corpora ({names}); choose one with --data, such as --data {first}",
@@ -58,6 +60,7 @@ def resolve(data: str | None) -> Corpus:
         )  # fmt: skip
     for corpus in there:
         if corpus.name == data:
+            _warn_if_older(corpus)
             return corpus
     source = Path(data).expanduser()
     if source.exists():
@@ -74,6 +77,17 @@ def resolve(data: str | None) -> Corpus:
     have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
     raise UserError(tr("there is no corpus or folder {data!r}; {have}. Make it with: {make}", data=data, have=have,
                        make=make), exit_code=2)  # fmt: skip
+
+
+def _warn_if_older(corpus: Corpus) -> None:
+    """Say so if TinyWorld was made by another version of this package, whose facts and stories can differ."""
+    about = read_about(corpus.folder)
+    if about.get("kind") == "tinyworld" and about.get("fingerprint") != tinyworld.VERSION:
+        warn(
+            f"the documents of TinyWorld in {corpus.folder} are of another version than the conversations of this "
+            f"program. A new model should learn from one version: make the documents again with `{MAKE_TINYWORLD}`, "
+            "then train a tokenizer and a base model under another --model_tag. Older models still chat."
+        )
 
 
 def shards(corpus: Corpus, split: Split) -> list[Path]:

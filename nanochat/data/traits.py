@@ -15,6 +15,8 @@ class Traits:
     """Tokens of a step, over all ranks, where no batch size was asked for; None: the length of the run decides."""
     documents_every: int = 0
     """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
+    answers_documents_every: int = 0
+    """The same in fine-tuning, where rows of documents have several times as many targets as rows of conversations."""
     greedy_chats: Mapping[str, str] | None = None
     """Why chats take the likeliest token where no temperature was asked for, by language; None: they draw."""
     knows: Mapping[str, str] | None = None
@@ -27,14 +29,16 @@ TINYWORLD = Traits(
     row_tokens=256,
     step_tokens=8192,
     documents_every=4,
+    answers_documents_every=8,
     greedy_chats={
         "en": "a TinyWorld model knows facts by its likeliest words only",
         "zh": "TinyWorld 模型很小，只有概率最高的词才可靠",
     },
     knows={
         "en": "capitals and landmarks, animals and plants, colours, shapes, opposites, the calendar, planets, jobs, "
-        "everyday things, spelling and sums",
-        "zh": "各国首都和名胜、动物和植物、颜色、形状、反义词、日期和节日、行星、职业、日常用品、单词拼写和算术",
+        "everyday things, spelling, sums, and short stories about animals and things",
+        "zh": "各国首都和名胜、动物和植物、颜色、形状、反义词、日期和节日、行星、职业、日常用品、单词拼写、算术，"
+        "还有动物和物品的小故事",
     },
     curriculum="tinyworld",
 )

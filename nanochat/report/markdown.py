@@ -27,9 +27,20 @@ MEANINGS = {
     "mental": "sums without the calculator, with numbers that training never showed; RL trains these",
     "held_out_combinations_en": "questions in English about facts that documents state and no training question asks",
     "held_out_combinations_zh": "the same in Chinese",
+    "follow_ups_en": "later questions of a conversation in English that need the turns before, in pairs that training "
+    "never showed; a right answer is a sentence that names the thing",
+    "follow_ups_zh": "the same in Chinese",
+    "storytelling_en": "stories in English on request, a third of them about things of which no story of training "
+    "tells; right if every sentence is sound and all facts agree",
+    "storytelling_zh": "the same in Chinese",
+    "persona_en": "questions in English about the model itself, in wordings that training never showed",
+    "persona_zh": "the same in Chinese",
 }
 MOST_GROUPS = 30  # examinations with more subjects have them in report.json
-SAMPLE_TASKS = ("tinyworld_en", "tinyworld_zh", "calculator", "mental", "GSM8K", "SpellingBee")
+SAMPLE_TASKS = (
+    *("tinyworld_en", "tinyworld_zh", "calculator", "mental", "follow_ups_en", "follow_ups_zh"),
+    *("storytelling_en", "storytelling_zh", "GSM8K", "SpellingBee"),
+)
 
 
 def cell(value: Any) -> str:

@@ -14,10 +14,10 @@ from nanochat.data.conversation import Conversation, Part, assistant, chat, user
 from nanochat.data.tinyworld import problems
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.arithmetic import calculator_sum
-from nanochat.data.tinyworld.dialogues import dialogue_data
 from nanochat.data.tinyworld.documents import documents
 from nanochat.data.tinyworld.facts import all_facts, facts_by_relation, sequences
 from nanochat.data.tinyworld.stories import counting_story, story_kinds
+from nanochat.data.tinyworld.talks.dialogues import dialogue_data
 from nanochat.data.tinyworld.wording import as_typed, state, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, article, data_rows, lexicon, number_chinese, number_english, plural
 from tests.support.tinyworld_rows import corpus, normalise, training
@@ -239,6 +239,21 @@ def test_the_evaluation_asks_every_relation_in_held_out_wordings(language: tinyw
     assert len(found) >= 600 and {problem.relation for problem in found} == set(facts_by_relation())
     assert len(tinyworld.held_out_combinations(language)) >= 100
     assert len(tinyworld.calculator_evaluation()) >= 300
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_questions_about_nanochat_are_evaluated_in_wordings_that_are_never_trained(language: tinyworld.Language):
+    found = tinyworld.persona_evaluation(language)
+    starts = {"alone", "after a greeting", "after a question"}
+    assert len(found) >= 40 and {problem.relation for problem in found} == starts
+    asked = {normalise(problem.conversation.messages[-2].text) for problem in found}
+    told = (*training(), *tinyworld.identity_conversations())
+    assert not asked & {normalise(message.text) for one in told for message in one.messages[::2]}
+    for problem in found:
+        assert (len(problem.conversation.messages) == 2) == (problem.relation == "alone")
+        for other in found:
+            right = tinyworld.grade(problem, other.conversation.messages[-1].text)
+            assert right == (other.answer == problem.answer), (problem, other)
 
 
 def test_reference_answers_are_right():

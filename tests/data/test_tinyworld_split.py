@@ -7,9 +7,9 @@ import re
 import pytest
 
 from nanochat.data.tinyworld import world as tinyworld
-from nanochat.data.tinyworld.dialogues import UNKNOWN_RELATIONS, invented_name
 from nanochat.data.tinyworld.facts import Fact, all_facts, facts_by_relation
 from nanochat.data.tinyworld.splits import FAMOUS, asked_facts, held_out_facts, held_out_keys, kept_for_evaluation
+from nanochat.data.tinyworld.talks.dialogues import UNKNOWN_RELATIONS, invented_name
 from nanochat.data.tinyworld.wording import ask, state, wordings
 from nanochat.data.tinyworld.words import LANGUAGES
 from tests.support.tinyworld_rows import corpus, normalise, training

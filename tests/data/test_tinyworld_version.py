@@ -2,24 +2,29 @@
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
 
 from nanochat.data.conversation import Conversation
+from nanochat.data.corpora import MAKE_TINYWORLD, resolve
+from nanochat.data.shards import write_shards
 from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
+VERSION = "c13cdb70ce4ef84411358f2da05f02578606414c9ca0a594a79c8c272c3687bb"
 TEXT = {
-    "documents": "efdbd347fba2abcf48b466230dd2d792ce2991c1005ba9b60ba1b03e86439836",
-    "mid": "52023adb7d94dd3262d4a14c5ed78e825825f2c8e2cdbd7f37dc37e70eacf15a",
-    "sft": "05ec5fc8e0f0d5eac124424398d0e335b18ef78743ab25fdf5c73e4dede76e2c",
-    "identity": "af0014b9331012d116e36b959728f070fe5ad047a3a5b962f40a6206ae1e048d",
-    "rl": "405faa8f5b309277f977b96fc7f309511d4f1de63d3ac9e7dfd875b1a08eb367",
-    "rl evaluation": "6c76974fb95ab574d8510f30052993d62b3404f767f73b75534ee7424f5409a0",
-    "calculator": "99bd5cb6e8f0d3b897844094f2542a57ed69034cb1f59c634c1e0749d2144b34",
-    "evaluation en": "d91ef2d62f87cb99ae5e88804c9e2afcac59d8483c8ff880207c8e3f38c500d9",
-    "evaluation zh": "bf1499cda30bcf8cecdc4c3c98f3f83f9b3e853d93b48fd7e141474d9355fae4",
+    "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
+    "mid": "4e6ccbbdf7899a27c0aff9bcb71e4623bb07584439cc6fc4e121baa6552784ca",
+    "sft": "18545c7bb45aad74dcc8defb96de0b6021e1f0e1ae2edd1a20aa408ed502223d",
+    "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
+    "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
+    "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
+    "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
+    "evaluation en": "6930c48c766f48daddbacf4755c29c8e4503b3e0ec2bb754c1e894a7b16e65db",
+    "evaluation zh": "6d4dcbb87bacf97314fa3dca418060218ccebc73614f519419f721dbc90daff0",
 }
 
 
@@ -30,6 +35,7 @@ def digest(made: Iterable[str | Conversation | tinyworld.Problem]) -> str:
         about: list[object] = []
         if isinstance(one, tinyworld.Problem):
             about += [one.answer, one.competing, one.relation, one.language, one.held_out_combination, one.tool]
+            about += [one.names, one.tale]
             one = one.conversation
         if isinstance(one, Conversation):
             about += [(m.role, [(part.kind, part.text) for part in m.parts]) for m in one.messages]
@@ -57,8 +63,22 @@ def test_text_that_changes_takes_a_new_version():
                 *tinyworld.held_out_combinations(language),
                 *tinyworld.unknown_evaluation(language),
                 *tinyworld.story_evaluation(language),
+                *tinyworld.follow_up_evaluation(language),
+                *tinyworld.tale_evaluation(language),
+                *tinyworld.persona_evaluation(language),
             ]
         )
     assert (tinyworld.VERSION, found) == (VERSION, TEXT), (
         "TinyWorld makes another text: choose another VERSION in world.py, then write it and these SHA-256s here"
     )
+
+
+@pytest.mark.parametrize("asked", ["tinyworld", None])
+def test_documents_of_another_version_are_told_and_still_read(asked: str | None, base_folder: Path, capsys) -> None:
+    for version in ("of an earlier version", tinyworld.VERSION):
+        folder = base_folder / "base_data" / "tinyworld"
+        about = {"kind": "tinyworld", "make": MAKE_TINYWORLD, "fingerprint": version}
+        write_shards(folder, [f"fact {i}" for i in range(200)], about=about)
+        assert resolve(asked).folder == folder
+        said = capsys.readouterr().err
+        assert ("of another version" in said and MAKE_TINYWORLD in said) == (version != tinyworld.VERSION)

@@ -8,6 +8,7 @@ from nanochat.data.traits import Traits, traits
 def test_tinyworld_has_short_rows_small_steps_and_its_own_curriculum() -> None:
     found = traits("tinyworld")
     assert (found.row_tokens, found.step_tokens, found.documents_every) == (256, 8192, 4)
+    assert found.answers_documents_every == 8
     assert found.curriculum == "tinyworld"
     assert found.greedy_chats is not None and set(found.greedy_chats) == {"en", "zh"}
 

@@ -68,6 +68,15 @@ def test_a_tinyworld_model_is_asked_tinyworlds_measures_by_relation(base_folder)
     assert sum(group["total"] for group in groups.values()) == 12 and len(groups) > 1
 
 
+def test_a_sample_of_a_conversation_shows_the_turns_before_the_question(base_folder):
+    tiny_checkpoint(sequence_len=256)
+    chat_eval.chat_eval(Config(task_name="follow_ups_en|storytelling_zh", max_new_tokens=3, max_problems=2), on_cpu())
+    tasks = section(base_folder)["tasks"]
+    asked = [message.text for message in tinyworld.measures()["follow_ups_en"]()[0].prompt.messages]
+    assert tasks["follow_ups_en"]["samples"][0]["question"] == "\n".join(asked) and len(asked) >= 3
+    assert "故事" in tasks["storytelling_zh"]["samples"][0]["question"]
+
+
 def test_wrong_replies_are_shown_when_asked_for(capsys):
     tiny_checkpoint()
     chat_eval.chat_eval(Config(task_name="calculator", max_new_tokens=3, max_problems=9, show=2), on_cpu())

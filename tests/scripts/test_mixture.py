@@ -66,13 +66,17 @@ def test_a_mixture_stopped_and_gone_on_with_gives_the_same_bits(mixed, base_fold
     assert tensors(base_folder, "base") == whole
 
 
-def test_mid_blends_a_mixture_s_documents_by_its_weights(mixed, base_folder, monkeypatch, capsys):
+def test_mid_and_sft_blend_a_mixture_s_documents_by_its_weights(mixed, base_folder, monkeypatch, capsys):
     chats = base_folder / "chats.jsonl"
     line = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "%d."}]}'
     chats.write_text("\n".join(line % (i, i) for i in range(300)), encoding="utf-8")
     run_stage("base", data=MIXED)
     run_stage("mid", conversations=str(chats), documents_every=2)
     assert "and one row in 2 of tinyworld:3,more:1" in capsys.readouterr().out
+    run_stage("sft", source="base", conversations=str(chats), num_iterations=2)
+    assert "and one row in" not in capsys.readouterr().out  # by default your own conversations stand alone
+    run_stage("sft", source="base", conversations=str(chats), documents_every=3, num_iterations=2, out_tag="beside")
+    assert "and one row in 3 of tinyworld:3,more:1" in capsys.readouterr().out
 
 
 def test_a_mixture_without_its_tokenizer_names_the_command_that_trains_it(base_folder):

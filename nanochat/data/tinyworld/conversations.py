@@ -6,7 +6,10 @@ from typing import TypeVar
 
 from nanochat.data.conversation import Conversation, Message, assistant, user
 from nanochat.data.tinyworld.arithmetic import Mental, calculator_sum, mental_sum
-from nanochat.data.tinyworld.dialogues import (
+from nanochat.data.tinyworld.facts import Fact
+from nanochat.data.tinyworld.splits import asked_facts
+from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.talks.dialogues import (
     WORD_RELATIONS,
     dialogue_data,
     dont_know,
@@ -15,9 +18,8 @@ from nanochat.data.tinyworld.dialogues import (
     tell_me_about,
     unknown_question,
 )
-from nanochat.data.tinyworld.facts import Fact
-from nanochat.data.tinyworld.splits import asked_facts
-from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.talks.followups import follow_up_data, follow_ups, whole
+from nanochat.data.tinyworld.talks.tale_telling import begun, told
 from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
@@ -83,16 +85,19 @@ class Questions:
         return [message for _ in range(count) for message in _question(next(self.decks[language]), language, self.rng)]
 
     def follow_up(self, language: Language) -> list[Message]:
-        """A question, followed by the same question in few words about one or two other entities."""
+        """A question, followed by the same question in few words about one or two other entities; follow_ups() asks the
+        relations that it knows."""
         first = next(
-            fact for fact in self.decks[language] if len(fact.subjects) == 1 and fact.relation not in WORD_RELATIONS
+            fact
+            for fact in self.decks[language]
+            if len(fact.subjects) == 1 and fact.relation not in (*WORD_RELATIONS, *follow_up_data()["relations"])
         )
         others = [fact for fact in self.by_relation[first.relation] if fact != first]
         messages = _question(first, language, self.rng)
         for fact in self.rng.sample(others, min(len(others), self.rng.randint(1, 2))):
             pattern = self.rng.choice(dialogue_data()["follow_up"][language])
             question = sentence(pattern.format(e=fact.subjects[0][language]))
-            messages += [user(question), assistant(answer(fact, language))]
+            messages += [user(question), assistant(whole(fact, language))]
         return messages
 
 
@@ -104,6 +109,7 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
         "question": lambda language, rng: questions.several(language, 1),
         "questions": lambda language, rng: questions.several(language, rng.randint(2, 5)),
         "follow_up": lambda language, rng: questions.follow_up(language),
+        "follow_ups": follow_ups,
         "calculator": _calculator,
         "logic": _logic,
         "mental": lambda language, rng: _mental(language, rng, mental),
@@ -111,6 +117,8 @@ def _mix(seed: str, size: int, shares: dict[str, float], mental: Mental) -> list
         "about_itself": _about_itself,
         "tell_me_about": tell_me_about,
         "request": request,
+        "tale": told,
+        "beginning": begun,
         "dialogue": lambda language, rng: _dialogue(language, rng, questions),
     }
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=size)
@@ -139,9 +147,10 @@ def _dialogue(language: Language, rng: random.Random, questions: Questions) -> l
 
 
 MID_SHARES = {
-    "question": 0.265,
-    "questions": 0.24,
-    "follow_up": 0.05,
+    "question": 0.235,
+    "questions": 0.2,
+    "follow_up": 0.03,
+    "follow_ups": 0.1,
     "calculator": 0.2,
     "logic": 0.1,
     "mental": 0.015,
@@ -149,18 +158,23 @@ MID_SHARES = {
     "about_itself": 0.02,
     "tell_me_about": 0.02,
     "request": 0.01,
+    "tale": 0.06,
+    "beginning": 0.07,
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.4,
-    "questions": 0.1,
-    "follow_up": 0.02,
+    "question": 0.37,
+    "questions": 0.09,
+    "follow_up": 0.01,
+    "follow_ups": 0.1,
     "calculator": 0.22,
     "logic": 0.07,
-    "mental": 0.04,
+    "mental": 0.12,
     "unknown": 0.05,
     "about_itself": 0.04,
     "request": 0.02,
+    "tale": 0.06,
+    "beginning": 0.03,
     "dialogue": 0.04,
 }
 

@@ -5,13 +5,15 @@ import random
 from collections.abc import Iterator, Sequence
 
 from nanochat.data.tinyworld.arithmetic import OPERATIONS, Mental, operands, value_of
-from nanochat.data.tinyworld.dialogues import dialogue_data
 from nanochat.data.tinyworld.facts import Fact, all_facts, facts_by_relation, sequences
 from nanochat.data.tinyworld.stories import counting_story, logic_story, story_data
+from nanochat.data.tinyworld.talks.dialogues import dialogue_data
+from nanochat.data.tinyworld.talks.tale_telling import written
 from nanochat.data.tinyworld.wording import state
 from nanochat.data.tinyworld.words import LANGUAGES, Language, data_text
 
 SENTENCES_PER_DOCUMENT = (4, 8)
+TALES, BEGINNINGS = 50, 120  # in each language and copy of the corpus
 
 
 def _chunks(items: Sequence[Fact], rng: random.Random) -> Iterator[list[Fact]]:
@@ -135,6 +137,7 @@ def one_copy(rng: random.Random) -> list[str]:
         texts += [*articles(language, rng), *lists(language, rng), *lists(language, rng)]
         texts += [*recitations(language), *stories(language, rng, 20), *about_nanochat(language, rng, 4)]
         texts += asking(language, rng, 12)
+        texts += [written(language, rng, whole=i < TALES) for i in range(TALES + BEGINNINGS)]
     return texts + list(sums(rng, 40)) + list(small_sums(rng, 10, Mental()))
 
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.data.conversation import Conversation, Part, chat
+from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, user
 from nanochat.data.tinyworld.arithmetic import Mental, MentalPart, Sum, calculator_sum, mental_sum
-from nanochat.data.tinyworld.dialogues import dont_know, unknown_question
 from nanochat.data.tinyworld.facts import Fact, facts_by_relation
 from nanochat.data.tinyworld.splits import asked_facts, held_out_facts
 from nanochat.data.tinyworld.stories import counting_story, logic_story
+from nanochat.data.tinyworld.talks.dialogues import dialogue_data, dont_know, talk, unknown_question
+from nanochat.data.tinyworld.talks.tale_grammar import held_out_heroes, heroes, trained_heroes
+from nanochat.data.tinyworld.talks.tale_reading import fault
+from nanochat.data.tinyworld.talks.tale_telling import ask_for, requests, tale
 from nanochat.data.tinyworld.wording import answer, ask, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
@@ -25,7 +28,9 @@ class Problem:
     """A question, the right answer as a bare value, and the competing values, which would be wrong.
 
     `conversation` ends with a reference answer. `tool` says whether a reply must or must not call the calculator.
-    If `answer` is a number, every other number is a competing value.
+    If `answer` is a number, every other number is a competing value. A reply must contain `names` beside the value;
+    `names` is empty if the question names the thing. If `tale` is the key of a hero, the reply must be a story about
+    that hero instead.
     """
 
     conversation: Conversation
@@ -35,6 +40,8 @@ class Problem:
     language: Language
     held_out_combination: bool = False
     tool: Literal["needed", "forbidden", "free"] = "free"
+    names: str = ""
+    tale: str = ""
 
 
 def normalise(text: str) -> str:
@@ -64,10 +71,21 @@ def grade(problem: Problem, reply: str | Sequence[Part]) -> bool:
     called = not isinstance(reply, str) and any(part.kind == "python" for part in reply)
     if (problem.tool == "needed" and not called) or (problem.tool == "forbidden" and called):
         return False
+    if problem.tale:
+        return not called and fault(words, problem.tale, problem.language) is None
     text, expected = normalise(words), normalise(problem.answer)
+    if problem.names and not _names(text, normalise(problem.names), expected):
+        return False
     if expected.isdigit():
         return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))) == {expected}
     return set(_finder((expected, *map(normalise, problem.competing))).findall(text)) == {expected}
+
+
+def _names(text: str, name: str, expected: str) -> bool:
+    """Whether a text has a name and besides it the expected value, which may begin with the name: Mexico City."""
+    before, found, after = text.partition(name)
+    earlier, _, later = text.rpartition(name)
+    return bool(found) and (expected in before + after or expected in earlier + later)
 
 
 @functools.cache
@@ -130,6 +148,29 @@ def unknown_evaluation(language: Language, seed: int = 0, size: int = 60) -> lis
     ]
 
 
+def persona_evaluation(language: Language, seed: int = 0) -> list[Problem]:
+    """Questions about nanochat itself in wordings that training never uses: each at the beginning of a chat, after a
+    greeting, and after a question about the world."""
+    rng = random.Random(f"persona/{seed}/{language}")
+    items = [item[language] for item in dialogue_data()["about_itself"]]
+    answers = [item["answer"].rstrip(".。") for item in items]
+    problems = []
+    for item, value in zip(items, answers, strict=True):
+        for asked in item["kept"]:
+            for start in ("alone", "after a greeting", "after a question"):
+                before: list[Message] = []
+                if start == "after a greeting":
+                    before = talk("open", language, rng)
+                elif start == "after a question":
+                    fact = rng.choice(asked_facts())
+                    question = ask(fact, language, wordings()[fact.relation, language].trained[0], rng)
+                    before = [user(question), assistant(answer(fact, language))]
+                conversation = Conversation((*before, user(asked), assistant(item["answer"])))
+                competing = tuple(other for other in answers if other != value)
+                problems.append(Problem(conversation, value, competing, start, language))
+    return problems
+
+
 def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[Problem]:
     """Questions about who or where in a short story."""
     rng = random.Random(f"stories/{seed}/{language}")
@@ -140,6 +181,22 @@ def story_evaluation(language: Language, seed: int = 0, size: int = 60) -> list[
         conversation = chat(story.told + space + story.question, story.answer)
         value = story.answer.rstrip(".。").removeprefix("In the ").removesuffix("里")
         problems.append(Problem(conversation, value, story.competing, story.kind, language))
+    return problems
+
+
+def tale_evaluation(language: Language, seed: int = 0, size: int = 120) -> list[Problem]:
+    """Requests for stories: of three, one about a hero that no story of training tells about, and two about others.
+    Every second one is in a held-out wording."""
+    rng = random.Random(f"tales/{seed}/{language}")
+    problems = []
+    for i in range(size):
+        held_out = i % 3 == 0
+        key = rng.choice(held_out_heroes() if held_out else trained_heroes())
+        hero = heroes()[key]
+        pattern = rng.choice(requests(language, held_out=i % 2 == 1))
+        conversation = chat(ask_for(hero, pattern, language), tale(hero, language, rng))
+        group = "held-out hero" if held_out else "trained hero"
+        problems.append(Problem(conversation, "", (), group, language, held_out, "forbidden", tale=key))
     return problems
 
 

@@ -2,7 +2,6 @@
 
 from nanochat.data.tinyworld.arithmetic import Mental
 from nanochat.data.tinyworld.conversations import mid_conversations, sft_conversations
-from nanochat.data.tinyworld.dialogues import identity_conversations
 from nanochat.data.tinyworld.documents import documents
 from nanochat.data.tinyworld.problems import (
     Problem,
@@ -10,16 +9,20 @@ from nanochat.data.tinyworld.problems import (
     evaluation,
     grade,
     held_out_combinations,
+    persona_evaluation,
     rl_evaluation,
     rl_problems,
     story_evaluation,
+    tale_evaluation,
     unknown_evaluation,
 )
+from nanochat.data.tinyworld.talks.dialogues import identity_conversations
+from nanochat.data.tinyworld.talks.followups import follow_up_evaluation
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
 # Names the text that TinyWorld makes: corpora and token files of another version are made again. Change it whenever
 # a document, conversation or question changes; tests/data/test_tinyworld_version.py notices when that was forgotten.
-VERSION = "fc94f942c56b23c4a6fcf36cc2899b646fae6e5cfe0b9187d5068f1db5f1e8a5"
+VERSION = "c13cdb70ce4ef84411358f2da05f02578606414c9ca0a594a79c8c272c3687bb"
 
 __all__ = [
     "LANGUAGES",
@@ -30,13 +33,16 @@ __all__ = [
     "calculator_evaluation",
     "documents",
     "evaluation",
+    "follow_up_evaluation",
     "grade",
     "held_out_combinations",
     "identity_conversations",
     "mid_conversations",
+    "persona_evaluation",
     "rl_evaluation",
     "rl_problems",
     "sft_conversations",
     "story_evaluation",
+    "tale_evaluation",
     "unknown_evaluation",
 ]
