@@ -7,12 +7,11 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.data.mixing import resolve_data
+from nanochat import dataloader
 from nanochat.data.traits import traits
-from nanochat.dataloader import blend, chat_rows, split_rows
 from nanochat.device import Compute
 from nanochat.train import sizes
-from nanochat.train.flags import Auto, ChatFlags, ExampleFlags, Free
+from nanochat.train.flags import ChatFlags, ExampleFlags, Free
 from nanochat.train.stage import Stage, launch
 from tasks.mixtures import mix
 
@@ -25,9 +24,6 @@ class Config(ExampleFlags, ChatFlags):
     """stage whose model to start from"""
     source_step: Free[int | None] = None
     """step of that stage's checkpoint; default: the newest"""
-    documents_every: int | Auto = "auto"
-    """take every n-th row from the base corpus, of which every token is trained, so that the model does not forget
-    what no question asks; 0: none. auto: 8 for TinyWorld's conversations, else 0"""
     init_lr_frac: float = 0.02
     """factor on all learning rates, which then fall linearly to 0"""
 
@@ -42,14 +38,11 @@ def train(cfg: Config, compute: Compute) -> None:
                                 stage.corpus, compute)  # fmt: skip
 
     mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
-    answers, val_answers = chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
-    every = cfg.documents_every
-    if every == "auto":
-        every = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
-    if every:
-        answers = blend(answers, split_rows(resolve_data(stage.corpus), tokenizer, "train", T, cfg.seed), every)
-    beside = f" and one row in {every} of {stage.corpus}" if every else ""
-    steps = stage.steps_over(answers, batch.rows_per_step, f"{mixture.name}{beside}")
+    answers, val_answers = dataloader.chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
+    documents = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
+    answers, beside = cfg.with_documents(answers, stage.corpus, documents, tokenizer)
+    described = f"{mixture.name}{beside}"
+    steps = stage.steps_over(answers, batch.rows_per_step, described)
 
     stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):

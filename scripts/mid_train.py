@@ -6,12 +6,11 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
-from nanochat.data.mixing import resolve_data
 from nanochat.data.traits import traits
-from nanochat.dataloader import blend, chat_rows, split_rows
+from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
 from nanochat.train import schedule, sizes
-from nanochat.train.flags import Auto, BatchFlags, ChatFlags, Free
+from nanochat.train.flags import BatchFlags, ChatFlags, Free
 from nanochat.train.stage import Stage, launch
 from tasks.mixtures import mix
 from tasks.needs import warn_of_missing
@@ -23,9 +22,6 @@ class Config(ChatFlags, BatchFlags):
 
     base_step: Free[int | None] = None
     """step of the base checkpoint to start from; default: the newest"""
-    documents_every: int | Auto = "auto"
-    """take every n-th row from the base corpus, so that the model does not forget it; 0: none.
-    auto: 4 for TinyWorld, else 0"""
     init_lr_frac: float = 1.0
     """factor on all learning rates"""
     warmdown_ratio: float = 0.2
@@ -42,13 +38,9 @@ def train(cfg: Config, compute: Compute) -> None:
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, model.config, model.parameter_counts()["total"],
                         None, corpus, compute, cfg.gradient_accumulation_steps)  # fmt: skip
 
-    # One row in `every` is of documents, the others of conversations
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=False)
-    every = traits(corpus).documents_every if cfg.documents_every == "auto" else cfg.documents_every
-    if every:
-        rows = blend(rows, split_rows(resolve_data(corpus), tokenizer, "train", length, cfg.seed), every)
-    beside = f" and one row in {every} of {corpus}" if every else ""
+    rows, beside = cfg.with_documents(rows, corpus, traits(corpus).documents_every, tokenizer)
     steps = stage.steps_over(rows, batch.rows_per_step, f"{mixture.name}{beside}")
 
     per_step = batch.tokens_per_step

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nanochat.nn import few_launches
 from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.kept import Kept
 from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
+from nanochat.nn.plain_attention import Kept, cache_mask
 from nanochat.nn.together import Unit, cast_together
 
 EPSILON = 2.0**-23  # of fp32: what F.rms_norm adds where none is given, for every format

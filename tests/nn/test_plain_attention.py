@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.nn import kept
-from nanochat.nn.kept import Kept
+from nanochat.nn import plain_attention
+from nanochat.nn.plain_attention import Kept
 
 
 class Maker:
@@ -42,6 +42,6 @@ def test_a_tensor_made_while_sampling_can_be_trained_with() -> None:
 
 def test_a_compiled_model_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     store, make = Kept(1), Maker()
-    monkeypatch.setattr(kept, "is_compiling", lambda: True)
+    monkeypatch.setattr(plain_attention, "is_compiling", lambda: True)
     assert store.get("a", make) is not store.get("a", make)
     assert len(store) == 0
