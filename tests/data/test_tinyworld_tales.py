@@ -164,11 +164,13 @@ def recoloured(told: list[str], language: Language) -> list[str] | None:
     return [*told[:i], told[i].replace(there, names[names.index(there) - 1]), *told[i + 1 :]]
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("kind", mutations())
+# In Chinese every hero is 它, and what it is and where it lives is said once.
+MISTAKES = [(kind, language) for kind in mutations() for language in LANGUAGES
+            if language == "en" or kind not in ("pronoun", "hero", "home")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "language"), MISTAKES)
 def test_a_story_with_a_mistake_fails(kind: str, language: Language):
-    if kind in ("pronoun", "hero", "home") and language == "zh":
-        pytest.skip("every hero is 它 in Chinese, and what it is and where it lives is said once")
     rng = random.Random(kind)
     changed = 0
     for hero, story in stories(language, 300):
