@@ -62,20 +62,19 @@ def whole(fact: Fact, language: Language) -> str:
     return sentence(text) if language == "en" else text
 
 
-def nexts(fact: Fact, same_thing: bool, held_out: bool) -> list[Fact]:
+def nexts(fact: Fact, same_thing: bool, held_out: bool) -> tuple[Fact, ...]:
     """The facts that can be asked after a fact: about the same thing, or of the same relation about another thing."""
-    by_subject, by_relation = _facts()
-    found = by_subject[fact.subjects[0].key] if same_thing else by_relation[fact.relation]
-    held = _held_out_nexts(fact.key, same_thing)
-    return [other for other in found if other.key != fact.key and (other.key in held) == held_out]
+    return _nexts(fact, same_thing)[held_out]
 
 
 @functools.cache
-def _held_out_nexts(key: tuple[str, ...], same_thing: bool) -> frozenset[tuple[str, ...]]:
-    """The keys of the facts that training never asks after a fact."""
+def _nexts(fact: Fact, same_thing: bool) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
+    """The facts that training may ask after a fact, and those that it never does."""
     by_subject, by_relation = _facts()
-    found = by_subject[key[1]] if same_thing else by_relation[key[0]]
-    return frozenset(other.key for other in found if kept_for_evaluation("follow-up", *key, *other.key))
+    found = by_subject[fact.subjects[0].key] if same_thing else by_relation[fact.relation]
+    others = [other for other in found if other.key != fact.key]
+    held = tuple(other for other in others if kept(fact, other))
+    return tuple(other for other in others if other not in held), held
 
 
 @dataclass(frozen=True)
