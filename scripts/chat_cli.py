@@ -23,7 +23,7 @@ from nanochat.data.conversation import Conversation, Message, Part, assistant, s
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
-from nanochat.generate.sampling import Sampling, chat_temperature
+from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
 from nanochat.serve.cli.remote import Remote
 from nanochat.serve.cli.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
@@ -46,10 +46,13 @@ class Config(ModelFlags):
     system: str = ""
     """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """Randomness of the replies: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
+    """Randomness of the replies: 0 always takes the likeliest token. auto: 1 for a TinyWorld model, else 0.6.
     Raise it for more variety."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all."""
+    min_p: float | Literal["auto"] = "auto"
+    """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
+    auto: 0.5 for a TinyWorld model, else 0."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
     """Longest reply, in tokens."""
     seed: int = 42
@@ -62,6 +65,7 @@ class Config(ModelFlags):
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
+DRAWING = {"temperature", "min_p"}  # the flags that may be auto
 SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page knows it too
 TEXTS = {
     "en": {
@@ -69,7 +73,7 @@ TEXTS = {
         "server": "model: {model}, at {url}",
         "latest": "this is the model that was trained last, at {saved}",
         "others": "other models, newest first: {flags}",
-        "temperature": "temperature {value:g}: {reason}",
+        "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
         "base": "this is a base model, which has not learned to chat: it continues the text that you type",
         "smoke": "the smoke preset trained this model for a few steps to test the installation: it can answer nothing. "
         "Train one that answers with: bash speedrun.sh",
@@ -105,7 +109,7 @@ TEXTS = {
         "server": "模型：{model}，服务器 {url}",
         "latest": "这是最近训练的模型（{saved}）",
         "others": "其他模型（从新到旧）：{flags}",
-        "temperature": "温度 {value:g}：{reason}",
+        "drawing": "温度 {temperature:g}，min-p {min_p:g}：{reason}",
         "base": "这是基座模型，还没有学过对话，只会接着你输入的文字往下写",
         "smoke": "smoke 预设只训练几步，用来检验安装，这个模型什么也答不出来；要训练能回答问题的：bash speedrun.sh",
         "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",
@@ -151,13 +155,14 @@ class Chat:
     messages: list[Message] = field(default_factory=list)  # whole exchanges, perhaps after a system message
     replies: int = 0
     server: Remote | None = None
-    tempered: bool = True  # the temperature was asked for; else a server's own default holds
+    asked: set[str] = field(default_factory=set)  # what a server is told of the drawing; else its own defaults hold
 
     @property
     def settings(self) -> dict[str, Any]:
         """The sampling settings as the commands take them: top_k 0 means all tokens."""
         given = self.sampling
-        return {"temperature": given.temperature, "top_k": given.top_k or 0, "max_tokens": given.max_tokens}
+        numbers = {"temperature": given.temperature, "min_p": given.min_p}
+        return {**numbers, "top_k": given.top_k or 0, "max_tokens": given.max_tokens}
 
     def note(self, name: str, **values: Any) -> None:
         """Print one of TEXTS to the notes."""
@@ -240,8 +245,8 @@ def reply(chat: Chat, question: str) -> bool:
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     """What reply() does where a server answers."""
     asked, parts, call, start = [*chat.messages, user(question)], [], "", time.monotonic()
-    temperature = chat.sampling.temperature if chat.tempered else None
-    settings = {**chat.settings, "temperature": temperature, "seed": chat.sampling.seed + chat.replies}
+    settings = {**chat.settings, "seed": chat.sampling.seed + chat.replies}
+    settings.update({name: None for name in DRAWING - chat.asked})
     with stoppable() as stopped:
         for part in server.reply(asked, settings, stopped):
             parts.append(part)
@@ -298,7 +303,7 @@ def set_number(chat: Chat, name: str, given: str) -> None:
     try:
         if name == "/temp" and given:
             changes["temperature"] = float(given)
-            chat.tempered = True
+            chat.asked.add("temperature")
         elif name == "/topk" and given:
             changes["top_k"] = int(given) or None
         elif given:
@@ -341,12 +346,13 @@ def converse(chat: Chat) -> None:
 
 def open_chat(cfg: Config, notes: TextIO) -> Chat:
     """Load the model, and print which one it is and how it samples."""
-    given = 0.0 if cfg.temperature == "auto" else cfg.temperature
-    sampling = Sampling(given, cfg.top_k or None, cfg.max_tokens, cfg.seed)  # checks the flags before the model loads
+    drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
+    # This checks the flags before the model loads.
+    sampling = Sampling(drawing.temperature, cfg.top_k or None, cfg.max_tokens, cfg.seed, min_p=drawing.min_p)
     messages = [system(cfg.system)] if cfg.system.strip() else []
     if cfg.url:
         server = Remote(cfg.url, cfg.api_key or os.environ.get("NANOCHAT_API_KEY", ""))
-        asked = cfg.temperature != "auto"
+        asked = {name for name in DRAWING if getattr(cfg, name) != "auto"}
         chat = Chat(None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked)
         chat.note("server", model=harmless(server.model), url=server.url)
         return chat
@@ -355,15 +361,15 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
         chosen = choose(cfg, cfg.dtype, compute, cfg.adapter)
     loaded = chosen.loaded
     engine = Engine(loaded.model, loaded.tokenizer, slots=1, length=chosen.context, graphs=chosen.captures)
-    temperature = chat_temperature(cfg.temperature, loaded.corpus)
-    sampling = replace(sampling, temperature=temperature.value)
+    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
+    sampling = replace(sampling, temperature=drawing.temperature, min_p=drawing.min_p)
     chat = Chat(loaded, engine, sampling, language(cfg.lang), sys.stdout, notes, messages)
     chat.note("model", stage=loaded.stage, tag=harmless(loaded.tag), step=loaded.step, context=engine.length)
     if chosen.latest:
         chat.note("latest", saved=chosen.latest)
     if chosen.others:
         chat.note("others", flags=harmless(" | ".join(chosen.others)))
-    chat.note("temperature", value=temperature.value, reason=temperature.reason[chat.lang])
+    chat.note("drawing", temperature=drawing.temperature, min_p=drawing.min_p, reason=drawing.reason[chat.lang])
     if loaded.stage == "base":
         chat.note("base")
     if loaded.tag == SMOKE:

@@ -22,11 +22,11 @@ from tyro.conf import UseAppendAction, arg
 from nanochat.checkpoint_manager.load import PUBLISHED
 from nanochat.checkpoint_manager.locate import trained, updates
 from nanochat.common import UserError, base_dir, log, run, tr, warn
-from nanochat.data.traits import traits
+from nanochat.data.traits import Drawing, traits
 from nanochat.device import Compute, compute_cleanup, compute_init
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
-from nanochat.generate.sampling import Temperature, chat_temperature
+from nanochat.generate.sampling import chat_drawing
 from nanochat.serve.chosen import (
     Chosen,
     ModelFlags,
@@ -58,10 +58,13 @@ class Config(ModelFlags):
     """Further models to serve: STAGE/TAG such as sft/d4, STAGE/TAG/STEP, or NAME=FOLDER.
     A folder holds a published model, or an adapter as with --adapter. Each model has its own memory and slots."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 0 for a TinyWorld model, else 0.6.
+    """Randomness of the answers, 0 to 2: 0 always takes the likeliest token. auto: 1 for a TinyWorld model, else 0.6.
     A request may set its own."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all. A request may set its own."""
+    min_p: float | Literal["auto"] = "auto"
+    """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
+    auto: 0.5 for a TinyWorld model, else 0. A request may set its own."""
     max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
     """Longest answer, in tokens. A request may set its own."""
     num_gpus: Annotated[int, arg(aliases=["-n"])] = 1
@@ -103,6 +106,7 @@ def check(cfg: Config) -> None:
         )
     limits = {
         "temperature": (0, 2),
+        "min_p": (0, 1),
         "top_k": (0, 10**6),
         "max_tokens": (1, 10**6),
         "slots": (1, 1024),
@@ -219,17 +223,17 @@ def about(chosen: Chosen) -> dict[str, Any]:
     return {"corpus": corpus, "parameters": chosen.parameters, "knows": knows, "others": chosen.others}
 
 
-def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Temperature]:
-    """A chosen model with an engine, as the server takes it, and its temperature with the reason. The engine holds
-    `adapters`."""
+def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None = None) -> tuple[Loadable, Drawing]:
+    """A chosen model with an engine, as the server takes it, and how it draws words. The engine holds `adapters`."""
     loaded = chosen.loaded
-    temperature = chat_temperature(cfg.temperature, loaded.corpus)
+    drawing = chat_drawing(loaded.corpus, cfg.temperature, cfg.min_p)
     announced = Announced(
         model=name,
         stage=loaded.stage,
         tag=loaded.tag,
         step=loaded.step,
-        temperature=temperature.value,
+        temperature=drawing.temperature,
+        min_p=drawing.min_p,
         top_k=min(cfg.top_k, loaded.tokenizer.vocab_size),
         max_tokens=cfg.max_tokens,
         about=about(chosen),
@@ -242,7 +246,7 @@ def loadable(name: str, chosen: Chosen, cfg: Config, adapters: Adapters | None =
         adapters=adapters,
         graphs=chosen.captures,
     )
-    return Loadable(engine, loaded.tokenizer, announced), temperature
+    return Loadable(engine, loaded.tokenizer, announced), drawing
 
 
 def with_adapter(base: Loadable, name: str, folder: Path) -> Loadable:
@@ -289,14 +293,15 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     adapters = hold_adapters(first, folders, compute)
     models: list[Loadable] = []
     for name, each in chosen.items():
-        model, temperature = loadable(name, each, cfg, adapters if each is first else None)
+        model, drawing = loadable(name, each, cfg, adapters if each is first else None)
         models.append(model)
         tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
         called = f", in the API {harmless(name)}" if cfg.also or folders else ""
         log(f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}")
         if each.latest:
             log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
-        log(f"温度 / temperature {temperature.value:g}: {temperature.reason['zh']} / {temperature.reason['en']}")
+        numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"
+        log(f"{numbers}: {drawing.reason['zh']} / {drawing.reason['en']}")
     adapted = [with_adapter(models[0], name, folder) for name, folder in folders.items()]
     for model in adapted:
         log(f"适配器 / adapter: {harmless(model.announced.tag)}, in the API {harmless(model.announced.model)}")

@@ -1,8 +1,20 @@
 """What a corpus asks of the stages that train on it, by its name; without pyarrow, since chats read it too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a chat draws the words of its replies where nobody asked for anything else."""
+
+    temperature: float = 0.6
+    """Randomness, from 0, the likeliest token always, to 2."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one are never drawn."""
+    reason: Mapping[str, str] = field(default_factory=lambda: {"en": "the default", "zh": "默认值"})
+    """Why, by language."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +29,8 @@ class Traits:
     """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
     answers_documents_every: int = 0
     """The same in fine-tuning, where rows of documents have several times as many targets as rows of conversations."""
-    greedy_chats: Mapping[str, str] | None = None
-    """Why chats take the likeliest token where no temperature was asked for, by language; None: they draw."""
+    chats: Drawing = Drawing()
+    """How chats with a model of the corpus draw their words."""
     knows: Mapping[str, str] | None = None
     """What a chat model of the corpus knows, for those who meet it on the page, by language; None: nobody can say."""
     curriculum: Literal["tinyworld", "published"] = "published"
@@ -30,10 +42,14 @@ TINYWORLD = Traits(
     step_tokens=8192,
     documents_every=4,
     answers_documents_every=8,
-    greedy_chats={
-        "en": "a TinyWorld model knows facts by its likeliest words only",
-        "zh": "TinyWorld 模型很小，只有概率最高的词才可靠",
-    },
+    chats=Drawing(
+        temperature=1.0,
+        min_p=0.5,
+        reason={
+            "en": "a TinyWorld model knows facts by its likeliest words only, and varies its stories among them",
+            "zh": "TinyWorld 模型很小，只有概率最高的几个词可靠，故事的变化就来自这几个词",
+        },
+    ),
     knows={
         "en": "capitals and landmarks, animals and plants, colours, shapes, opposites, the calendar, planets, jobs, "
         "everyday things, spelling, sums, and short stories about animals and things",

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.data.traits import traits
+from nanochat.data.traits import Drawing, traits
 from nanochat.generate.events import Alternatives
 from nanochat.nn.operations import Operations
 
@@ -102,21 +102,18 @@ class Sampling:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Temperature:
-    """A temperature, and the reason for the value in English and Chinese."""
-
-    value: float
-    reason: Mapping[str, str]
-
-
-def chat_temperature(asked: float | Literal["auto"], corpus: str | None) -> Temperature:
-    """What chats with a model of a corpus draw at: what was asked for, or, for auto, what suits the model."""
-    if asked != "auto":
-        return Temperature(asked, {"en": "asked for", "zh": "由你指定"})
-    if why := traits(corpus).greedy_chats:
-        return Temperature(0.0, why)
-    return Temperature(0.6, {"en": "the default", "zh": "默认值"})
+def chat_drawing(
+    corpus: str | None, temperature: float | Literal["auto"] = "auto", min_p: float | Literal["auto"] = "auto"
+) -> Drawing:
+    """How chats with a model of a corpus draw: as asked for, and, where that is auto, as suits the model."""
+    suits = traits(corpus).chats
+    if temperature == "auto" and min_p == "auto":
+        return suits
+    return Drawing(
+        suits.temperature if temperature == "auto" else temperature,
+        suits.min_p if min_p == "auto" else min_p,
+        {"en": "asked for", "zh": "由你指定"},
+    )
 
 
 def uniform(generator: random.Random) -> float:

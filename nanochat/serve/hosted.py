@@ -23,6 +23,7 @@ class Announced:
     tag: str
     step: int
     temperature: float = 0.6
+    min_p: float = 0.0
     top_k: int = 50  # 0 samples from the whole vocabulary
     max_tokens: int = 512
     about: Mapping[str, Any] = field(default_factory=dict)  # what else /v1/models says of the model, for the page
@@ -50,7 +51,7 @@ class Hosted:
         self.adapter = given.adapter
         self.thread = thread
         self.limits = Limits(self.name, engine.length, given.tokenizer.vocab_size)
-        self.defaults = Defaults(announced.temperature, announced.top_k, announced.max_tokens)
+        self.defaults = Defaults(announced.temperature, announced.min_p, announced.top_k, announced.max_tokens)
         self.metrics = Metrics(families, self.name, None if given.adapter else thread)
         self._announced, self._started = announced, int(time.time())
         self._capabilities = {"system_message": self.tokenizer.takes_system, "tools": self.tokenizer.takes_tools}
@@ -60,7 +61,7 @@ class Hosted:
         told, context = self._announced, self.limits.context
         model = {"id": self.name, "object": "model", "created": self._started, "owned_by": "nanochat"}
         place = {"stage": told.stage, "tag": told.tag, "step": told.step}
-        defaults = {name: getattr(told, name) for name in ("temperature", "top_k", "max_tokens")}
+        defaults = {name: getattr(told, name) for name in ("temperature", "min_p", "top_k", "max_tokens")}
         return {**model, **told.about, **place, "context_length": context, "max_model_len": context,
                 "defaults": defaults, "capabilities": self._capabilities}  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UserError
-from nanochat.generate.sampling import Sampling, chat_temperature, choose, choose_among, likeliest, uniform
+from nanochat.generate.sampling import Sampling, chat_drawing, choose, choose_among, likeliest, uniform
 from nanochat.nn.operations import Operations
 
 NONE = torch.tensor([], dtype=torch.long)
@@ -97,18 +97,20 @@ def test_impossible_settings_are_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    ("asked", "corpus", "expected"),
+    ("corpus", "asked", "expected"),
     [
-        ("auto", "tinyworld", 0.0),
-        ("auto", "fineweb", 0.6),
-        ("auto", None, 0.6),
-        (0.9, "tinyworld", 0.9),
-        (0.0, "x", 0.0),
+        ("tinyworld", ("auto", "auto"), (1.0, 0.5)),
+        ("fineweb", ("auto", "auto"), (0.6, 0.0)),
+        (None, ("auto", "auto"), (0.6, 0.0)),
+        ("tinyworld", (0.9, "auto"), (0.9, 0.5)),
+        ("tinyworld", ("auto", 0.0), (1.0, 0.0)),
+        ("x", (0.0, 0.2), (0.0, 0.2)),
     ],
 )
-def test_chats_with_a_small_world_take_the_likeliest_words_unless_asked_otherwise(asked, corpus, expected):
-    temperature = chat_temperature(asked, corpus)
-    assert temperature.value == expected and set(temperature.reason) == {"en", "zh"}
+def test_chats_with_a_small_world_draw_among_its_likeliest_words_unless_asked_otherwise(corpus, asked, expected):
+    drawing = chat_drawing(corpus, *asked)
+    assert (drawing.temperature, drawing.min_p) == expected and set(drawing.reason) == {"en", "zh"}
+    assert (drawing.reason["en"] == "asked for") == (asked != ("auto", "auto"))
 
 
 @pytest.mark.parametrize(

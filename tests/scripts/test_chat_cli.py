@@ -121,16 +121,20 @@ def test_a_reader_that_leaves_early_is_no_error():
 @pytest.mark.parametrize(
     ("corpus", "flags", "said"),
     [
-        ("tinyworld", {}, "temperature 0: a TinyWorld model"),
-        ("fineweb", {}, "temperature 0.6: the default"),
-        ("tinyworld", {"temperature": 0.9}, "temperature 0.9: asked for"),
+        ("tinyworld", {}, "temperature 1, min-p 0.5: a TinyWorld model"),
+        ("fineweb", {}, "temperature 0.6, min-p 0: the default"),
+        ("tinyworld", {"temperature": 0.9}, "temperature 0.9, min-p 0.5: asked for"),
+        ("tinyworld", {"min_p": 0.1}, "temperature 1, min-p 0.1: asked for"),
     ],
 )
-def test_the_temperature_suits_the_model_and_its_reason_is_said(corpus, flags, said):
+def test_how_words_are_drawn_suits_the_model_and_the_reason_is_said(corpus, flags, said):
     tiny_checkpoint(corpus=corpus)
     notes = io.StringIO()
     chat = chat_cli.open_chat(Config(**flags), notes)
-    assert said in notes.getvalue() and f"temperature {chat.sampling.temperature:g}:" in said + ":"
+    assert (
+        said in notes.getvalue()
+        and f"temperature {chat.sampling.temperature:g}, min-p {chat.sampling.min_p:g}:" in said
+    )
 
 
 def test_the_model_trained_last_is_taken_and_the_others_are_listed_with_their_flags(typed):
@@ -243,7 +247,7 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
     chat, _, notes = open_chat(monkeypatch)
     for line in ("/temp 0.9", "/topk 7", "/max 33"):
         assert chat_cli.command(chat, line)
-    assert chat.sampling == Sampling(0.9, 7, 33)
+    assert chat.sampling == Sampling(0.9, 7, 33, min_p=0.5)
     assert chat_cli.command(chat, "/topk 0") and chat.sampling.top_k is None
     assert notes.getvalue().rstrip().endswith("temperature 0.9, top-k 0, at most 33 tokens")
     chat_cli.command(chat, "/help")

@@ -131,7 +131,9 @@ def test_headless_serves_no_page():
         assert httpx.get(f"{url}/v1/models").status_code == 200
 
 
-@pytest.mark.parametrize("field", ["num_gpus=2", "temperature=3", "top_k=-1", "max_tokens=0", "slots=0", "port=70000"])
+@pytest.mark.parametrize(
+    "field", ["num_gpus=2", "temperature=3", "min_p=2", "top_k=-1", "max_tokens=0", "slots=0", "port=70000"]
+)
 def test_setting_that_cannot_be_is_refused_by_name(field):
     name, _, value = field.partition("=")
     with pytest.raises(UserError, match=f"--{name} must be") as caught:
@@ -225,7 +227,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             if "Ctrl-C" in line:
                 break
         said = "".join(lines)
-        assert "stage sft, tag d4, step 7" in said and "temperature 0: " in said and "trained last" in said
+        assert "stage sft, tag d4, step 7" in said and "temperature 1, min-p 0.5: " in said and "trained last" in said
         url = re.search(r"http://127\.0\.0\.1:\d+", said)
         assert url, said
         with httpx.Client(base_url=url[0], timeout=60) as client:
@@ -242,7 +244,7 @@ def test_real_model_answers_and_the_server_ends_in_order(base_folder):
             assert served["id"] == "nanochat-sft-d4"
             assert served["corpus"] == "tinyworld" and served["knows"] is None and served["others"] == []
             assert served["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-            assert served["defaults"] == {"temperature": 0, "top_k": 50, "max_tokens": 12}
+            assert served["defaults"] == {"temperature": 1, "min_p": 0.5, "top_k": 50, "max_tokens": 12}
     finally:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

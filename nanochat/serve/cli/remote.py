@@ -13,6 +13,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part
 
 CONNECT_SECONDS, READ_SECONDS = 10, 600  # a busy server may take minutes to its first token
+NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
 
 
@@ -33,7 +34,7 @@ class Remote:
             raise UserError(
                 f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
             ) from None
-        self._ours = model.get("owned_by") == "nanochat"  # then it takes fields that OpenAI's own server refuses
+        self._ours = model.get("owned_by") == "nanochat"  # then it takes the fields of NOT_OPENAI
         self.finish: str | None = None
         self.tokens = 0
 
@@ -43,9 +44,8 @@ class Remote:
         """The parts of a reply while it streams, until `stopped` says so. UserError if the server refuses."""
         self.finish, self.tokens = None, 0
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        body |= {
-            name: value for name, value in settings.items() if value is not None and (self._ours or name != "top_k")
-        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        body |= {name: value for name, value in given.items() if self._ours or name not in NOT_OPENAI}
         body |= {"truncation": "auto"} if self._ours else {}
         body["messages"] = [{"role": message.role, "content": _text(message)} for message in messages]
         lines: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()

@@ -30,6 +30,7 @@ class Defaults:
     """What the server uses where a request leaves the choice to it."""
 
     temperature: float
+    min_p: float
     top_k: int  # 0 samples from the whole vocabulary
     max_tokens: int
 
@@ -71,7 +72,7 @@ def read_wanted(
         "max_tokens": max_tokens or defaults.max_tokens,
         "seed": secrets.randbits(31) if seed is None else seed,
         "top_p": given("top_p", 1e-6, 1, 1.0),
-        "min_p": given("min_p", 0, 1, 0.0),
+        "min_p": given("min_p", 0, 1, defaults.min_p),
         "repetition_penalty": given("repetition_penalty", 0.001, 1000, 1.0),
         "presence_penalty": given("presence_penalty", -2, 2, 0.0),
         "frequency_penalty": given("frequency_penalty", -2, 2, 0.0),

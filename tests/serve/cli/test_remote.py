@@ -70,7 +70,7 @@ def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, mo
     assert (first.seed, second.seed, first.temperature, first.max_tokens) == (7, 8, SETTINGS.temperature, 60)
     chat_cli.command(chat, "/temp 0")
     chat_cli.reply(chat, "hello")
-    assert engine.seen[-1].sampling.temperature == 0
+    assert (engine.seen[-1].sampling.temperature, engine.seen[-1].sampling.min_p) == (0, SETTINGS.min_p)
     assert "nanochat-sft-d4" in notes.getvalue() and "tokens/s" in notes.getvalue()
 
 

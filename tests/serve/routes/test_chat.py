@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def read_request(body: object) -> ChatRequest:
-    return read_chat(body, LIMITS, Defaults(temperature=0.6, top_k=50, max_tokens=100))
+    return read_chat(body, LIMITS, Defaults(temperature=0.6, min_p=0.0, top_k=50, max_tokens=100))
 
 
 def refusal(body: object) -> ApiError:
