@@ -19,8 +19,8 @@ for word in "$@"; do
 done
 
 setup_env --dev
-output=$(mktemp)
-trap 'rm -f "$output"' EXIT
+output=$(mktemp) cache=$(mktemp -d)
+trap 'rm -rf "$output" "$cache"' EXIT
 passed=0
 failed=()
 
@@ -81,8 +81,19 @@ print(max(2, min(8, cores)))')
     fi
     if command -v cargo >/dev/null; then cargo_check test --quiet; fi
     start=$SECONDS
-    python -m pytest -n "$workers" --dist worksteal "${select[@]}" "${pytest_args[@]}" || code=$?
+    python -m pytest -n "$workers" --dist worksteal -o cache_dir="$cache" "${select[@]}" "${pytest_args[@]}" || code=$?
+    if [ $code -eq 1 ]; then again "${select[@]}" "${pytest_args[@]}" && code=0; fi
     note pytest $code "$start"
+}
+
+again() { # ARGUMENTS...: whether up to 3 failed tests pass alone, as one does whose deadline a busy machine missed
+    local names
+    names=$(sed -n 's/^ *"\(.*\)": true,\{0,1\}$/\1/p' "$cache/v/cache/lastfailed" 2>/dev/null)
+    if [ -z "$names" ] || [ "$(wc -l <<<"$names")" -gt 3 ]; then return 1; fi
+    echo "test.sh: runs what failed once more, alone"
+    python -m pytest --last-failed -o cache_dir="$cache" "$@" || return 1
+    echo "unsteady, failed beside other tests and passed alone, so look for a race or a short deadline:"
+    echo "$names"
 }
 
 lint

@@ -47,14 +47,15 @@ def test_everything_runs_and_the_last_line_says_so(clone: Path) -> None:
     assert out.splitlines()[-1].startswith("test.sh: all 8 checks passed in ")
     for words in ("setup --dev", "ruff format --check", "ruff check", "pyright", "shellcheck", "cargo fmt"):
         assert words in calls
-    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2 --dist worksteal\n"):
+    for words in ("cargo clippy", "-D warnings", "cargo test", "python -m pytest -n 2 --dist worksteal -o cache_dir="):
         assert words in calls
 
 
 def test_quick_skips_slow_marks_and_passes_the_rest_to_pytest(clone: Path) -> None:
     calls = run(clone, "--quick", "tests/test_common.py", "-k", "a b")[2]
     marks = "not (slow or ranks or smoke or browser or contract or npu)"
-    assert f"python -m pytest -n 2 --dist worksteal -m {marks} tests/test_common.py -k a b\n" in calls
+    assert "python -m pytest -n 2 --dist worksteal " in calls
+    assert f" -m {marks} tests/test_common.py -k a b\n" in calls
 
 
 def test_lint_runs_no_tests(clone: Path) -> None:
@@ -75,6 +76,31 @@ def test_failing_tests_fail_the_run(clone: Path) -> None:
     code, out, _ = run(clone, fail="python")
     assert code == 1
     assert "FAILED (pytest)" in out.splitlines()[-1]
+
+
+UNSTEADY = """#!/bin/bash
+echo "python $*" >>"$CALLS"
+case "$*" in *sched_getaffinity*) echo 2; exit ;; esac
+[[ $* == *--last-failed* ]] && exit "$ALONE"
+[[ $* =~ cache_dir=([^ ]*) ]] && cache=${BASH_REMATCH[1]}/v/cache && mkdir -p "$cache"
+for ((i = 0; i < FAILED; i++)); do echo "  \\"tests/test_a.py::test_b[$i, c]\\": true,"; done >"$cache/lastfailed"
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("failed", "alone", "code"), [(2, 0, 0), (2, 1, 1), (4, 0, 1)])
+def test_a_few_failed_tests_run_again_alone_and_are_named(clone: Path, monkeypatch, failed, alone, code) -> None:
+    monkeypatch.setenv("FAILED", str(failed))
+    monkeypatch.setenv("ALONE", str(alone))
+    (clone / "bin" / "python").write_text(UNSTEADY)
+    done, out, calls = run(clone, "tests/test_a.py")
+    assert done == code
+    assert ("--last-failed" in calls) == (failed < 4)
+    assert ("unsteady" in out) == (code == 0)
+    if not code:
+        assert "tests/test_a.py::test_b[1, c]\n" in out
+        again = next(line for line in calls.splitlines() if "--last-failed" in line)
+        assert again.endswith(" tests/test_a.py") and "-n 2" not in again
 
 
 def test_without_cargo_and_shellcheck_it_says_what_is_skipped(clone: Path) -> None:
