@@ -77,7 +77,10 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = cfg.steps(len(task), sampled)
     log(f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
 
-    sampler = Sampler(model, compute)
+    sampler, reference = Sampler(model, compute), None
+    if cfg.kl:
+        reference = Sampler(model, compute)
+        reference.renew(model)  # the weights that SFT left, whatever resume() loads
     sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, cfg.seed)
     greedy = Sampling(temperature=0.0, max_tokens=cfg.max_new_tokens)
 
@@ -101,7 +104,7 @@ def train(cfg: Config, compute: Compute) -> None:
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),
             cfg.device_batch_size, sampler.model, tokenizer, compute, cfg, cfg.shuffle_rewards,
-            groups,
+            groups, reference.model if reference else None,
         )  # fmt: skip
         gap = rollout.sampler_gap(samples, model, compute)
         stage.schedule(lrm=1 - stage.step / steps)

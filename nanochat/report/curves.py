@@ -11,12 +11,13 @@ LABELS = {
     "entropy": "entropy in\nnats a token",
     "length": "length of replies\nin tokens",
     "sampler_gap": "largest gap of\nsampler and trainer",
+    "kl": "divergence from the\nfirst model in nats",
     "policy_shift": "shift of the policy\nin nats a token",
     "loss": "training loss\nin nats",
     "val_bpb": "validation in\nbits per byte",
     "val_accuracy": "preferences followed\non held-out pairs",
 }
-SCATTERED = ("reward", "entropy", "length", "sampler_gap", "policy_shift")  # from step to step
+SCATTERED = ("reward", "entropy", "length", "sampler_gap", "kl", "policy_shift")  # from step to step
 
 
 def running_mean(values: Sequence[float], weight: float = 0.95) -> list[float]:

@@ -10,7 +10,7 @@ from nanochat.runtime.profiling import report_rows
 from nanochat.runtime.tracking import read_metrics
 
 CURVES = ("val_bpb", "val_accuracy", "val_margin", "reward", "accuracy", "entropy", "length", "sampler_gap", "clipped",
-          "policy_shift", "loss", "smooth_loss")  # fmt: skip
+          "kl", "policy_shift", "loss", "smooth_loss")  # fmt: skip
 COLUMNS = ("base", "mid", "sft", "rl", "tune")
 TITLES = {
     "tok_train": "Tokenizer", "tok_eval": "Tokenizer: bytes per token", "base_train": "Base: pretraining",

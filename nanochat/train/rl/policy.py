@@ -3,12 +3,13 @@
 The flags below spell the published methods:
 
     Dr. GRPO (arXiv:2503.20783)  --loss=ppo --average=limit --clip_high=0.2
-    GRPO (arXiv:2402.03300)      --loss=ppo --average=reply --clip_high=0.2 --advantage=normalized
+    GRPO (arXiv:2402.03300)      --loss=ppo --average=reply --clip_high=0.2 --advantage=normalized --kl=0.04
     DAPO (arXiv:2503.14476)      --loss=ppo --advantage=normalized --oversample=2 --overlong_tokens=64
     CISPO (arXiv:2506.13585)     --loss=cispo --advantage=normalized
     GSPO (arXiv:2507.18071)      --loss=gspo --average=reply --advantage=normalized
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ class PolicyFlags:
     With gspo 0.0004"""
     advantage: Literal["mean", "normalized"] = "mean"
     """mean: the reward minus the mean of the problem's replies; normalized: divided by their deviation too"""
+    kl: float = 0.0
+    """how strongly tokens are pulled back to the model that RL starts from (GRPO's KL term), a second copy of which
+    is kept; 0: not at all"""
     average: Average = "token"
     """how the losses of tokens are averaged; token: over all tokens of the step; reply: within each reply first.
     limit: their sum is divided by the number of replies times max_new_tokens"""
@@ -69,6 +73,7 @@ class PolicyFlags:
              "take --loss=ppo"),
             (0 < low <= 1, f"--clip_low must be above 0 and at most 1, got {low:g}"),
             (high > 0, f"--clip_high must be above 0, got {high:g}"),
+            (0 <= self.kl < math.inf, f"--kl must be at least 0, got {self.kl:g}"),
             (self.oversample >= 1, f"--oversample must be at least 1, got {self.oversample}"),
             (0 <= self.overlong_tokens < max_new_tokens, "--overlong_tokens must be from 0 to less than "
              f"--max_new_tokens={max_new_tokens}, got {self.overlong_tokens}"),

@@ -16,6 +16,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.nn.model import Model, Tree
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
+from nanochat.train.rl.anchor import anchored
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags, advantages, averaged, shaped, shuffled, token_weights
 from nanochat.train.rl.trees import Sample, pack
@@ -38,16 +39,18 @@ class Rollouts:
     flat: float  # share of prompts whose samples all did equally well
     truncated: float  # share of samples that were cut off
     extras: tuple[str, ...] = ("weights",)  # see update.MicroBatches
+    kl: float | None = None  # estimate of the policy's divergence from the reference, in nats a token that is trained
 
     def __str__(self) -> str:
         return (
             f"reward: {self.reward:.3f} | length: {self.length:.1f} | entropy: {self.entropy:.3f} | "
             f"equal groups: {self.flat:.0%} | cut off: {self.truncated:.0%}"
+            + ("" if self.kl is None else f" | kl: {self.kl:.4f}")
         )
 
     def figures(self) -> dict[str, float]:
         """The figures for metrics.jsonl."""
-        names = ("reward", "length", "entropy", "flat", "truncated")
+        names = ("reward", "length", "entropy", "flat", "truncated", *(() if self.kl is None else ("kl",)))
         return {name: getattr(self, name) for name in names}
 
 
@@ -62,6 +65,7 @@ def task_key(task: Task) -> str:
 def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
     tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False, groups: Groups | None = None,
+    reference: Model | None = None,
 ) -> tuple[Rollouts, list[Sample]]:  # fmt: skip
     """Sample replies to this rank's share of the problems `numbers` of a task, and weigh their tokens.
 
@@ -69,6 +73,7 @@ def roll_out(
     a control. Shuffling within each group would not be a fair control: in a group with 15 right replies, most orders
     lower a right reply a little and few raise it a lot, and optimizers that normalise the size of a step let the
     frequent changes win. With `groups`, which samples from `model`, replies are sampled and trained as trees.
+    `policy.kl` above 0 needs the `reference` that tokens are pulled back to.
     """
     mine = list(numbers[compute.rank :: compute.world_size])
     prompts = [tokenizer.render_prompt(task[i]) for i in mine]
@@ -95,14 +100,18 @@ def roll_out(
         for at in _trained(flat, len(numbers), policy.oversample, compute)
         for reply, advantage in zip(completions[members[at]], judged[at], strict=True)
     ]
+    divergence = 0.0
+    if reference is not None:
+        kept, divergence = anchored(kept, policy.kl, reference, compute)
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     speaking = sum(any(sample.weights) for sample in kept)
     lengths = [len(reply.tokens) for reply in completions]
     surprise = sum(-sum(p for p, f in zip(r.logprobs, r.forced, strict=True) if not f) for r in completions)
     free = sum(not f for r in completions for f in r.forced)
     cut = sum(reply.finish == "length" for reply in completions)
-    figures = [sum(rewards), len(rewards), sum(lengths), surprise, free, sum(flat), len(mine), cut, chosen, speaking]
-    reward, count, length, surprise, free, flat_all, of_all, cut_all, targets, replies = parallel.total(
+    figures = [sum(rewards), len(rewards), sum(lengths), surprise, free, sum(flat), len(mine), cut, chosen, speaking,
+               divergence]  # fmt: skip
+    reward, count, length, surprise, free, flat_all, of_all, cut_all, targets, replies, divergence = parallel.total(
         [float(figure) for figure in figures], compute
     )
     kept = [
@@ -115,7 +124,8 @@ def roll_out(
         batches = pack(kept, device_batch_size, tokenizer.bos, compute, policy.loss == "ppo", len(extras) > 1)
         extras += Tree._fields
     rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
-                        flat_all / of_all, cut_all / count, extras)  # fmt: skip
+                        flat_all / of_all, cut_all / count, extras,
+                        None if reference is None else divergence / max(targets, 1))  # fmt: skip
     return rollouts, kept
 
 
