@@ -246,7 +246,7 @@ tinyworld | tinyworld-small)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
-        --init_lr_frac=0.104 --kl=1 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=300)
+        --init_lr_frac=0.052 --kl=0.5 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=300)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small$of_family
         tokens=2800000

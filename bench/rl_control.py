@@ -25,7 +25,7 @@ LEAST_GAIN = 5.0  # percentage points
 LEAST_ERRORS = 3.0  # how many standard errors the gain must be above zero
 MOST_OF_CONTROLS = 2.0  # how many points the mean of the controls may differ from zero
 FLAGS = ("--examples_per_step=32", "--num_samples=16", "--max_new_tokens=24", "--device_batch_size=128",
-         "--init_lr_frac=0.104", "--kl=1", "--embedding_lr=0.03", "--scalar_lr=0.05")  # fmt: skip
+         "--init_lr_frac=0.052", "--kl=0.5", "--embedding_lr=0.03", "--scalar_lr=0.05")  # fmt: skip
 QUICK = ("--examples_per_step=4", "--num_samples=4", "--max_new_tokens=8")
 
 
