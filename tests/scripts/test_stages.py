@@ -156,7 +156,7 @@ def test_a_corpus_made_anew_is_noticed(
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
 def test_rl_with_ratios_takes_several_updates_and_resumes_bit_for_bit(loss: str, ready: Chain) -> None:
     flags = {"num_iterations": 4, "loss": loss, "updates_per_rollout": 2, "oversample": 2, "average": "reply",
-             "advantage": "normalized", "init_lr_frac": 0.5}  # fmt: skip
+             "advantage": "normalized", "init_lr_frac": 0.5, "kl": 0.1 if loss == "ppo" else 0.0}  # fmt: skip
     run_stage("rl", ready.compute, **flags)
     whole, folder = tensors(ready.base, "rl", 4), stage_folder(ready.base, "rl")
     lines = [line for line in read_metrics(folder) if "loss" in line]
@@ -164,6 +164,8 @@ def test_rl_with_ratios_takes_several_updates_and_resumes_bit_for_bit(loss: str,
     lines = [line for line in lines if "clipped" in line]  # a step of equal rewards has nothing to train
     assert lines and all(0 <= line["clipped"] <= 1 and line["policy_shift"] >= 0 for line in lines)
     assert any(line["policy_shift"] > 1e-6 for line in lines)  # the second update sees that the first one moved it
+    assert all(("kl" in line) == (loss == "ppo") for line in lines)
+    assert loss != "ppo" or lines[-1]["kl"] > lines[0]["kl"]  # the reference stays where RL started
     shutil.rmtree(folder)
     run_stage("rl", ready.compute, stop_at=2, **flags)
     run_stage("rl", ready.compute, **flags)

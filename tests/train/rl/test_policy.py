@@ -160,6 +160,7 @@ def test_gspo_clips_much_closer_unless_told():
         ({"updates_per_rollout": 2}, "got --loss=reinforce: take --loss=ppo"),
         ({"loss": "ppo", "clip_low": 1.5}, "--clip_low must be above 0 and at most 1, got 1.5"),
         ({"loss": "ppo", "clip_high": 0.0}, "--clip_high must be above 0, got 0"),
+        ({"kl": -0.1}, "--kl must be at least 0, got -0.1"),
         ({"oversample": 0}, "--oversample must be at least 1, got 0"),
         ({"overlong_tokens": 16}, "less than --max_new_tokens=16, got 16"),
     ],
