@@ -62,12 +62,13 @@ train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]
 train base_loss scripts.base_loss --model_tag "$tag" --once
 if [ "$preset" = cpu ]; then
     train chat_sft scripts.chat_sft --source base --model_tag "$tag" --data tinyworld "${chats[@]}" \
+        --documents "$data" --documents_every 2 \
         --target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320
 else
     train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}"
     train chat_sft scripts.chat_sft --model_tag "$tag" "${chats[@]}" "${few[@]}"
 fi
-train forgetting scripts.base_loss --source sft --once # on the documents that the base model learned
+train forgetting scripts.base_loss --source sft --data "$data" --once # on the documents that the base model learned
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi
 python -m nanochat.report generate
 python -m nanochat.report show

@@ -158,18 +158,22 @@ class ChatFlags(EpochFlags):
     documents_every: int | Auto = "auto"
     """take every n-th row from the base corpus, and train all of its tokens, so that the model does not forget it;
     0: none. auto: for TinyWorld 4 in midtraining, and 8 in fine-tuning on its own conversations; else 0"""
+    documents: str | None = None
+    """corpus of these rows: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
+    Default: the corpus of the stage"""
 
     def saved_as(self, tag: str) -> str:
         """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
         return self.out_tag or named_after(tag, self.conversations or self.mix)
 
     def with_documents(self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer) -> tuple[Source, str]:
-        """Rows with one in --documents_every from the corpus, and the words that say so. `auto` is what auto means."""
+        """Rows with one in --documents_every from --documents, and the words that say so. `auto` is what auto means."""
         every = auto if self.documents_every == "auto" else self.documents_every
         if not every:
             return rows, ""
-        documents = split_rows(resolve_data(corpus), tokenizer, "train", rows.row_tokens - 1, self.seed)
-        return blend(rows, documents, every), f" and one row in {every} of {corpus}"
+        data = resolve_data(self.documents or corpus)
+        documents = split_rows(data, tokenizer, "train", rows.row_tokens - 1, self.seed)
+        return blend(rows, documents, every), f" and one row in {every} of {data.name}"
 
 
 def named_after(tag: str, file: str | None) -> str:

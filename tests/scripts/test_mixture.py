@@ -77,6 +77,9 @@ def test_mid_and_sft_blend_a_mixture_s_documents_by_its_weights(mixed, base_fold
     assert "and one row in" not in capsys.readouterr().out  # by default your own conversations stand alone
     run_stage("sft", source="base", conversations=str(chats), documents_every=3, num_iterations=2, out_tag="beside")
     assert "and one row in 3 of tinyworld:3,more:1" in capsys.readouterr().out
+    own = {"conversations": str(chats), "documents": "more", "documents_every": 2}
+    run_stage("sft", source="base", num_iterations=2, out_tag="other", **own)
+    assert "and one row in 2 of more" in capsys.readouterr().out
 
 
 def test_a_mixture_without_its_tokenizer_names_the_command_that_trains_it(base_folder):

@@ -46,8 +46,8 @@ class PolicyFlags:
     advantage: Literal["mean", "normalized"] = "mean"
     """mean: the reward minus the mean of the problem's replies; normalized: divided by their deviation too"""
     kl: float = 0.0
-    """how strongly tokens are pulled back to the model that RL starts from (GRPO's KL term), a second copy of which
-    is kept; 0: not at all"""
+    """how strongly tokens are pulled back to the model that RL starts from (GRPO's KL term); 0: not at all.
+    A copy of that model is kept"""
     average: Average = "token"
     """how the losses of tokens are averaged; token: over all tokens of the step; reply: within each reply first.
     limit: their sum is divided by the number of replies times max_new_tokens"""

@@ -100,9 +100,7 @@ def roll_out(
         for at in _trained(flat, len(numbers), policy.oversample, compute)
         for reply, advantage in zip(completions[members[at]], judged[at], strict=True)
     ]
-    divergence = 0.0
-    if reference is not None:
-        kept, divergence = anchored(kept, policy.kl, reference, compute)
+    kept, divergence = (kept, 0.0) if reference is None else anchored(kept, policy.kl, reference, compute)
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     speaking = sum(any(sample.weights) for sample in kept)
     lengths = [len(reply.tokens) for reply in completions]
@@ -117,12 +115,7 @@ def roll_out(
     kept = [
         replace(sample, weights=averaged(sample.weights, policy.average, targets, replies, limit)) for sample in kept
     ]
-    extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
-    if groups is None:
-        batches = [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, tokenizer.bos, compute)]
-    else:
-        batches = pack(kept, device_batch_size, tokenizer.bos, compute, policy.loss == "ppo", len(extras) > 1)
-        extras += Tree._fields
+    batches, extras = _batches(kept, device_batch_size, tokenizer.bos, compute, policy, groups is not None)
     rollouts = Rollouts(batches, int(targets), reward / count, length / count, surprise / max(free, 1),
                         flat_all / of_all, cut_all / count, extras,
                         None if reference is None else divergence / max(targets, 1))  # fmt: skip
@@ -136,6 +129,17 @@ def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute
     marks[compute.rank :: compute.world_size] = [float(not each) for each in flat]
     worth = [number for number, mark in enumerate(parallel.total(marks, compute)) if mark][: total // oversample]
     return [number // compute.world_size for number in worth if number % compute.world_size == compute.rank]
+
+
+def _batches(
+    kept: Sequence[Sample], device_batch_size: int, pad: int, compute: Compute, policy: PolicyFlags, trees: bool
+) -> tuple[list[tuple[Tensor, ...]], tuple[str, ...]]:
+    """The micro-batches of a step, and the names of their tensors behind inputs and targets."""
+    extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
+    if trees:
+        batches = pack(kept, device_batch_size, pad, compute, policy.loss == "ppo", len(extras) > 1)
+        return batches, extras + Tree._fields
+    return [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, pad, compute)], extras
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
