@@ -143,14 +143,14 @@ def _batches(
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, with equal samples of equal sign merged into one and their weights added.
+    """The samples, with equal samples whose tokens have weights of equal sign merged into one and their weights added.
 
     Short replies are often the same. The gradient is linear in the weights, and of a clipped ratio it is so as long as
     the weights keep their sign.
     """
-    found: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sample] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], Sample] = {}
     for sample in samples:
-        key = (tuple(sample.prompt), tuple(sample.completion.tokens), max(sample.weights, default=0.0) > 0)
+        key = (tuple(sample.prompt), tuple(sample.completion.tokens), tuple(weight > 0 for weight in sample.weights))
         before = found.get(key)
         if before is not None:
             weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]

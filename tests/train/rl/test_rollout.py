@@ -258,11 +258,12 @@ def test_equal_replies_to_a_prompt_are_trained_once_with_their_weights_added():
         sample([1, 2], [3, 4], [0.125, 0.0]),
         sample([1], [2, 3, 4], [1.0, 1.0, 1.0]),  # the same tokens, but another prompt
         sample([1], [2, 3, 4], [-0.5, -0.5, -0.5]),  # a clipped ratio treats this sign in another way
+        sample([1], [2, 3, 4], [0.5, -0.5, 0.5]),  # the pull of --kl differs from token to token
     ]
     found = [(s.prompt, s.completion.tokens, s.weights) for s in rollout.merged(given)]
     assert found == [
         ([1, 2], [3, 4], [0.625, 0.0]), ([1, 2], [3, 5], [-0.25, -0.25]), ([1], [2, 3, 4], [1.0] * 3),
-        ([1], [2, 3, 4], [-0.5] * 3),
+        ([1], [2, 3, 4], [-0.5] * 3), ([1], [2, 3, 4], [0.5, -0.5, 0.5]),
     ]  # fmt: skip
 
 
