@@ -119,6 +119,20 @@ def test_several_samples_count_as_right_if_one_is():
     assert [len(row) for row in score.grades] == [3] * 4
 
 
+def test_min_p_leaves_out_unlikely_tokens_and_is_among_the_settings_of_an_answer(base_folder):
+    tiny_checkpoint()
+
+    def replies(**flags: float) -> list[Any]:
+        ask = Config(task_name="calculator", max_new_tokens=6, max_problems=4, again=True, **flags)  # type: ignore[arg-type]
+        chat_eval.chat_eval(ask, on_cpu())
+        head, lines = read_records(base_folder / "records" / "sft-d2-000003" / "calculator.jsonl")
+        assert head["about"]["settings"]["min_p"] == flags.get("min_p", 0)
+        return [line["answer"] for line in lines]
+
+    likeliest = replies()
+    assert replies(temperature=1.0, min_p=1.0) == likeliest != replies(temperature=1.0)
+
+
 def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):
     tiny_checkpoint()
     flags = "-i sft -a ARC-Easy|SpellingBee -t 0 -m 3 -n 1 -k 50 -b 2 -g d2 -s 3 -x 2"
