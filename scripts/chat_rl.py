@@ -92,7 +92,7 @@ def train(cfg: Config, compute: Compute) -> None:
         log(f"step {line['step']:05d} | {score}")
 
     replies, key = sampled * cfg.num_samples, rollout.task_key(task)
-    groups = Groups(sampler.model, tokenizer) if over_trees(cfg.trees, cfg.loss, model, compute) else None
+    groups = Groups(sampler.model, tokenizer) if over_trees(cfg.trees, model, compute) else None
     stage.objective = cfg.objective if groups is None else OverTrees(cfg.objective)
     stage.set_up(model, tokenizer, cfg, cfg.init_lr_frac)
     stage.resume(Work(steps, replies, sampled, key, cfg.eval_every, measure, measures_first=True))

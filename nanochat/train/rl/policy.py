@@ -154,9 +154,10 @@ class PolicyLoss:
     def __call__(
         self,
         model: nn.Module,
-        inputs: Tensor,  # (B, T), one reply a row
-        targets: Tensor,  # (B, T), -1 = not trained
-        **extras: Tensor,  # weights, and sampled, the sampler's log-probability of each target; (B, T) each
+        inputs: Tensor,  # (B, T), one reply a row, or trees of replies
+        targets: Tensor,  # (B, T), or (N,) of trees; -1 = not trained
+        **extras: Tensor,  # weights, and sampled, the sampler's log-probability of each target, shaped like targets;
+        # gspo over trees: replies, the number of each target's reply, below N
     ) -> Tensor:  # (3,)
         """The sums over all targets of the loss, of clipped tokens and of the shift."""
         weights, sampled = extras["weights"], extras["sampled"]
@@ -165,8 +166,7 @@ class PolicyLoss:
         moved = torch.where(trained, logprobs - sampled, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         shift = moved.exp() - 1 - moved
         if self.kind == "gspo":  # the ratio of a reply is the geometric mean of its tokens' ratios
-            count = trained.sum(dim=1, keepdim=True).clamp_min(1)
-            moved = (moved.sum(dim=1, keepdim=True) / count).expand_as(moved)
+            moved = _mean_of_reply(moved, trained, extras.get("replies"))
         ratio = moved.exp()
         if self.kind == "cispo":
             gains = ratio.detach().clamp_max(1 + self.high) * weights * logprobs
@@ -177,3 +177,12 @@ class PolicyLoss:
             clipped = bounded * weights < ratio * weights
         sums = (-torch.where(trained, gains, 0.0), (clipped & trained).float(), torch.where(trained, shift, 0.0))
         return torch.stack([each.sum() for each in sums])
+
+
+def _mean_of_reply(values: Tensor, trained: Tensor, replies: Tensor | None) -> Tensor:
+    """For each target the mean over its reply's trained targets; replies are rows, or told apart by their numbers."""
+    if replies is None:
+        return (values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(values)
+    sums = torch.zeros_like(values).index_add(0, replies, values)
+    counts = torch.zeros_like(values).index_add(0, replies, trained.to(values.dtype))
+    return (sums / counts.clamp_min(1))[replies]

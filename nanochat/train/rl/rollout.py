@@ -19,7 +19,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train.rl.anchor import anchored
 from nanochat.train.rl.groups import Groups
 from nanochat.train.rl.policy import PolicyFlags, advantages, averaged, shaped, shuffled, token_weights
-from nanochat.train.rl.trees import Sample, pack
+from nanochat.train.rl.trees import APART, Sample, pack
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
 
@@ -137,8 +137,10 @@ def _batches(
     """The micro-batches of a step, and the names of their tensors behind inputs and targets."""
     extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
     if trees:
-        batches = pack(kept, device_batch_size, pad, compute, policy.loss == "ppo", len(extras) > 1)
-        return batches, extras + Tree._fields
+        apart = APART[policy.loss]
+        given = merged(kept) if apart == "replies" else kept
+        batches = pack(given, device_batch_size, pad, compute, apart, len(extras) > 1)
+        return batches, extras + (("replies",) if apart == "replies" else ()) + Tree._fields
     return [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, pad, compute)], extras
 
 

@@ -7,7 +7,7 @@ better and worse replies share with opposite weights drops out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups 
 ROW = 128  # tokens of a row, if no tree is larger
 GRAIN, TARGETS = 4, 64  # passes have multiples of so many rows and targets, so that few shapes occur
 NOTHING = 1e-9  # a sum of weights below this is what rounding has left
+
+# Which targets of a place are not summed: those of weights that differ in sign, or those of different replies.
+Apart = Literal["none", "signs", "replies"]
+APART: dict[str, Apart] = {"reinforce": "none", "cispo": "none", "ppo": "signs", "gspo": "replies"}
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,14 @@ class OverTrees:
         return self.objective(cast(nn.Module, partial(model, tree=tree)), inputs, targets, **extras)
 
 
-def over_trees(wanted: bool | None, loss: str, model: Model, compute: Compute) -> bool:
-    """Whether replies are sampled and trained as trees; `wanted` None means: on CPUs, where that is possible.
+def over_trees(wanted: bool | None, model: Model, compute: Compute) -> bool:
+    """Whether replies are sampled and trained as trees; `wanted` None means: on CPUs, where the model can read trees.
 
     UserError (code 2) if it is wanted and not possible.
     """
-    why_not = ""
-    if not model.takes_trees:
-        why_not = "this family of models reads rows only"
-    elif loss == "gspo":
-        why_not = "--loss=gspo weighs whole replies"
-    if wanted and why_not:
-        raise UserError(f"--trees was asked for, but {why_not}. Leave --trees out", exit_code=2)
-    return not why_not and (compute.platform.is_host if wanted is None else wanted)
+    if wanted and not model.takes_trees:
+        raise UserError("--trees was asked for, but this family of models reads rows only. Leave --trees out", 2)
+    return model.takes_trees and (compute.platform.is_host if wanted is None else wanted)
 
 
 @dataclass
@@ -76,20 +75,24 @@ class _Growing:
     tokens: list[int]
     parents: list[int]
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # place, token -> the token's place
-    targets: dict[tuple[int, int, bool], list[float]] = field(default_factory=dict)  # -> weight, log-probability
+    # place, token and what is kept apart (a sign, or the number of the reply) -> weight, log-probability
+    targets: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    replies: int = 0  # number of replies that were added
 
-    def add(self, sample: Sample, apart: bool) -> None:
-        """Add a reply; with `apart`, weights of different sign are not summed."""
+    def add(self, sample: Sample, apart: Apart) -> None:
+        """Add a reply."""
         at, reply = len(sample.prompt) - 1, sample.completion
         for token, weight, logprob in zip(reply.tokens, sample.weights, reply.logprobs, strict=True):
             if weight:
-                self.targets.setdefault((at, token, apart and weight > 0), [0.0, logprob])[0] += weight
+                kept = {"none": 0, "signs": int(weight > 0), "replies": self.replies}[apart]
+                self.targets.setdefault((at, token, kept), [0.0, logprob])[0] += weight
             child = self.children.get((at, token))
             if child is None:
                 child = self.children[at, token] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(at)
             at = child
+        self.replies += 1
 
     def pruned(self) -> "_Growing":
         """The tree without targets that weigh nothing, and without tokens that no target needs."""
@@ -104,11 +107,12 @@ class _Growing:
         kept = [place for place, wanted in enumerate(needed) if wanted]
         return _Growing(
             [self.tokens[place] for place in kept], [numbers[self.parents[place]] for place in kept],
-            targets={(numbers[place], token, sign): value for (place, token, sign), value in targets.items()},
+            targets={(numbers[place], token, kept): value for (place, token, kept), value in targets.items()},
+            replies=self.replies,
         )  # fmt: skip
 
 
-def grow(samples: Sequence[Sample], apart: bool) -> list[_Growing]:
+def grow(samples: Sequence[Sample], apart: Apart) -> list[_Growing]:
     """Trees of all samples, each of one prompt; trees that train nothing are left out."""
     grown: list[_Growing] = []
     latest: dict[tuple[int, ...], _Growing] = {}
@@ -125,12 +129,13 @@ def grow(samples: Sequence[Sample], apart: bool) -> list[_Growing]:
 
 
 def pack(
-    samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: bool, sampled: bool
+    samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
 ) -> list[tuple[Tensor, ...]]:
     """Samples as passes of inputs, targets, weights, with `sampled` the sampler's log-probabilities, and a Tree.
 
     A pass has at most as many tokens as `replies` rows of the longest sample. Every rank gets the same number of
-    passes. `apart` keeps weights of different sign apart, for a loss that is not linear in them.
+    passes. `apart` keeps weights apart in which the loss is not linear; for "replies", the number of each target's
+    reply comes before the Tree.
     """
     trees = sorted(grow(samples, apart), key=lambda tree: -len(tree.tokens))
     T = max(len(trees[0].tokens) if trees else 0, ROW)
@@ -141,10 +146,8 @@ def pack(
     counts = [0.0] * compute.world_size
     counts[compute.rank] = float(-(-len(rows) // most))
     passes = int(max(parallel.total(counts, compute)))
-    return [
-        tuple(device.pin(tensor, compute) for tensor in _pass(rows[i * most : (i + 1) * most], T, most, pad, sampled))
-        for i in range(passes)
-    ]
+    filled = (_pass(rows[i * most : (i + 1) * most], T, most, pad, apart, sampled) for i in range(passes))
+    return [tuple(device.pin(tensor, compute) for tensor in tensors) for tensors in filled]
 
 
 def _rows(trees: Sequence[_Growing], T: int) -> list[list[_Growing]]:
@@ -162,13 +165,14 @@ def _rows(trees: Sequence[_Growing], T: int) -> list[list[_Growing]]:
     return rows
 
 
-def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, sampled: bool) -> list[Tensor]:
+def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart: Apart, sampled: bool) -> list[Tensor]:
     """The tensors of one pass, as pack() orders them."""
     height = min(max(-(-len(rows) // GRAIN), 1) * GRAIN, most)
     inputs = np.full((height, T), pad, dtype=np.int64)
     parents = np.tile(np.arange(T), (height, 1))
     seen = np.tile(np.eye(T, dtype=bool), (height, 1, 1))
-    found: list[tuple[int, int, float, float]] = []  # place, target, weight, log-probability
+    found: list[tuple[int, int, float, float, int]] = []  # place, target, weight, log-probability, reply
+    before = 0  # replies
     for number, row in enumerate(rows):
         start = 0
         for tree in row:
@@ -179,11 +183,12 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, sampl
             for place, parent in enumerate(tree.parents[1:], 1):
                 here[start + place, start : start + place] = here[start + parent, start : start + place]
             first = number * T + start
-            found += [(first + at, token, sums[0], sums[1]) for (at, token, _), sums in tree.targets.items()]
-            start = end
+            found += [(first + at, token, *sums, before + kept) for (at, token, kept), sums in tree.targets.items()]
+            start, before = end, before + tree.replies
     count = max(-(-len(found) // TARGETS), 1) * TARGETS
-    found += [(0, -1, 0.0, 0.0)] * (count - len(found))
-    places, targets, weights, logprobs = (torch.tensor(column) for column in zip(*found, strict=True))
+    found += [(0, -1, 0.0, 0.0, 0)] * (count - len(found))
+    places, targets, weights, logprobs, replies = (torch.tensor(column) for column in zip(*found, strict=True))
     own: list[Any] = [torch.from_numpy(inputs), targets, weights]
     own += [logprobs] if sampled else []
+    own += [replies] if apart == "replies" else []
     return [*own, torch.from_numpy(parents), torch.from_numpy(seen), places]

@@ -27,6 +27,7 @@ from tests.train.rl.test_rollout import NUMBERS, SAMPLING, TOKENIZER, Even, Reco
 LOSSES = (
     PolicyFlags(), PolicyFlags(average="reply"), PolicyFlags(loss="cispo", advantage="normalized"),
     PolicyFlags(loss="ppo", average="limit", clip_low=1e-3, clip_high=1e-3),
+    PolicyFlags(loss="gspo", average="reply"), PolicyFlags(loss="gspo", clip_low=0.1, clip_high=0.1),
 )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcom
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("policy", LOSSES, ids=lambda policy: f"{policy.loss}-{policy.average}")
+@pytest.mark.parametrize("policy", LOSSES, ids=lambda policy: f"{policy.loss}-{policy.average}-{policy.clip_low}")
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_gradient_over_trees_is_that_of_rows(policy: PolicyFlags, moved: bool) -> None:
     check(learned(policy, True, on_cpu(), moved=moved), learned(policy, False, on_cpu(), moved=moved))
@@ -78,8 +79,8 @@ def test_a_qwen_learns_over_trees_what_it_learns_from_rows() -> None:
 
 
 def test_a_qwen_with_deltanets_reads_rows_only() -> None:
-    assert over_trees(None, "reinforce", talkative_qwen(), on_cpu())
-    assert not over_trees(None, "reinforce", tiny_qwen("qwen3.5"), on_cpu())
+    assert over_trees(None, talkative_qwen(), on_cpu())
+    assert not over_trees(None, tiny_qwen("qwen3.5"), on_cpu())
 
 
 def test_the_gradient_over_trees_does_not_depend_on_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,21 +118,25 @@ def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() ->
         sample(prompt, [7, 8, 10, 11], -0.25),
         sample(prompt, [7, 8, 10, 11], -0.25),
     ]
-    (tree,) = trees.grow(given, apart=False)
+    (tree,) = trees.grow(given, "none")
     assert tree.tokens == [*prompt, 7, 8, 10] and tree.parents == [0, 0, 1, 2, 3, 4, 5, 6]
     assert {(place, token): value for (place, token, _), (value, _) in tree.targets.items()} == {
         (6, 9): 0.5, (6, 10): -0.5, (7, 11): -0.5,
     }  # fmt: skip
-    (apart,) = trees.grow(given, apart=True)
+    (apart,) = trees.grow(given, "signs")
     assert {key: value for key, (value, _) in apart.targets.items()} == {
         (4, 7, True): 0.5, (4, 7, False): -0.5, (5, 8, True): 0.5, (5, 8, False): -0.5,
         (6, 9, True): 0.5, (6, 10, False): -0.5, (7, 11, False): -0.5,
     }  # fmt: skip
+    (replies,) = trees.grow(given, "replies")
+    assert {key: value for key, (value, _) in replies.targets.items() if key[0] > 5} == {
+        (6, 9, 0): 0.5, (6, 10, 1): -0.25, (7, 11, 1): -0.25, (6, 10, 2): -0.25, (7, 11, 2): -0.25,
+    }  # fmt: skip
 
 
 def test_a_step_without_anything_to_train_has_no_pass() -> None:
-    assert pack([], 8, TOKENIZER.bos, on_cpu(), apart=False, sampled=False) == []
-    assert pack([sample(words(5, 1), [7], 0.0)], 8, TOKENIZER.bos, on_cpu(), apart=False, sampled=False) == []
+    assert pack([], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
+    assert pack([sample(words(5, 1), [7], 0.0)], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
 
 
 class Rows(GPT):
@@ -140,15 +145,12 @@ class Rows(GPT):
     takes_trees = False
 
 
-def test_trees_are_the_default_where_model_and_loss_allow_them() -> None:
+def test_trees_are_the_default_on_cpus_where_the_model_reads_them() -> None:
     model = talkative()
-    assert over_trees(None, "reinforce", model, on_cpu()) and over_trees(True, "ppo", model, on_cpu())
-    assert not over_trees(False, "reinforce", model, on_cpu())
-    assert not over_trees(None, "gspo", model, on_cpu())
-    assert not over_trees(None, "reinforce", Rows(model.config), on_cpu())
-    assert not over_trees(None, "reinforce", model, pretend(Nvidia()))
-    assert over_trees(True, "reinforce", model, pretend(Nvidia()))
-    with pytest.raises(UserError, match="weighs whole replies"):
-        over_trees(True, "gspo", model, on_cpu())
+    assert over_trees(None, model, on_cpu())
+    assert not over_trees(False, model, on_cpu())
+    assert not over_trees(None, Rows(model.config), on_cpu())
+    assert not over_trees(None, model, pretend(Nvidia()))
+    assert over_trees(True, model, pretend(Nvidia()))
     with pytest.raises(UserError, match="rows only"):
-        over_trees(True, "reinforce", Rows(model.config), on_cpu())
+        over_trees(True, Rows(model.config), on_cpu())
