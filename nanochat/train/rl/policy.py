@@ -165,8 +165,11 @@ class PolicyLoss:
         logprobs = -model(inputs, targets, reduction="none")
         moved = torch.where(trained, logprobs - sampled, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         shift = moved.exp() - 1 - moved
-        if self.kind == "gspo":  # the ratio of a reply is the geometric mean of its tokens' ratios
-            moved = _mean_of_reply(moved, trained, extras.get("replies"))
+        if self.kind == "gspo":
+            # The ratio of a reply is the geometric mean of its tokens' ratios. The gradient goes to each token by its
+            # own weight (the paper's GSPO-token), since --kl pulls the tokens of a reply differently.
+            mean = _mean_of_reply(moved, trained, extras.get("replies")).detach()
+            moved = mean + (moved - moved.detach())
         ratio = moved.exp()
         if self.kind == "cispo":
             gains = ratio.detach().clamp_max(1 + self.high) * weights * logprobs

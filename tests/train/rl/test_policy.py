@@ -130,7 +130,7 @@ def test_losses_and_gradients_are_those_of_the_papers(kind):
 @pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
 def test_before_the_policy_has_moved_every_loss_has_the_gradient_of_reinforce(kind):
     policy = Table(torch.tensor([[-1.0, -2.0, -0.5]]))
-    weights, targets = torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[3, 1, 2]])
+    weights, targets = torch.tensor([[0.5, -0.25, 1.0]]), torch.tensor([[3, 1, 2]])  # unequal, as --kl makes them
     loss, clipped, shift = PolicyLoss(kind, 0.2, 0.28)(
         policy, targets, targets, weights=weights, sampled=policy.logprobs.detach().clone()
     )
