@@ -183,7 +183,8 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart
             for place, parent in enumerate(tree.parents[1:], 1):
                 here[start + place, start : start + place] = here[start + parent, start : start + place]
             first = number * T + start
-            found += [(first + at, token, *sums, before + kept) for (at, token, kept), sums in tree.targets.items()]
+            for (at, token, kept), (weight, logprob) in tree.targets.items():
+                found.append((first + at, token, weight, logprob, before + kept))
             start, before = end, before + tree.replies
     count = max(-(-len(found) // TARGETS), 1) * TARGETS
     found += [(0, -1, 0.0, 0.0, 0)] * (count - len(found))
