@@ -11,10 +11,10 @@ PARTS = ("nanochat/gpt.py", "nanochat/optim.py")  # what every checkout of 2026 
 
 
 def shape_for(side: str, shape: GPTConfig) -> dict[str, Any]:
-    """The fields of a shape for one side; karpathy/nanochat's GPTConfig has no bigrams."""
+    """The fields of a shape for one side; karpathy/nanochat's GPTConfig has neither bigrams nor offset."""
     fields = asdict(shape)
     if side == "upstream":
-        del fields["bigram_rows"]
+        del fields["bigram_rows"], fields["key_offset"]
     return fields
 
 

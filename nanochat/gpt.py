@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.nn import loss
-from nanochat.nn.bigrams import Bigrams, shifted
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
+from nanochat.nn.previous import Bigrams, shifted, with_offset
 from nanochat.nn.together import Linear, Multiply, Pack, Unit, joined
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
@@ -40,14 +40,15 @@ class GPTConfig:
     n_embd: int = 768
     window_pattern: str = "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
     bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
+    key_offset: int = 0  # 1: half of each key is that of the token before
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.n_head % self.n_kv_head:
             raise UserError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.head_dim % 2:
-            raise UserError(f"the head dimension must be even for rotary embeddings, got {self.head_dim}")
+        if self.head_dim % (4 if self.key_offset else 2):
+            raise UserError(f"the head dimension must be a multiple of 2, of 4 with key_offset, got {self.head_dim}")
         if self.n_embd < SMEAR_CHANNELS:
             raise UserError(f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}")
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
@@ -108,8 +109,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, operations: Operations):
         super().__init__()
         self.layer, self.operations = layer, operations
-        self.window = config.windows[layer]
-        self.head_dim = config.head_dim
+        self.window, self.head_dim, self.key_offset = config.windows[layer], config.head_dim, config.key_offset
         kv_dim = config.n_kv_head * config.head_dim
         self.c_q = Linear(config.n_embd, config.n_embd)
         self.c_k = Linear(config.n_embd, kv_dim)
@@ -144,6 +144,8 @@ class Attention(nn.Module):
         else:
             narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
             q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
+        if self.key_offset:
+            k = with_offset(k, shifted(k) if call is None else call.keys_before(self.layer, k))
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         if call is None:
             y = self.operations.attend(q, k, v, self.window, scale)
@@ -234,32 +236,30 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform in +-bound has standard deviation 1/sqrt(C)
 
-        def fill(weight: Tensor, kind: str, size: float) -> None:
-            drawn = torch.empty(weight.shape)
-            if kind == "normal":
-                drawn.normal_(0.0, size, generator=generator)
-            else:
-                drawn.uniform_(0.0 if kind == "positive" else -size, size, generator=generator)
-            weight.copy_(drawn)
+        def uniform(weight: Tensor, low: float, high: float) -> None:
+            weight.copy_(torch.empty(weight.shape).uniform_(low, high, generator=generator))
 
-        fill(self.wte.weight, "normal", 0.8)
-        fill(self.lm_head.weight, "normal", 0.001)
+        def normal(weight: Tensor, deviation: float) -> None:
+            weight.copy_(torch.empty(weight.shape).normal_(0.0, deviation, generator=generator))
+
+        normal(self.wte.weight, 0.8)
+        normal(self.lm_head.weight, 0.001)
         for block in self.blocks:
             for matrix in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
-                fill(matrix.weight, "uniform", bound)
-            fill(block.mlp.c_fc.weight, "uniform", 0.4 * bound)
+                uniform(matrix.weight, -bound, bound)
+            uniform(block.mlp.c_fc.weight, -0.4 * bound, 0.4 * bound)
             block.attn.c_proj.weight.zero_()  # a layer starts as the identity
             block.mlp.c_proj.weight.zero_()
             if block.attn.ve_gate is not None:
-                fill(block.attn.ve_gate.weight, "positive", 0.02)
+                uniform(block.attn.ve_gate.weight, 0.0, 0.02)
         for table in cast(list[nn.Embedding], list(self.value_embeds.values())):
-            fill(table.weight, "uniform", bound)
+            uniform(table.weight, -bound, bound)
         if self.bigrams:
             self.bigrams.weight.zero_()
         depth = torch.arange(self.config.n_layer) / max(self.config.n_layer - 1, 1)
         self.resid_lambdas.copy_(1.15 - 0.10 * depth)
         self.x0_lambdas.copy_(0.20 - 0.15 * depth)
-        fill(self.smear_gate.weight, "positive", 0.02)
+        uniform(self.smear_gate.weight, 0.0, 0.02)
         self.smear_lambda.zero_()
         self.backout_lambda.fill_(0.2)
 
@@ -293,8 +293,8 @@ class GPT(nn.Module):
 
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
-        c = self.config
-        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype or self.dtype)
+        c, dtype = self.config, dtype or self.dtype
+        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype, bool(c.key_offset))
 
     def _embed(self, idx: Tensor) -> Tensor:
         """Normed embeddings (..., C) of tokens (...), before smearing."""

@@ -22,10 +22,10 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-WITH_BIGRAMS = replace(CONFIG, bigram_rows=97)
+WITH_BOTH = replace(CONFIG, bigram_rows=97, key_offset=1)
 
 
-def random_gpt(config: GPTConfig = WITH_BIGRAMS, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
+def random_gpt(config: GPTConfig = WITH_BOTH, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
     """A model with random parameters everywhere, so that every term of the formulas matters."""
     model, generator = GPT(config, dtype), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -77,7 +77,8 @@ def test_value_embeddings_are_on_every_other_layer_and_the_last(layers: int, wit
     [
         ({"n_embd": 33}, "n_embd must be a multiple of n_head, got 33 and 4"),
         ({"n_kv_head": 3}, "n_head must be a multiple of n_kv_head, got 4 and 3"),
-        ({"n_embd": 12, "n_head": 4}, "head dimension must be even"),
+        ({"n_embd": 12, "n_head": 4}, "head dimension must be a multiple of 2, of 4 with key_offset, got 3"),
+        ({"n_embd": 24, "n_head": 4, "key_offset": 1}, "a multiple of 2, of 4 with key_offset, got 6"),
         ({"window_pattern": "SXL"}, "made of S and L, got 'SXL'"),
         ({"window_pattern": ""}, "made of S and L"),
     ],
@@ -88,7 +89,7 @@ def test_impossible_shapes_are_refused(change: dict[str, int], says: str) -> Non
 
 
 def test_bigrams_start_at_zero_and_add_no_flops() -> None:
-    plain, model = GPT(CONFIG), GPT(WITH_BIGRAMS)
+    plain, model = GPT(CONFIG), GPT(WITH_BOTH)
     for one in (plain, model):
         one.init_weights(3)
     assert model.bigrams is not None and not model.bigrams.weight.any()
@@ -202,6 +203,7 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
     H, G, D, n = config.n_head, config.n_kv_head, config.head_dim, config.n_layer
     keys: list[list[list[Tensor]]] = [[[] for _ in range(G)] for _ in range(n)]  # layer, head, place
     values: list[list[list[Tensor]]] = [[[] for _ in range(G)] for _ in range(n)]
+    slows = [[torch.zeros(2, D // 4, dtype=torch.double)] * G for _ in range(n)]  # halves of the keys before
     before, earlier, logits = None, 0, []
     for t, token in enumerate(ids):
         fresh = rms(w["wte.weight"][token])
@@ -222,7 +224,9 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
                     gate = 3 * torch.sigmoid(w[name + "attn.ve_gate.weight"][g] @ a[:12])
                     own = own + gate * w[f"value_embeds.{layer}.weight"][token][g * D : (g + 1) * D]
                 values[layer][g].append(own)
-                keys[layer][g].append(1.2 * rms(rotate(k[g * D : (g + 1) * D], t)))
+                fast, slow = (1.2 * rms(rotate(k[g * D : (g + 1) * D], t))).view(2, 2, -1).unbind(1)
+                keys[layer][g].append(torch.stack((fast, slows[layer][g] if config.key_offset else slow), 1).flatten())
+                slows[layer][g] = slow
             q, heads = w[name + "attn.c_q.weight"] @ a, []
             for h in range(H):
                 g = h // (H // G)
@@ -248,6 +252,7 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
         (replace(CONFIG, n_layer=4, n_kv_head=4, window_pattern="L"), 8),
         (replace(CONFIG, n_layer=1, n_head=1, n_kv_head=1), 8),
         (replace(CONFIG, n_layer=2, n_kv_head=1), 8),
+        (WITH_BOTH, 10),
     ],
 )
 def test_logits_equal_the_formulas(config: GPTConfig, T: int) -> None:
@@ -293,7 +298,7 @@ def test_a_layer_reaches_back_exactly_its_window(layer: int, reach: int) -> None
     cos, sin = (table[None, :, None] for table in Operations().rotary_tables(T, 8, x.device, x.dtype))
     model.blocks[layer].attn(x, None, cos, sin, None)[0, T - 1].sum().backward()
     felt = x.grad[0].abs().sum(dim=-1)
-    first = max(T - 1 - reach, 0)
+    first = max(T - 1 - reach - 1, 0)  # half of the window's first key is of the token before it
     assert (felt[first:] > 0).all()
     assert not felt[:first].any()
 

@@ -21,7 +21,7 @@ MEASURED = 4  # times that a run measures the held-out rows, the last time at it
 TURN = 20  # steps between two reports of progress
 GIGA = 1e9
 # The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
-OURS = ("nanochat/gpt.py", "nanochat/nn/bigrams.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
+OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
         "nanochat/train/optim.py", "nanochat/train/muon.py", "nanochat/train/schedule.py",
         "nanochat/train/update.py")  # fmt: skip
 UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")

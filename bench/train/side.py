@@ -87,7 +87,7 @@ def ours(task: dict[str, Any]) -> Side:
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
-    config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows})
+    config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows, "key_offset": int(cfg.key_offset)})
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]

@@ -22,6 +22,7 @@ LARGEST = {"sequence_len": 1 << 20, "vocab_size": 1 << 24, "n_layer": 1_000, "n_
            "delta_width": 1 << 6}  # fmt: skip
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
+    "key_offset": 1,
     "tied": 1,
     "qkv_bias": 1,
     "qk_norm": 1,

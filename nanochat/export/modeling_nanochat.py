@@ -44,11 +44,12 @@ class NanochatConfig(PretrainedConfig):
         n_embd: int = 768,
         window_pattern: str = "SSSL",
         bigram_rows: int = 0,
+        key_offset: int = 0,
         **rest: Any,
     ) -> None:
         self.sequence_len, self.vocab_size = sequence_len, vocab_size
         self.n_layer, self.n_head, self.n_kv_head, self.n_embd = n_layer, n_head, n_kv_head, n_embd
-        self.window_pattern, self.bigram_rows = window_pattern, bigram_rows
+        self.window_pattern, self.bigram_rows, self.key_offset = window_pattern, bigram_rows, key_offset
         self.use_cache = False
         super().__init__(**{"tie_word_embeddings": False, **rest, "use_cache": False})
 
@@ -82,6 +83,7 @@ class _Attention(nn.Module):
     def __init__(self, config: NanochatConfig, layer: int):
         super().__init__()
         self.head_dim, self.window = config.n_embd // config.n_head, config.window(layer)
+        self.key_offset = config.key_offset
         kv_dim = config.n_kv_head * self.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, kv_dim, bias=False)
@@ -90,9 +92,12 @@ class _Attention(nn.Module):
         gated = config.has_value_embedding(layer)
         self.ve_gate = nn.Linear(VALUE_GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
 
-    def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor, real: Tensor) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v))  # (B, T, H, D)
         q, k = (_norm(_rotate(one, cos, sin)) * QK_SCALE for one in (q, k))
+        if self.key_offset:  # the slowly turning half of a key is that of the token before
+            own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, F.pad(k * real, (0, 0, 0, 0, 1, 0))[:, :-1]))
+            k = torch.stack((own[..., 0, :], earlier[..., 1, :]), dim=-2).flatten(-3)
         if value is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
@@ -184,7 +189,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         for i, block in enumerate(cast(list[Any], list(self.h))):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
             value = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            x = x + block.attn(_norm(x), value, cos, sin, seen)
+            x = x + block.attn(_norm(x), value, cos, sin, seen, real[..., None, None])
             x = x + block.mlp(_norm(x))
             if i == config.n_layer // 2:
                 middle = x

@@ -16,7 +16,8 @@ class Cache:
     k and v are [layers, slots, T, Hkv, D]. `positions` (slots,) counts the tokens that a slot holds, and `last`
     (slots,) is the id of the slot's last token, 0 for an empty slot. `states` lists every tensor that has one row per
     slot and changes with each token, whatever the slot's length; a family of models may append its own. A forward pass
-    reads and writes a contiguous range of slots.
+    reads and writes a contiguous range of slots. With `begun`, a slot that holds n tokens has n + 1 keys: its last
+    token has begun the key of the next one.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Cache:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        begun: bool = False,
     ):
-        shape = (layers, slots, length, kv_heads, head_dim)
+        self.begun = int(begun)
+        shape = (layers, slots, length + self.begun, kv_heads, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
@@ -62,7 +65,7 @@ class Cache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Make a slot hold what another one holds, which is so many tokens."""
         for entries in (self.k, self.v):
-            entries[:, target, :tokens] = entries[:, source, :tokens]
+            entries[:, target, : tokens + self.begun] = entries[:, source, : tokens + self.begun]
         for state in self.states:
             state[target] = state[source]
 
@@ -71,14 +74,14 @@ class Cache:
         here = self.positions.device
         read, write = (torch.tensor(slots).to(here, non_blocking=True) for slots in (sources, targets))
         for entries in (self.k, self.v):
-            held = entries[:, :, :tokens]
+            held = entries[:, :, : tokens + self.begun]
             held.index_copy_(1, write, held.index_select(1, read))
         for state in self.states:
             state.index_copy_(0, write, state.index_select(0, read))
 
     def take(self, slot: int, tokens: int) -> list[Tensor]:
         """A copy of all that a slot holds, which is so many tokens, for put()."""
-        entries = [held[:, slot, :tokens].clone() for held in (self.k, self.v)]
+        entries = [held[:, slot, : tokens + self.begun].clone() for held in (self.k, self.v)]
         return [*entries, *(state[slot].clone() for state in self.states)]
 
     def put(self, slot: int, taken: list[Tensor]) -> None:
@@ -147,6 +150,14 @@ class CacheCall:
     def finish(self) -> None:
         """Count the tokens that each slot has gained."""
         self.cache.positions[self.slots] += self.places.size(1) if self.lengths is None else self.lengths
+
+    def keys_before(self, layer: int, k: Tensor) -> Tensor:  # (B, T, Hkv, D), as the result
+        """The key of the token before each new token, zeros for a sequence's first. Only what with_offset() takes of
+        the first one can be relied on: it comes from the cache, where the last new token begins the next key."""
+        held = self.cache.k[layer, self.slots]
+        first = held[self.rows, self.places[:, :1]]  # nothing begins the key at place 0, so it is zero there
+        held[self.rows, self.places[:, -1:] + 1] = k[:, -1:].to(held.dtype)
+        return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
         """Write the new keys and values, then attend to all that the rows hold; shapes as in Operations.attend."""

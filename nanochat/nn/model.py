@@ -47,6 +47,10 @@ class TreeCall:
             parents, begins = parents[..., None].expand_as(x), begins[..., None]
         return x.gather(1, parents).masked_fill(begins, 0)
 
+    def keys_before(self, layer: int, k: Tensor) -> Tensor:  # (B, T, Hkv, D), as the result
+        """The key of the token before each token; zeros where a sequence begins."""
+        return self.before(k.flatten(2)).view_as(k)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
         """Attend to the tokens that each token sees; shapes as in Operations.attend."""
         if window not in self.masks:
