@@ -79,6 +79,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
+def _shifted(x: Tensor, real: Tensor) -> Tensor:  # (B, T, ...), (B, T)
+    """What the token before each place has in `x`; zeros where there is none or padding."""
+    kept = x * real.view(*real.shape, *(1 for _ in x.shape[2:]))
+    return torch.cat((torch.zeros_like(x[:, :1]), kept[:, :-1]), dim=1)
+
+
 class _Attention(nn.Module):
     def __init__(self, config: NanochatConfig, layer: int):
         super().__init__()
@@ -96,7 +102,7 @@ class _Attention(nn.Module):
         q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v))  # (B, T, H, D)
         q, k = (_norm(_rotate(one, cos, sin)) * QK_SCALE for one in (q, k))
         if self.key_offset:  # the slowly turning half of a key is that of the token before
-            own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, F.pad(k * real, (0, 0, 0, 0, 1, 0))[:, :-1]))
+            own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, _shifted(k, real)))
             k = torch.stack((own[..., 0, :], earlier[..., 1, :]), dim=-2).flatten(-3)
         if value is not None and self.ve_gate is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_GATE_CHANNELS]))
@@ -178,18 +184,16 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         seen = (causal & real[:, None, None, :]) | itself  # (B, 1, T, T)
 
         x = _norm(self.wte(idx))
-        before = F.pad(x[:, :-1] * real[:, :-1, None], (0, 0, 1, 0))
         gate = self.smear_lambda.to(dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + gate * before
+        x = x + gate * _shifted(x, real)
         if self.bigrams is not None:  # of each token and the one before, by a hash
-            earlier = F.pad((idx * real)[:, :-1], (1, 0))
-            rows = (earlier * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]) % self.config.bigram_rows
+            rows = (_shifted(idx, real) * BIGRAM_FACTORS[0] + idx * BIGRAM_FACTORS[1]) % self.config.bigram_rows
             x = x + self.bigrams(rows)
         x0 = middle = x
         for i, block in enumerate(cast(list[Any], list(self.h))):
             x = self.resid_lambdas[i].to(dtype) * x + self.x0_lambdas[i].to(dtype) * x0
             value = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            x = x + block.attn(_norm(x), value, cos, sin, seen, real[..., None, None])
+            x = x + block.attn(_norm(x), value, cos, sin, seen, real)
             x = x + block.mlp(_norm(x))
             if i == config.n_layer // 2:
                 middle = x

@@ -26,7 +26,8 @@ CPU = on_cpu()
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A checkpoint with windows, grouped heads, value embeddings and bigrams. Its context is longer than a window."""
+    """A checkpoint with windows, grouped heads, value embeddings, bigrams and key offset. Its context is longer than a
+    window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
         tiny_checkpoint("sft", bigram_rows=211, key_offset=1)
