@@ -242,8 +242,8 @@ smoke)
 tinyworld | tinyworld-small)
     tag=speedrun$of_family
     tokens=7500000
-    # With an offset in its keys the model answers fewer Chinese questions in new wordings (dev/LOG.md).
-    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=520 --no_key_offset)
+    # With an offset in the keys of every layer it answers fewer Chinese questions in new wordings (dev/LOG.md).
+    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=520 --offset_layers=1)
     mid_flags=(--total_batch_size=4096 --num_iterations=1000)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
@@ -251,7 +251,7 @@ tinyworld | tinyworld-small)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small$of_family
         tokens=2800000
-        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=240 --no_key_offset)
+        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=240 --offset_layers=1)
         mid_flags=(--total_batch_size=4096 --num_iterations=330)
         sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110)
     fi

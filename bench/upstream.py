@@ -14,7 +14,7 @@ def shape_for(side: str, shape: GPTConfig) -> dict[str, Any]:
     """The fields of a shape for one side; karpathy/nanochat's GPTConfig has neither bigrams nor offset."""
     fields = asdict(shape)
     if side == "upstream":
-        del fields["bigram_rows"], fields["key_offset"]
+        del fields["bigram_rows"], fields["offset_layers"]
     return fields
 
 

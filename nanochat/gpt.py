@@ -40,17 +40,19 @@ class GPTConfig:
     n_embd: int = 768
     window_pattern: str = "SSSL"  # repeated over the layers: L sees everything, S a quarter; the last is always L
     bigram_rows: int = 0  # of the table of hashed pairs of tokens; 0: the model has none
-    key_offset: int = 0  # 1: half of each key is that of the token before
+    offset_layers: int = 0  # of the first layers, where half of each key is that of the token before
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.n_head % self.n_kv_head:
             raise UserError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.head_dim % (4 if self.key_offset else 2):
-            raise UserError(f"the head dimension must be a multiple of 2, of 4 with key_offset, got {self.head_dim}")
+        if self.head_dim % (4 if self.offset_layers else 2):
+            raise UserError(f"the head dimension must be a multiple of 2, of 4 with offset_layers, got {self.head_dim}")
         if self.n_embd < SMEAR_CHANNELS:
             raise UserError(f"n_embd must be at least {SMEAR_CHANNELS}, which the smear gate reads, got {self.n_embd}")
+        if not 0 <= self.offset_layers <= self.n_layer:
+            raise UserError(f"offset_layers must be from 0 to {self.n_layer}, n_layer, got {self.offset_layers}", 2)
         if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
             raise UserError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
 
@@ -109,7 +111,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, operations: Operations):
         super().__init__()
         self.layer, self.operations = layer, operations
-        self.window, self.head_dim, self.key_offset = config.windows[layer], config.head_dim, config.key_offset
+        self.window, self.head_dim, self.offset = config.windows[layer], config.head_dim, layer < config.offset_layers
         kv_dim = config.n_kv_head * config.head_dim
         self.c_q = Linear(config.n_embd, config.n_embd)
         self.c_k = Linear(config.n_embd, kv_dim)
@@ -144,7 +146,7 @@ class Attention(nn.Module):
         else:
             narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
             q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
-        if self.key_offset:
+        if self.offset:
             k = with_offset(k, shifted(k) if call is None else call.keys_before(self.layer, k))
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         if call is None:
@@ -218,11 +220,9 @@ class GPT(nn.Module):
         self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
         self.lm_head = Head(config, operations)
         self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None
-        self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
-        self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(config.n_layer)) for _ in range(2))
         self.smear_gate = Linear(SMEAR_CHANNELS, 1)
-        self.smear_lambda = nn.Parameter(torch.empty(1))
-        self.backout_lambda = nn.Parameter(torch.empty(1))
+        self.smear_lambda, self.backout_lambda = (nn.Parameter(torch.empty(1)) for _ in range(2))
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -294,7 +294,7 @@ class GPT(nn.Module):
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, by default in the compute dtype."""
         c, dtype = self.config, dtype or self.dtype
-        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype, bool(c.key_offset))
+        return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype, bool(c.offset_layers))
 
     def _embed(self, idx: Tensor) -> Tensor:
         """Normed embeddings (..., C) of tokens (...), before smearing."""

@@ -36,9 +36,10 @@ class Config(BatchFlags, StageFlags):
     bigram_rows: int = 0
     """rows of a table of embeddings that pairs of tokens share by a hash, such as 16 for each entry of the vocabulary;
     0: none. They cost memory and no FLOPs, and help where the text is read about once. A Qwen3 has none"""
-    key_offset: bool = True
-    """take half of each key from the token before, so that one layer finds what followed the same token earlier.
-    Models learn in fewer steps to repeat and to continue. A Qwen3 has none"""
+    offset_layers: int | Auto = "auto"
+    """number of layers, from the first, that take half of each key from the token before; auto: all. Such a layer finds
+    by itself what followed the same token earlier, so models learn in fewer steps to repeat and to continue. 0: none,
+    as in a Qwen3"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
     num_iterations: int | None = None
@@ -69,7 +70,7 @@ def train(cfg: Config, compute: Compute) -> None:
     # The model's shape, how a step is split, and how long the run is
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, cfg.window_pattern,
                                tokenizer.vocab_size, corpus.name, compute, cfg.family, cfg.bigram_rows,
-                               int(cfg.key_offset))  # fmt: skip
+                               cfg.offset_layers)  # fmt: skip
     if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
         log("llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
             "train the tokenizer with --pattern qwen2")  # fmt: skip

@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    return tiny_gpt(TOKENIZER.vocab_size, LENGTH, bigram_rows=211, key_offset=1)
+    return tiny_gpt(TOKENIZER.vocab_size, LENGTH, bigram_rows=211, offset_layers=1)
 
 
 def cold(model: GPT, prompt: list[int], sampling: Sampling = GREEDY) -> Completion:

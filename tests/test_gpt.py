@@ -22,7 +22,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-WITH_BOTH = replace(CONFIG, bigram_rows=97, key_offset=1)
+WITH_BOTH = replace(CONFIG, bigram_rows=97, offset_layers=2)
 
 
 def random_gpt(config: GPTConfig = WITH_BOTH, seed: int = 5, dtype: torch.dtype = torch.float32) -> GPT:
@@ -77,8 +77,9 @@ def test_value_embeddings_are_on_every_other_layer_and_the_last(layers: int, wit
     [
         ({"n_embd": 33}, "n_embd must be a multiple of n_head, got 33 and 4"),
         ({"n_kv_head": 3}, "n_head must be a multiple of n_kv_head, got 4 and 3"),
-        ({"n_embd": 12, "n_head": 4}, "head dimension must be a multiple of 2, of 4 with key_offset, got 3"),
-        ({"n_embd": 24, "n_head": 4, "key_offset": 1}, "a multiple of 2, of 4 with key_offset, got 6"),
+        ({"n_embd": 12, "n_head": 4}, "head dimension must be a multiple of 2, of 4 with offset_layers, got 3"),
+        ({"n_embd": 24, "n_head": 4, "offset_layers": 1}, "a multiple of 2, of 4 with offset_layers, got 6"),
+        ({"offset_layers": 4}, "offset_layers must be from 0 to 3, n_layer, got 4"),
         ({"window_pattern": "SXL"}, "made of S and L, got 'SXL'"),
         ({"window_pattern": ""}, "made of S and L"),
     ],
@@ -225,7 +226,9 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
                     own = own + gate * w[f"value_embeds.{layer}.weight"][token][g * D : (g + 1) * D]
                 values[layer][g].append(own)
                 fast, slow = (1.2 * rms(rotate(k[g * D : (g + 1) * D], t))).view(2, 2, -1).unbind(1)
-                keys[layer][g].append(torch.stack((fast, slows[layer][g] if config.key_offset else slow), 1).flatten())
+                keys[layer][g].append(
+                    torch.stack((fast, slows[layer][g] if layer < config.offset_layers else slow), 1).flatten()
+                )
                 slows[layer][g] = slow
             q, heads = w[name + "attn.c_q.weight"] @ a, []
             for h in range(H):

@@ -62,7 +62,7 @@ PIECE = 10_000  # characters
 HELD_OUT = 128  # rows
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
 APPLIED = ("unembedding_lr", "embedding_lr", "matrix_lr", "matrix_optimizer", "scalar_lr", "weight_decay",
-           "warmup_steps", "warmdown_ratio", "final_lr_frac", "bigram_rows", "key_offset")  # fmt: skip
+           "warmup_steps", "warmdown_ratio", "final_lr_frac", "bigram_rows", "offset_layers")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def ours(task: dict[str, Any]) -> Side:
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
-    config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows, "key_offset": int(cfg.key_offset)})
+    offset = task["shape"]["n_layer"] if cfg.offset_layers == "auto" else cfg.offset_layers
+    config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows, "offset_layers": offset})
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]

@@ -22,7 +22,7 @@ LARGEST = {"sequence_len": 1 << 20, "vocab_size": 1 << 24, "n_layer": 1_000, "n_
            "delta_width": 1 << 6}  # fmt: skip
 MAY_BE_ZERO = {
     "bigram_rows": 1 << 30,
-    "key_offset": 1,
+    "offset_layers": 1_000,
     "tied": 1,
     "qkv_bias": 1,
     "qk_norm": 1,
@@ -63,6 +63,9 @@ def _fits(name: str, value: Any) -> bool:
 def checked_shape(kind: type[Shape], shape: Mapping[str, Any], where: str) -> Shape:
     """The configuration that a file describes. UserError, which names the file `where`, if a value has a wrong type or
     is out of bounds."""
+    if "key_offset" in shape:  # of a checkpoint of 2026-11-24, whose layers all had an offset, or none
+        rest = {name: value for name, value in shape.items() if name != "key_offset"}
+        shape = rest | {"offset_layers": shape.get("n_layer") if shape["key_offset"] else 0}
     names = {field.name for field in fields(kind)}
     wrong = [f"{name} is {reprlib.repr(value)}" for name, value in shape.items()
              if name not in names or not _fits(name, value)]  # fmt: skip

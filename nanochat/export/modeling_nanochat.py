@@ -44,12 +44,12 @@ class NanochatConfig(PretrainedConfig):
         n_embd: int = 768,
         window_pattern: str = "SSSL",
         bigram_rows: int = 0,
-        key_offset: int = 0,
+        offset_layers: int = 0,
         **rest: Any,
     ) -> None:
         self.sequence_len, self.vocab_size = sequence_len, vocab_size
         self.n_layer, self.n_head, self.n_kv_head, self.n_embd = n_layer, n_head, n_kv_head, n_embd
-        self.window_pattern, self.bigram_rows, self.key_offset = window_pattern, bigram_rows, key_offset
+        self.window_pattern, self.bigram_rows, self.offset_layers = window_pattern, bigram_rows, offset_layers
         self.use_cache = False
         super().__init__(**{"tie_word_embeddings": False, **rest, "use_cache": False})
 
@@ -89,7 +89,7 @@ class _Attention(nn.Module):
     def __init__(self, config: NanochatConfig, layer: int):
         super().__init__()
         self.head_dim, self.window = config.n_embd // config.n_head, config.window(layer)
-        self.key_offset = config.key_offset
+        self.offset = layer < config.offset_layers
         kv_dim = config.n_kv_head * self.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, kv_dim, bias=False)
@@ -101,7 +101,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, value: Tensor | None, cos: Tensor, sin: Tensor, seen: Tensor, real: Tensor) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.c_q, self.c_k, self.c_v))  # (B, T, H, D)
         q, k = (_norm(_rotate(one, cos, sin)) * QK_SCALE for one in (q, k))
-        if self.key_offset:  # the slowly turning half of a key is that of the token before
+        if self.offset:  # the slowly turning half of a key is that of the token before
             own, earlier = (keys.unflatten(-1, (2, 2, -1)) for keys in (k, _shifted(k, real)))
             k = torch.stack((own[..., 0, :], earlier[..., 1, :]), dim=-2).flatten(-3)
         if value is not None and self.ve_gate is not None:

@@ -31,7 +31,8 @@ ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer
 
 def model_config(
     depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
-    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt", bigram_rows: int = 0, key_offset: int = 0,
+    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt", bigram_rows: int = 0,
+    offset_layers: int | Auto = "auto",
 ) -> GPTConfig | QwenConfig:  # fmt: skip
     """The shape of a model from its depth and the sizes that override what follows from the depth.
 
@@ -56,7 +57,8 @@ def model_config(
         log(f"max_seq_len: {length} ({why})")
     heads = dim // head
     if kind == "gpt":
-        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, bigram_rows, key_offset)
+        offset = depth if offset_layers == "auto" else offset_layers
+        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, bigram_rows, offset)
     if bigram_rows:
         raise UserError(f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out", exit_code=2)
     if window_pattern not in (WINDOWS, "L"):

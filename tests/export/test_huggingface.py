@@ -30,7 +30,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
-        tiny_checkpoint("sft", bigram_rows=211, key_offset=1)
+        tiny_checkpoint("sft", bigram_rows=211, offset_layers=1)
         return load_model(None, None, None, CPU, torch.float32)
 
 

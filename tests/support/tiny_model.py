@@ -27,12 +27,12 @@ def tiny_tokenizer(vocab_size: int = TINY) -> Tokenizer:
 
 def tiny_gpt(
     vocab_size: int, sequence_len: int = 160, seed: int = 1, dtype: torch.dtype = torch.float32,
-    operations: Operations | None = None, bigram_rows: int = 0, key_offset: int = 0,
+    operations: Operations | None = None, bigram_rows: int = 0, offset_layers: int = 0,
 ) -> GPT:  # fmt: skip
     """A GPT with windows of 128, grouped heads and value embeddings; weights that start at zero are made random."""
     config = GPTConfig(
         sequence_len=sequence_len, vocab_size=vocab_size, n_layer=4, n_head=4, n_kv_head=2, n_embd=32,
-        window_pattern="SL", bigram_rows=bigram_rows, key_offset=key_offset,
+        window_pattern="SL", bigram_rows=bigram_rows, offset_layers=offset_layers,
     )  # fmt: skip
     model = GPT(config, dtype, operations)
     model.init_weights(seed)
@@ -75,11 +75,11 @@ def pretend(platform: Platform, **fields: Any) -> Compute:
 
 def tiny_checkpoint(
     stage: str = "sft", step: int = 3, corpus: str = "tinyworld", sequence_len: int = 160, tag: str = "d2",
-    bigram_rows: int = 0, key_offset: int = 0,
+    bigram_rows: int = 0, offset_layers: int = 0,
 ) -> None:  # fmt: skip
     """Save a checkpoint of the tiny model in the base folder."""
     tokenizer = tiny_tokenizer()
-    model = tiny_gpt(tokenizer.vocab_size, sequence_len, bigram_rows=bigram_rows, key_offset=key_offset)
+    model = tiny_gpt(tokenizer.vocab_size, sequence_len, bigram_rows=bigram_rows, offset_layers=offset_layers)
     optimizers = Optimizers(model, model.parameter_roles(), model.config.n_embd, Rates(), 1.0, torch.float32)
     meta = make_meta(stage, model.config, {"corpus": corpus}, step, {})
     save_checkpoint(checkpoint_dir(stage, tag), step, model, optimizers, tokenizer, meta, on_cpu())

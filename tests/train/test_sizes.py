@@ -47,7 +47,7 @@ def test_overrides_are_taken() -> None:
     assert shape(4, head_dim=128).n_head == 2
     assert (config.vocab_size, config.window_pattern) == (2048, "SSSL")
     assert config.bigram_rows == 0 and shape(4, bigram_rows=99).bigram_rows == 99
-    assert config.key_offset == 0 and shape(4, key_offset=1).key_offset == 1
+    assert config.offset_layers == 4 and shape(4, offset_layers=1).offset_layers == 1
 
 
 def test_bigrams_that_cannot_be_are_refused() -> None:

@@ -17,7 +17,7 @@ PROMPTS = [words(3, 1), words(9, 2), words(30, 3), words(9, 4), [5]]
 
 def model_with(**factors: float) -> GPT:
     """A model that says some special tokens more often."""
-    model = tiny_gpt(TOKENIZER.vocab_size, bigram_rows=211, key_offset=1)
+    model = tiny_gpt(TOKENIZER.vocab_size, bigram_rows=211, offset_layers=1)
     with torch.no_grad():
         for role, factor in factors.items():
             model.lm_head.weight[TOKENIZER.special(role)] *= factor
