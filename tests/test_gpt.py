@@ -118,11 +118,9 @@ def test_shapes_and_formats() -> None:
 
 def test_every_parameter_has_a_role() -> None:
     roles = GPT(CONFIG).parameter_roles()
-    assert roles["wte.weight"] == "embedding"
+    assert (roles["wte.weight"], roles["lm_head.weight"]) == ("embedding", "head")
     assert roles["value_embeds.2.weight"] == "value_embedding"
-    assert roles["lm_head.weight"] == "head"
-    assert roles["resid_lambdas"] == "resid"
-    assert roles["x0_lambdas"] == "x0"
+    assert (roles["resid_lambdas"], roles["x0_lambdas"]) == ("resid", "x0")
     assert [n for n, role in roles.items() if role == "smear"] == [
         "smear_lambda", "backout_lambda", "smear_gate.weight"
     ]  # fmt: skip
@@ -226,9 +224,8 @@ def slow_logits(model: GPT, ids: list[int]) -> Tensor:
                     own = own + gate * w[f"value_embeds.{layer}.weight"][token][g * D : (g + 1) * D]
                 values[layer][g].append(own)
                 fast, slow = (1.2 * rms(rotate(k[g * D : (g + 1) * D], t))).view(2, 2, -1).unbind(1)
-                keys[layer][g].append(
-                    torch.stack((fast, slows[layer][g] if layer < config.offset_layers else slow), 1).flatten()
-                )
+                held = slows[layer][g] if layer < config.offset_layers else slow
+                keys[layer][g].append(torch.stack((fast, held), 1).flatten())
                 slows[layer][g] = slow
             q, heads = w[name + "attn.c_q.weight"] @ a, []
             for h in range(H):
