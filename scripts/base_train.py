@@ -37,9 +37,9 @@ class Config(BatchFlags, StageFlags):
     """rows of a table of embeddings that pairs of tokens share by a hash, such as 16 for each entry of the vocabulary;
     0: none. They cost memory and no FLOPs, and help where the text is read about once. A Qwen3 has none"""
     offset_layers: int | Auto = "auto"
-    """number of layers, from the first, that take half of each key from the token before; auto: all. Such a layer finds
-    by itself what followed the same token earlier, so models learn in fewer steps to repeat and to continue. 0: none,
-    as in a Qwen3"""
+    """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
+    Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
+    A Qwen3 has none"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
     num_iterations: int | None = None

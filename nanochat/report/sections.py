@@ -6,7 +6,7 @@ from typing import Any
 
 from nanochat.common import base_dir, log, read_json, write_json
 from nanochat.data.mixing import unweighted
-from nanochat.runtime.profiling import report_rows
+from nanochat.runtime.timeline import report_rows
 from nanochat.runtime.tracking import read_metrics
 
 CURVES = ("val_bpb", "val_accuracy", "val_margin", "reward", "accuracy", "entropy", "length", "sampler_gap", "clipped",

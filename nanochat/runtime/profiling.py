@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 
 from nanochat import device
-from nanochat.common import UserError, log, read_json, warn, write_atomic, write_json
+from nanochat.common import UserError, log, warn, write_atomic, write_json
 from nanochat.device import Compute
 from nanochat.platforms import base
 from nanochat.runtime import timeline
-from nanochat.runtime.timeline import Span, StepPart, Traced
+from nanochat.runtime.timeline import FILE, FOLDER, Span, StepPart, Traced
 
 # Steps after the first: two to warm up, four timed, one for the profiler to warm up, three traced.
 SETTLING, TIMED, TRACED = 2, 4, 3
 NEEDED = SETTLING + TIMED + 1 + TRACED
 TRACING_RANKS = 8  # further ranks are only timed: the trace of one rank takes about ten megabytes
-FOLDER, FILE = "profile", "profile.json"
 FUSED = "kernels fused by torch.compile"  # on a CPU, where such kernels have no names of their own
 STEP = "nanochat step"  # the name of a step in the trace
 
@@ -279,9 +278,3 @@ class Idle:
 def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute) -> Profile | Idle:
     """Profile the next steps, if that is wanted, into the folder `profile` beside a stage's checkpoints."""
     return Profile(stage, folder / FOLDER, steps_left, compute) if wanted else Idle()
-
-
-def report_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a stage's profile for its section of the report; none if the stage was not profiled."""
-    path = folder / FOLDER / FILE
-    return timeline.as_rows([StepPart(**part) for part in read_json(path)["parts"]]) if path.exists() else []

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from nanochat.common import read_json
+
+FOLDER, FILE = "profile", "profile.json"  # of a stage that ran with --profile, beside its checkpoints
 Kind = Literal["computing", "communication"]
 Interval = tuple[float, float]
 
@@ -141,3 +145,9 @@ def as_rows(parts: Sequence[StepPart]) -> list[dict[str, Any]]:
 def as_json(parts: Sequence[StepPart], traced: Traced | None) -> dict[str, Any]:
     """The parts and the trace as JSON."""
     return {"parts": [asdict(part) for part in parts], "traced": None if traced is None else asdict(traced)}
+
+
+def report_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a stage's profile for its section of the report; none if the stage was not profiled."""
+    path = folder / FOLDER / FILE
+    return as_rows([StepPart(**part) for part in read_json(path)["parts"]]) if path.exists() else []

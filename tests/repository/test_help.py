@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -46,3 +48,10 @@ DRIFTING = re.compile(r"\b(anew|mend|goes on|go on|that of|of which|one's|whoeve
 def test_help_texts_use_the_words_of_the_field(module: str) -> None:
     config = importlib.import_module(module).Config
     assert {name: text for name, text in helps(config).items() if DRIFTING.search(text)} == {}
+
+
+def test_commands_that_need_no_model_start_without_torch() -> None:
+    """Loading torch takes two seconds, and a speedrun calls these commands six times."""
+    names = "nanochat.report.__main__, nanochat.dataset, scripts.tok_train, scripts.tok_eval"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
