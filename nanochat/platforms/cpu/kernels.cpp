@@ -141,6 +141,7 @@ template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width, in
 
 template <class T> void squared_relu(const T *x, T *y, int64_t count, int64_t threads) {
     parts(count, count, threads, [=](int64_t first, int64_t last) {
+#pragma GCC ivdep  // y may be x
         for (int64_t i = first; i < last; i++) {
             float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
             narrow(kept * kept, y[i]);
