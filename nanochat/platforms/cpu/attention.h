@@ -38,25 +38,21 @@ inline void tile(const bf16 *a, int64_t row, const bf16 *b, float *c, int64_t c_
         for (int part = 0; part < 4; part++) _mm512_storeu_ps(c + i * c_row + 16 * part, sums[i][part]);
 }
 
-// tile() for any number of rows.
-template <bool ADD, int PAIR>
-void product(int64_t rows, const bf16 *a, int64_t row, const bf16 *b, float *c, int64_t c_row, int64_t pairs) {
-    using Tile = void (*)(const bf16 *, int64_t, const bf16 *, float *, int64_t, int64_t);
-    static constexpr Tile rest[] = {tile<1, ADD, PAIR>, tile<2, ADD, PAIR>, tile<3, ADD, PAIR>, tile<4, ADD, PAIR>,
-                                    tile<5, ADD, PAIR>};
-    int64_t i = 0;
-    for (; i + 6 <= rows; i += 6) tile<6, ADD, PAIR>(a + i * row, row, b, c + i * c_row, c_row, pairs);
-    if (i < rows) rest[rows - i - 1](a + i * row, row, b, c + i * c_row, c_row, pairs);
-}
+struct Range {
+    int64_t from, to;
+};
 
-// 2^x to within 3e-7 of its value.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 r = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.5353362e-4f);
-    for (float c : {1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f})
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, whole);
+// tile() for any number of rows. range(i) says which pairs rows i to i + 5 need: the rest of their a is zero.
+template <bool ADD, int PAIR, class Needed>
+void product(int64_t rows, const bf16 *a, int64_t row, const bf16 *b, float *c, int64_t c_row, Needed range) {
+    using Tile = void (*)(const bf16 *, int64_t, const bf16 *, float *, int64_t, int64_t);
+    static constexpr Tile tiles[] = {tile<1, ADD, PAIR>, tile<2, ADD, PAIR>, tile<3, ADD, PAIR>,
+                                     tile<4, ADD, PAIR>, tile<5, ADD, PAIR>, tile<6, ADD, PAIR>};
+    for (int64_t i = 0; i < rows; i += 6) {
+        const Range pairs = range(i);
+        tiles[std::min<int64_t>(rows - i, 6) - 1](a + i * row + pairs.from * PAIR, row, b + pairs.from * BETWEEN,
+                                                  c + i * c_row, c_row, pairs.to - pairs.from);
+    }
 }
 
 // Two rows of 16 numbers, side by side: first[0], second[0], first[1], ...
@@ -86,19 +82,40 @@ void pack_tokens(const bf16 *x, int64_t token, int64_t count, int64_t padded, in
             }
 }
 
+// Transposes 16 rows of 16 numbers of 32 bits.
+inline void transpose(__m512i rows[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            t[i + 8 * j] = _mm512_shuffle_i32x4(rows[i + 8 * j], rows[i + 8 * j + 4], 0x88);
+            t[i + 8 * j + 4] = _mm512_shuffle_i32x4(rows[i + 8 * j], rows[i + 8 * j + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
 // Interleaves pairs of channels of 64 tokens: [D / 2][64][2]; zeros after the last token.
 void pack_channels(const bf16 *x, int64_t token, int64_t count, int64_t size, bf16 *to) {
-    const __m512i places = _mm512_mullo_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(int32_t(token * 2)));
-    for (int64_t first = 0; first < SIDE; first += 16) {
-        const int64_t some = std::min<int64_t>(std::max<int64_t>(count - first, 0), 16);
-        const __mmask16 there = __mmask16((1u << some) - 1);
-        for (int64_t i = 0; i < size; i += 2) {
-            const __m512i column = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places,
-                                                               x + first * token + i, 1);
-            _mm512_storeu_si512(to + i * SIDE + 2 * first, column);
+    for (int64_t first = 0; first < SIDE; first += 16)
+        for (int64_t channel = 0; channel < size; channel += 32) {
+            __m512i rows[16];
+            for (int64_t i = 0; i < 16; i++)
+                rows[i] = first + i < count ? _mm512_loadu_si512(x + (first + i) * token + channel)
+                                            : _mm512_setzero_si512();
+            transpose(rows);
+            for (int64_t i = 0; i < 16; i++) _mm512_storeu_si512(to + (channel + 2 * i) * SIDE + 2 * first, rows[i]);
         }
-    }
 }
 
 // Of the 64 queries from `first` on, of which `count` exist, those that see key `key`: itself and `window` before.
@@ -122,28 +139,32 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_t first, int64_t count,
            const Shape &shape, float *sums, float *logs) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E);
-    for (int64_t part = 0; part < 4; part++) {
-        const auto visible = [=](int64_t t) {
-            return t < keys ? __mmask16(seen_by(low + t, first, count, shape.window) >> (16 * part)) : __mmask16(0);
-        };
-        const auto scaled = [=](int64_t t) { return _mm512_loadu_ps(scores + t * SIDE + 16 * part) * factor; };
-        __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-        for (int64_t t = 0; t < keys; t++) {
-            const __m512 score = scaled(t);
-            most = _mm512_mask_max_ps(most, visible(t), score, most);
-        }
-        for (int64_t t = 0; t < keys; t += 2) {
-            __m512 pair[2];
-            for (int64_t i = 0; i < 2; i++) {
-                const __mmask16 seen = visible(t + i);
-                pair[i] = seen ? _mm512_maskz_mov_ps(seen, power_of_two(scaled(t + i) - most)) : _mm512_setzero_ps();
-                total += pair[i];
+    const auto scaled = [=](int64_t t, int part) { return _mm512_loadu_ps(scores + t * SIDE + 16 * part) * factor; };
+    __m512 most[4], total[4];
+    for (int part = 0; part < 4; part++) most[part] = _mm512_set1_ps(-INFINITY), total[part] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < keys; t++) {
+        const uint64_t seen = seen_by(low + t, first, count, shape.window);
+        for (int part = 0; part < 4; part++)
+            most[part] = _mm512_mask_max_ps(most[part], __mmask16(seen >> (16 * part)), scaled(t, part), most[part]);
+    }
+    for (int64_t t = 0; t < keys; t += 2) {
+        const uint64_t one = seen_by(low + t, first, count, shape.window);
+        const uint64_t two = t + 1 < keys ? seen_by(low + t + 1, first, count, shape.window) : 0;
+        for (int part = 0; part < 4; part++) {
+            const __mmask16 masks[2] = {__mmask16(one >> (16 * part)), __mmask16(two >> (16 * part))};
+            __m512i both = _mm512_setzero_si512();
+            if (masks[0] | masks[1]) {
+                const __m512 a = _mm512_maskz_mov_ps(masks[0], power_of_two(scaled(t, part) - most[part]));
+                const __m512 b = _mm512_maskz_mov_ps(masks[1], power_of_two(scaled(t + 1, part) - most[part]));
+                total[part] += a + b;
+                both = interleaved((__m512i)_mm512_cvtne2ps_pbh(b, a));
             }
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(pair[1], pair[0]);
-            _mm512_storeu_si512(weights + t * SIDE + 32 * part, interleaved(both));
+            _mm512_storeu_si512(weights + t * SIDE + 32 * part, both);
         }
-        _mm512_storeu_ps(sums + 16 * part, total);
-        _mm512_storeu_ps(logs + 16 * part, most);
+    }
+    for (int part = 0; part < 4; part++) {
+        _mm512_storeu_ps(sums + 16 * part, total[part]);
+        _mm512_storeu_ps(logs + 16 * part, most[part]);
     }
     for (int64_t i = 0; i < count; i++) logs[i] += std::log2(sums[i]);
 }
@@ -163,16 +184,20 @@ void attention(const Heads &q, const Heads &k, const Heads &v, const Heads &y, f
                 const int64_t count = std::min(SIDE, T - first), high = first + count;
                 const int64_t low = std::max<int64_t>(first - shape.window, 0) / 2 * 2, keys = high - low;
                 pack_channels(q.at(b, first, head, D), q.token, count, D, queries.data());
-                product<false, 2>(keys, k.at(b, low, kv, D), k.token, queries.data(), scores.data(), SIDE, D / 2);
+                const auto channels = [=](int64_t) { return Range{0, D / 2}; };
+                product<false, 2>(keys, k.at(b, low, kv, D), k.token, queries.data(), scores.data(), SIDE, channels);
                 weigh(scores.data(), weights.data(), low, keys, first, count, shape, sums, own);
                 std::memcpy(logs + pair * T + first, own, count * sizeof(float));
+                // Queries see no later keys.
+                const auto earlier = [=](int64_t i) { return Range{0, std::min(first - low + i + 7, keys + 1) / 2}; };
                 for (int64_t part = 0; part < D; part += SIDE) {
                     product<false, BETWEEN>(count, weights.data(), 2, &values[part * padded + low * SIDE], out.data(),
-                                            SIDE, (keys + 1) / 2);
+                                            SIDE, earlier);
                     for (int64_t i = 0; i < count; i++) {
                         bf16 *to = y.at(b, first + i, head, D) + part;
-                        const float inverse = 1.0f / sums[i];
-                        for (int64_t j = 0; j < SIDE; j++) narrow(out[i * SIDE + j] * inverse, to[j]);
+                        const __m512 inverse = _mm512_set1_ps(1.0f / sums[i]);
+                        for (int64_t j = 0; j < SIDE; j += 16)
+                            store(to + j, _mm512_loadu_ps(&out[i * SIDE + j]) * inverse);
                     }
                 }
             }
@@ -189,24 +214,22 @@ struct Slopes {
     void fill(int64_t low, int64_t keys, int64_t first, int64_t count, const Shape &shape, const float *logs,
               const float *along) {
         const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E), scale = _mm512_set1_ps(shape.scale);
-        for (int64_t part = 0; part < 4; part++) {
-            const __m512 log = _mm512_loadu_ps(logs + 16 * part), mean = _mm512_loadu_ps(along + 16 * part);
-            for (int64_t t = 0; t < keys; t += 2) {
+        for (int64_t t = 0; t < keys; t += 2) {
+            const uint64_t one = seen_by(low + t, first, count, shape.window);
+            const uint64_t two = t + 1 < keys ? seen_by(low + t + 1, first, count, shape.window) : 0;
+            for (int part = 0; part < 4; part++) {
+                const int64_t at = t * SIDE + 16 * part;
+                const __m512 log = _mm512_loadu_ps(logs + 16 * part), mean = _mm512_loadu_ps(along + 16 * part);
                 __m512 weight[2], slope[2];
-                for (int64_t i = 0; i < 2; i++) {
-                    const int64_t at = (t + i) * SIDE + 16 * part;
-                    const uint64_t all = t + i < keys ? seen_by(low + t + i, first, count, shape.window) : 0;
-                    const __mmask16 seen = __mmask16(all >> (16 * part));
-                    weight[i] = slope[i] = _mm512_setzero_ps();
-                    if (!seen) continue;
-                    const __m512 power = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + at), factor, log));
-                    weight[i] = _mm512_maskz_mov_ps(seen, power);
-                    const __m512 change = (_mm512_loadu_ps(by_weight + at) - mean) * scale;
+                for (int i = 0; i < 2; i++) {
+                    const __mmask16 seen = __mmask16((i ? two : one) >> (16 * part));
+                    const __m512 score = _mm512_loadu_ps(scores + at + i * SIDE);
+                    weight[i] = _mm512_maskz_mov_ps(seen, power_of_two(_mm512_fmsub_ps(score, factor, log)));
+                    const __m512 change = (_mm512_loadu_ps(by_weight + at + i * SIDE) - mean) * scale;
                     slope[i] = _mm512_maskz_mul_ps(seen, weight[i], change);
                 }
                 const __m512i made = (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]);
                 const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(slope[1], slope[0]);
-                const int64_t at = t * SIDE + 16 * part;
                 _mm256_storeu_si256((__m256i *)(weights + at), _mm512_castsi512_si256(made));
                 _mm256_storeu_si256((__m256i *)(weights + at + SIDE), _mm512_extracti64x4_epi64(made, 1));
                 _mm256_storeu_si256((__m256i *)(slopes + at), _mm512_castsi512_si256(both));
@@ -220,7 +243,7 @@ struct Slopes {
 // fp32 sums [count][64], as columns `part` of a head.
 inline void give(const float *sums, int64_t stride, int64_t count, bf16 *to, int64_t token) {
     for (int64_t i = 0; i < count; i++)
-        for (int64_t j = 0; j < SIDE; j++) narrow(sums[i * stride + j], to[i * token + j]);
+        for (int64_t j = 0; j < SIDE; j += 16) store(to + i * token + j, _mm512_loadu_ps(sums + i * stride + j));
 }
 
 // The gradients of q, k and v from that of y. The weights are computed again.
@@ -256,16 +279,23 @@ void attention_back(const Heads &q, const Heads &k, const Heads &v, const Heads 
                     const int64_t start = std::max<int64_t>(first - shape.window, 0) / SIDE * SIDE;
                     for (int64_t low = start; low < first + count; low += SIDE) {
                         const int64_t keys = std::min(SIDE, T - low);
-                        product<false, 2>(keys, k.at(b, low, kv, D), k.token, queries.data(), made.scores, SIDE, D / 2);
-                        product<false, 2>(keys, v.at(b, low, kv, D), v.token, grads.data(), made.by_weight, SIDE, D / 2);
+                        const auto channels = [=](int64_t) { return Range{0, D / 2}; };
+                        const auto later = [=](int64_t i) { return Range{low == first ? i / 2 : 0, PAIRS}; };
+                        const auto earlier = [=](int64_t i) {
+                            return Range{0, std::min(low == first ? i + 7 : SIDE, keys + 1) / 2};
+                        };
+                        product<false, 2>(keys, k.at(b, low, kv, D), k.token, queries.data(), made.scores, SIDE,
+                                          channels);
+                        product<false, 2>(keys, v.at(b, low, kv, D), v.token, grads.data(), made.by_weight, SIDE,
+                                          channels);
                         made.fill(low, keys, first, count, shape, log, along);
                         for (int64_t part = 0; part < D; part += SIDE) {
                             product<true, 2>(keys, made.weights, SIDE, &grad_pairs[part * SIDE], &v_sums[low * D + part],
-                                             D, PAIRS);
+                                             D, later);
                             product<true, 2>(keys, made.slopes, SIDE, &query_pairs[part * SIDE], &k_sums[low * D + part],
-                                             D, PAIRS);
+                                             D, later);
                             product<true, BETWEEN>(count, made.pairs, 2, &keys_packed[part * padded + low * SIDE],
-                                                   &q_sums[part], D, (keys + 1) / 2);
+                                                   &q_sums[part], D, earlier);
                         }
                     }
                     for (int64_t part = 0; part < D; part += SIDE)

@@ -11,18 +11,23 @@
 
 namespace {
 
-// The factor of a row in its RMS norm, and the mean of the products of the row with `g`.
-struct Normed {
-    float inverse, mean;
+// For a group of rows: the factor of each row in its RMS norm, and how much of the row its gradient loses.
+struct Norms {
+    float inverses[GROUP], along[GROUP];
 
-    template <class T, class G> Normed(const T *x, const G *g, int64_t channels, float epsilon) {
-        float squares = 0, products = 0;
-        for (int64_t i = 0; i < channels; i++) {
-            squares += wide(x[i]) * wide(x[i]);
-            products += wide(x[i]) * wide(g[i]);
+    template <class T, class G> void add(int64_t i, const T *x, const G *g, int64_t channels) {
+        float sum = 0, products = 0;
+        for (int64_t j = 0; j < channels; j++) {
+            sum += wide(x[j]) * wide(x[j]);
+            products += wide(x[j]) * wide(g[j]);
         }
-        inverse = 1.0f / std::sqrt(squares / float(channels) + epsilon);
-        mean = products / float(channels);
+        inverses[i] = sum, along[i] = products;
+    }
+
+    void finish(int64_t count, int64_t channels, float epsilon) {
+        inverse_roots(inverses, count, channels, epsilon);
+        for (int64_t i = 0; i < count; i++)
+            along[i] = inverses[i] * inverses[i] * inverses[i] * along[i] / float(channels);
     }
 };
 
@@ -31,16 +36,21 @@ template <class T>
 void norm_back(const T *x, const T *g, const T *more, T *dx, int64_t rows, int64_t channels, float epsilon,
                int64_t threads) {
     parts(rows, 2 * rows * channels, threads, [=](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) {
-            const int64_t at = row * channels;
-            const Normed made(x + at, g + at, channels, epsilon);
-            const float along = made.inverse * made.inverse * made.inverse * made.mean;
-            if (more)
-                for (int64_t i = at; i < at + channels; i++)
-                    narrow(made.inverse * wide(g[i]) - along * wide(x[i]) + wide(more[i]), dx[i]);
-            else
-                for (int64_t i = at; i < at + channels; i++)
-                    narrow(made.inverse * wide(g[i]) - along * wide(x[i]), dx[i]);
+        Norms made;
+        for (int64_t start = first; start < last; start += GROUP) {
+            const int64_t some = std::min(GROUP, last - start);
+            for (int64_t i = 0; i < some; i++)
+                made.add(i, x + (start + i) * channels, g + (start + i) * channels, channels);
+            made.finish(some, channels, epsilon);
+            for (int64_t i = 0; i < some; i++) {
+                const float inverse = made.inverses[i], along = made.along[i];
+                const int64_t from = (start + i) * channels, to = from + channels;
+                if (more)
+                    for (int64_t j = from; j < to; j++)
+                        narrow(inverse * wide(g[j]) - along * wide(x[j]) + wide(more[j]), dx[j]);
+                else
+                    for (int64_t j = from; j < to; j++) narrow(inverse * wide(g[j]) - along * wide(x[j]), dx[j]);
+            }
         }
     });
 }
@@ -80,6 +90,18 @@ void mix_back(const T *g, const T *x, const T *x0, const T *more, const T *a, co
     add_rows(products, rows, 2, sums);
 }
 
+// The gradient of a head before its rotation. SIZE is the head size where it is known, else 0.
+template <class T, int SIZE>
+void turn_head_back(const T *g, const T *c, const T *s, float *back, int64_t size, float sharpen) {
+    const int64_t half = (SIZE ? SIZE : size) / 2;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < half; i++) {
+        const float one = wide(g[i]) * sharpen, two = wide(g[i + half]) * sharpen;
+        back[i] = one * wide(c[i]) - two * wide(s[i]);
+        back[i + half] = one * wide(s[i]) + two * wide(c[i]);
+    }
+}
+
 // dx of a head that was normed, multiplied by `sharpen` and rotated. Tokens of x and dx lie `x_stride` and `dx_stride`
 // apart, those of g are contiguous.
 template <class T>
@@ -87,22 +109,25 @@ void turn_back(const T *g, const T *x, const T *cos, const T *sin, T *dx, int64_
                int64_t turns, int64_t tokens, int64_t heads, int64_t size, float epsilon, float sharpen,
                int64_t threads) {
     const int64_t half = size / 2;
+    auto one = size == 64 ? turn_head_back<T, 64> : size == 128 ? turn_head_back<T, 128> : turn_head_back<T, 0>;
     parts(tokens, 2 * tokens * heads * size, threads, [=](int64_t begin, int64_t end) {
-        std::vector<float> turned(size);
-        float *back = turned.data();
-        for (int64_t token = begin; token < end; token++) {
-            const T *c = cos + token % turns * half, *s = sin + token % turns * half;
-            for (int64_t head = 0; head < heads; head++) {
-                const T *own = g + (token * heads + head) * size, *in = x + token * x_stride + head * size;
+        std::vector<float> turned(GROUP * size);
+        Norms made;
+        for (int64_t start = begin * heads; start < end * heads; start += GROUP) {  // heads of all tokens, in order
+            const int64_t some = std::min(GROUP, end * heads - start);
+            for (int64_t i = 0; i < some; i++) {
+                const int64_t token = (start + i) / heads, head = (start + i) % heads, place = token % turns * half;
+                float *back = &turned[i * size];
+                one(g + (start + i) * size, cos + place, sin + place, back, size, sharpen);
+                made.add(i, x + token * x_stride + head * size, back, size);
+            }
+            made.finish(some, size, epsilon);
+            for (int64_t i = 0; i < some; i++) {
+                const int64_t token = (start + i) / heads, head = (start + i) % heads;
+                const T *in = x + token * x_stride + head * size;
                 T *out = dx + token * dx_stride + head * size;
-                for (int64_t i = 0; i < half; i++) {
-                    const float one = wide(own[i]) * sharpen, two = wide(own[i + half]) * sharpen;
-                    back[i] = one * wide(c[i]) - two * wide(s[i]);
-                    back[i + half] = one * wide(s[i]) + two * wide(c[i]);
-                }
-                const Normed made(in, back, size, epsilon);
-                const float along = made.inverse * made.inverse * made.inverse * made.mean;
-                for (int64_t i = 0; i < size; i++) narrow(made.inverse * back[i] - along * wide(in[i]), out[i]);
+                const float *back = &turned[i * size], inverse = made.inverses[i], along = made.along[i];
+                for (int64_t j = 0; j < size; j++) narrow(inverse * back[j] - along * wide(in[j]), out[j]);
             }
         }
     });

@@ -111,8 +111,8 @@ class Training:
         self._call("squared_relu_back", y.dtype, (g, y, dx), (y.numel(),))
 
     def smear(self, x: Tensor, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:  # (B, T, C), (R,), ()
-        """x + most sigmoid(w x[:R]) before, (B, T, C), where `before` is x of the token before; and the sigmoids, (B, T)
-        in fp32."""
+        """x + most sigmoid(w x[:R]) before, (B, T, C), where `before` is x of the token before; and the sigmoids,
+        (B, T) in fp32."""
         B, T, C = x.shape
         x, w, y, gates = x.contiguous(), w.contiguous(), x.new_empty(B, T, C), x.new_empty(B, T, dtype=torch.float32)
         self._call("smear", x.dtype, (x, w, most, y, gates), (B * T, T, C, len(w)))
