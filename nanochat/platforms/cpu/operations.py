@@ -84,6 +84,14 @@ class CpuOperations(Operations):
         dtype = tensors[0].dtype
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
 
+    def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
+        """See Operations.needs_no_compiler. Processors without registers of 512 bits were not measured."""
+        if dtype not in SUFFIXES or "avx512f" not in host.cpu_flags() or (use := self._trained) is None:
+            return ""
+        if dtype == torch.bfloat16 and not use.training.takes(torch.empty(1, 1, 1, head_dim, dtype=dtype)):
+            return ""
+        return "kernels in C++ make an uncompiled step at least as fast"
+
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
         """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
@@ -240,6 +248,12 @@ class CpuOperations(Operations):
             return gradients.Mix.apply(use, x, x0, a, b)
         kernels = self._fast(x, x0, a, b)
         return super().mix(x, x0, a, b) if kernels is None else (kernels.mix(x, x0, a, b), x0)
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See Operations.square_sums."""
+        if self._trained is None or not all(g.dtype == torch.float32 and g.is_contiguous() for g in gradients):
+            return super().square_sums(gradients)
+        return self._trained.training.square_sums(gradients)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""

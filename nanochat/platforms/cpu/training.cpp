@@ -246,6 +246,18 @@ void gate_back(const T *g, const T *x, const T *w, const T *value, const float *
     add_rows(each, tokens, heads * read, sums);
 }
 
+// The sum of the squares of all numbers: of pieces first, and then of these.
+template <class T> void square_sum(const T *x, float *sum, int64_t count, int64_t threads) {
+    constexpr int64_t PIECE = 4096;
+    const int64_t pieces = (count + PIECE - 1) / PIECE;
+    std::vector<float> found(pieces);
+    float *each = found.data();
+    parts(pieces, count / 4, threads, [=](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) each[i] = squares(x + i * PIECE, std::min(PIECE, count - i * PIECE));
+    });
+    add_rows(each, pieces, 1, sum);
+}
+
 // y = k, but for half of each head the k of the token after (`back`) or before: channels [D/4, D/2) and [3D/4, D).
 // Zeros where a row of `length` tokens has no such token.
 template <class T>
@@ -337,3 +349,6 @@ BOTH(gate_back, GATE_BACK,
 #define SHIFT(T)                                                                                                       \
     (const T *k, T *y, int64_t threads, int64_t tokens, int64_t length, int64_t heads, int64_t size, int64_t back)
 BOTH(shift, SHIFT, (k, y, tokens, length, heads, size, back, threads))
+
+#define SQUARE_SUM(T) (const T *x, float *sum, int64_t threads, int64_t count)
+BOTH(square_sum, SQUARE_SUM, (x, sum, count, threads))

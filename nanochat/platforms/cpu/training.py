@@ -18,7 +18,7 @@ from nanochat.platforms.cpu.kernels import BLOCK, SUFFIXES, TRAINING, found
 # As in kernels.py: how many pointers, sizes and fp32 numbers each function takes; the first size is the threads.
 FUNCTIONS = {"norm_back": (4, 3, 1), "mix_back": (9, 3, 0), "turn_back": (5, 7, 2), "squared_relu_back": (3, 2, 0),
              "smear": (5, 5, 0), "smear_back": (7, 5, 0), "gate": (5, 7, 0), "gate_back": (8, 7, 0),
-             "shift": (2, 6, 0)}  # fmt: skip
+             "shift": (2, 6, 0), "square_sum": (2, 2, 0)}  # fmt: skip
 ATTENTION = {"attention": (6, 7, 1), "attention_back": (10, 7, 1)}  # only where the processor has AVX512-BF16
 
 
@@ -168,6 +168,13 @@ class Training:
         y = torch.empty_like(k)
         self._call("shift", k.dtype, (k, y), (B * T, T, H, D, int(back)))
         return y
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:  # contiguous -> (number of tensors,) fp32
+        """The sum of squares of each tensor."""
+        sums = torch.empty(len(tensors), dtype=torch.float32)
+        for x, place in zip(tensors, sums.unbind(), strict=True):
+            self._call("square_sum", x.dtype, (x, place), (x.numel(),))
+        return sums
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Whether attention() computes with queries such as these."""

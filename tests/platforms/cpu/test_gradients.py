@@ -228,3 +228,22 @@ def test_without_compiled_kernels_and_in_other_formats_operators_are_torchs() ->
         assert FAST._train(x) is None
     assert kernels(host.use_compile_cache(base_dir())) is not None
     assert torch.equal(plain.norm(x), SLOW.norm(x))
+
+
+def test_square_sums(threads: int) -> None:
+    tensors = [drawn(*shape, dtype=torch.float32) for shape in ((3,), (70, 5000), (4097,), ())]
+    wanted = torch.stack([x.double().square().sum() for x in tensors])
+    assert torch.allclose(FAST.square_sums(tensors).double(), wanted, rtol=1e-6)
+    turned = [tensors[1].mT]  # not contiguous
+    assert torch.allclose(FAST.square_sums(turned).double(), wanted[1:2], rtol=1e-5)
+    assert FAST.square_sums([tensors[1].fill_(float("nan"))]).isnan().all()
+
+
+def test_compiling_is_needless_where_the_kernels_compute_everything(made: Training) -> None:
+    wide = "avx512f" in host.cpu_flags()
+    assert bool(FAST.needs_no_compiler(64, torch.float32)) == wide
+    takes = made.takes(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
+    assert bool(FAST.needs_no_compiler(64, torch.bfloat16)) == (wide and takes)
+    assert not FAST.needs_no_compiler(48, torch.bfloat16) and not FAST.needs_no_compiler(64, torch.float16)
+    assert not CpuOperations(compiles=False).needs_no_compiler(64, torch.float32)
+    assert not SLOW.needs_no_compiler(64, torch.float32)
