@@ -79,7 +79,7 @@ class CpuOperations(Operations):
 
     def _train(self, *tensors: Tensor) -> Trained | None:
         """The kernels of training, if gradients are wanted and the kernels can compute with these tensors."""
-        if not torch.is_grad_enabled() or is_compiling():
+        if is_compiling() or not torch.is_grad_enabled():
             return None
         dtype = tensors[0].dtype
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
@@ -132,7 +132,7 @@ class CpuOperations(Operations):
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """The compiled kernels, if they can compute with these tensors."""
-        if self._kernels is None or torch.is_grad_enabled() or is_compiling():
+        if is_compiling() or self._kernels is None or torch.is_grad_enabled():  # compiled code must not watch _kernels
             return None
         dtype = tensors[0].dtype
         return self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
