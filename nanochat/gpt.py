@@ -147,7 +147,7 @@ class Attention(nn.Module):
             narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
             q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
         if self.offset:
-            k = with_offset(k, shifted(k) if call is None else call.keys_before(self.layer, k))
+            k = with_offset(k, call.keys_before(self.layer, k)) if call else self.operations.offset_keys(k)
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
         if call is None:
             y = self.operations.attend(q, k, v, self.window, scale)
@@ -166,7 +166,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, made: Sequence[Tensor | None] = NOT_MADE) -> Tensor:
-        return self.c_proj(self.operations.squared_relu(self.c_fc(x, made[0])), made[1])
+        return self.operations.mlp(x, self.c_fc, self.c_proj, made)
 
 
 class Block(nn.Module):
@@ -195,7 +195,8 @@ class Block(nn.Module):
         made: Sequence[Tensor] | None = None,  # the units() in the compute dtype, if the device casts all at once
     ) -> Tensor:  # (B, T, C)
         mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
-        y = self.attn(self.operations.norm(x), value, cos, sin, call, attention)
+        normed, x = self.operations.norm_and_keep(x)
+        y = self.attn(normed, value, cos, sin, call, attention)
         normed, x = self.operations.add_norm(x, y)
         return x + self.mlp(normed, mlp)
 
@@ -312,13 +313,13 @@ class GPT(nn.Module):
         """The normed activations that the head reads. With a cache the tokens continue what the slots hold, and each
         slot gains `lengths` (default T) tokens."""
         x, T = self._embed(idx), idx.size(1)
-        # The token before each token, and its embedding: 0 for the first token of a sequence.
+        # The token before each token, and its embedding (None: of the place before); 0 where a sequence begins.
         if tree is not None:
             call = TreeCall.begin(tree, self.operations)
             before, previous = call.before(idx) if self.bigrams else None, call.before(x)
             places, length = call.depths, T
         elif cache is None:
-            call, before, previous = None, shifted(idx) if self.bigrams else None, shifted(x)
+            call, before, previous = None, shifted(idx) if self.bigrams else None, None
             places, length = None, T
         else:
             slots = slots or slice(0, idx.size(0))
@@ -329,8 +330,7 @@ class GPT(nn.Module):
             places, length = call.places, cache.length
             cache.last[slots] = idx[:, -1] if lengths is None else idx.gather(1, lengths[:, None] - 1)[:, 0]
         cos, sin = (table[places][:, :, None] for table in self._rotary(length))
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + gate * previous  # smear: a gated part of the token before
+        x = self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
         if self.bigrams:
             x = x + self.bigrams(before, idx).to(x.dtype)
         x0 = middle = x
@@ -344,7 +344,7 @@ class GPT(nn.Module):
                 middle = x
         if isinstance(call, CacheCall):
             call.finish()
-        return self.operations.norm(x - self.backout_lambda.to(x.dtype) * middle)
+        return self.operations.norm(self.operations.backout(x, middle, self.backout_lambda))
 
     def logits(self, x: Tensor) -> Tensor:
         """Softcapped fp32 logits (..., V) of normed activations (..., C)."""

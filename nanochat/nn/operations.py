@@ -17,6 +17,7 @@ from nanochat.nn import loss, plain_attention
 from nanochat.nn.lean import weighted_norm
 from nanochat.nn.loss import Fused
 from nanochat.nn.plain_attention import Masks
+from nanochat.nn.previous import shifted, with_offset
 from nanochat.nn.together import Unit
 
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
@@ -73,6 +74,10 @@ class Operations:
         for module in model.modules():
             if (undo := getattr(module, "release", None)) is not None:
                 undo()
+
+    def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
+        """Why a training step of the GPT in `dtype` is as fast uncompiled as compiled; "" where compiling pays."""
+        return ""
 
     def put_aside(self, x: Tensor) -> Callable[[], Tensor]:
         """Move a tensor to the host's memory; the function brings it back to its device."""
@@ -164,6 +169,29 @@ class Operations:
         """a x + b x0, and the x0 to give to the next layer."""
         return a * x + b * x0, x0
 
+    def smear(
+        self,
+        x: Tensor,  # (B, T, C)
+        before: Tensor | None,  # (B, T, C) x of the token before each token; None: the rows of x are whole sequences
+        gate: nn.Module,  # from the first channels of x to (B, T, 1)
+        most: Tensor,  # (1,) fp32
+    ) -> Tensor:  # (B, T, C)
+        """x plus a gated part of the token before: most sigmoid(gate) times it."""
+        before = shifted(x) if before is None else before
+        return x + most.to(x.dtype) * torch.sigmoid(gate(x[..., : cast(int, gate.in_features)])) * before
+
+    def offset_keys(self, k: Tensor) -> Tensor:  # (B, T, Hkv, D)
+        """Keys of whole sequences, half of each from the token before; see previous.with_offset."""
+        return with_offset(k, shifted(k))
+
+    def backout(self, x: Tensor, middle: Tensor, share: Tensor) -> Tensor:  # (B, T, C) twice, (1,) fp32
+        """x without a share of what it was in the middle of the network."""
+        return x - share.to(x.dtype) * middle
+
+    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (..., C)
+        """norm(x), and the x to use from there on."""
+        return self.norm(x), x
+
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """norm(x + y), and x + y."""
         x = x + y
@@ -227,6 +255,16 @@ class Operations:
     def squared_relu(self, x: Tensor) -> Tensor:
         """relu(x)^2."""
         return F.relu(x).square()
+
+    def mlp(
+        self,
+        x: Tensor,  # (..., C)
+        into: nn.Module,  # the matrix from x to the inner channels
+        out: nn.Module,  # the matrix from the inner channels
+        made: Sequence[Tensor | None],  # both matrices in the compute dtype, from cast_together()
+    ) -> Tensor:  # (..., C)
+        """Two matrices with a squared ReLU between them."""
+        return out(self.squared_relu(into(x, made[0])), made[1])
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """The sum of squares of each tensor."""

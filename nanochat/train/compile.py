@@ -17,6 +17,7 @@ from torch import Tensor
 from nanochat import device
 from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
+from nanochat.gpt import GPT
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
@@ -132,6 +133,13 @@ def missing(wanted: bool | None, compute: Compute) -> str:
     return why_not
 
 
+def _unneeded(model: nn.Module, compute: Compute) -> str:
+    """Why an uncompiled step is as fast as a compiled one; "" if it is not. Several ranks compile in any case."""
+    if compute.world_size > 1 or not isinstance(model, GPT):
+        return ""
+    return model.operations.needs_no_compiler(model.config.head_dim, model.dtype)
+
+
 def compiled(
     model: nn.Module,
     wanted: bool | None,
@@ -143,14 +151,17 @@ def compiled(
 ) -> nn.Module:
     """The model to train with: compiled if that works and pays, else the model itself, and a line that says why.
 
-    `wanted` None means: wherever the device has a compiler and, with `ahead`, the steps to come repay it. The first
-    pass of shape (B, T) runs here, so that a compiler fails now, before any state is touched. `one_pass` gives the loss
-    of a pass just as training will call the model, since other arguments would compile another graph; by default the
-    sum of losses of a (B, T) batch. With several ranks each of `blocks` is compiled by itself. A signal ends the
-    compilation at once: Stopped.
+    `wanted` None means: wherever the device has a compiler, an uncompiled step is slower, and the steps `ahead`, if
+    they are known, repay compiling. The first pass of shape (B, T) runs here, so that a compiler fails now, before any
+    state is touched. `one_pass` gives the loss of a pass just as training will call the model, since other arguments
+    would compile another graph; by default the sum of losses of a (B, T) batch. With several ranks each of `blocks` is
+    compiled by itself. A signal ends the compilation at once: Stopped.
     """
     if why_not := missing(wanted, compute):
         log(tr("not compiled: {why}", why=why_not))
+        return model
+    if wanted is None and not (ahead and ahead.as_before) and (why_not := _unneeded(model, compute)):
+        log(f"not compiled: {why_not} (--compile overrides)")
         return model
     one_pass = one_pass or sum_of_losses(shape, compute)
     with signals.at_once(compute.pulse):

@@ -14,9 +14,11 @@ import torch
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.operations import Operations
 from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
 from nanochat.train.compile import Ahead, Costs
+from tests.support.qwens import tiny_qwen
 from tests.support.tiny_training import CPU
 
 SHAPE = GPTConfig(sequence_len=128, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
@@ -60,7 +62,8 @@ def test_two_threads_repeat_a_step_bit_for_bit() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a compiler that takes no time."""
+    """An empty cache, a compiler that takes no time, and no kernels that make compiling needless."""
+    monkeypatch.setattr(type(CPU.operations), "needs_no_compiler", lambda self, head_dim, dtype: "")
     folder = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     monkeypatch.setattr(device, "compiler_missing", lambda compute: "")
@@ -113,6 +116,20 @@ def test_a_timed_pass_decides(
 def test_no_pass_is_timed_where_even_the_peak_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_timed_pass", never_timed)
     assert is_compiled(Ahead(steps=5, passes=1, least_seconds=60.0))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_gpt_whose_kernels_are_as_fast_is_compiled_only_if_asked_for_or_as_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Operations, "needs_no_compiler", lambda self, head_dim, dtype: "kernels are as fast")
+    many = Ahead(steps=10**6, passes=1, least_seconds=1e6)
+    assert not is_compiled(many) and not is_compiled(None)
+    assert "not compiled: kernels are as fast (--compile overrides)" in capsys.readouterr().out
+    assert is_compiled(many, wanted=True) and is_compiled(replace(many, as_before=True))
+    qwen: Any = tiny_qwen("qwen3")
+    ready = compiling.compiled(qwen, None, (1, 16), CPU, qwen.compile_groups(), many)
+    assert ready is not qwen, "the kernels serve the GPT alone"
 
 
 @pytest.mark.usefixtures("cache")

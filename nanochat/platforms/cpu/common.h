@@ -8,6 +8,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct bf16 {
@@ -47,6 +51,39 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+#ifdef __AVX512F__
+inline __m512 sixteen(const float *x) { return _mm512_loadu_ps(x); }
+inline __m512 sixteen(const bf16 *x) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+// 2^x to within 3e-7 of its value.
+inline __m512 power_of_two(__m512 x) {
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.5353362e-4f);
+    for (float c : {1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f})
+        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(y, whole);
+}
+
+#endif
+
+#ifdef __AVX512BF16__
+inline void store(float *y, __m512 x) { _mm512_storeu_ps(y, x); }
+inline void store(bf16 *y, __m512 x) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(x)); }
+#endif
+
+// y = factor x.
+template <class T> inline void scaled(const float *x, float factor, T *y, int64_t count) {
+    int64_t i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 16 <= count; i += 16) store(y + i, _mm512_loadu_ps(x + i) * _mm512_set1_ps(factor));
+#endif
+    for (; i < count; i++) narrow(x[i] * factor, y[i]);
+}
+
 // Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth starting for PART
 // numbers.
 template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
@@ -57,6 +94,21 @@ template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads,
     for (int64_t i = 1; i < count; i++) others.emplace_back(work, i * rows / count, (i + 1) * rows / count);
     work(0, rows / count);
     for (auto &other : others) other.join();
+}
+
+// Rows whose norms are found before the first of them is used: the roots and quotients of a group take little time
+// together, and each of them alone would be waited for.
+constexpr int64_t GROUP = 16;
+
+template <class T> inline float squares(const T *x, int64_t count) {
+    float sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += wide(x[i]) * wide(x[i]);
+    return sum;
+}
+
+// Turns sums of squares of rows into the factors of their RMS norm.
+inline void inverse_roots(float *sums, int64_t count, int64_t channels, float epsilon) {
+    for (int64_t i = 0; i < count; i++) sums[i] = 1.0f / std::sqrt(sums[i] / float(channels) + epsilon);
 }
 
 // The largest number.

@@ -12,55 +12,74 @@
 
 namespace {
 
-template <class T> float inverse_rms(const T *x, int64_t channels, float epsilon) {
-    float sum = 0;
-    for (int64_t i = 0; i < channels; i++) sum += wide(x[i]) * wide(x[i]);
-    return 1.0f / std::sqrt(sum / float(channels) + epsilon);
-}
-
 template <class T>
 void norm(const T *x, const T *added, const float *weight, T *sum, T *y, int64_t rows, int64_t channels,
           float epsilon, int64_t threads) {
     parts(rows, rows * channels, threads, [=](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) {
-            const T *in = x + row * channels;
-            T *out = y + row * channels;
-            if (added) {
-                const T *more = added + row * channels;
-                T *both = sum + row * channels;
-                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) + wide(more[i]), both[i]);
-                in = both;
+        float factors[GROUP];
+        for (int64_t start = first; start < last; start += GROUP) {
+            const int64_t some = std::min(GROUP, last - start);
+            for (int64_t i = 0; i < some; i++) {
+                const T *in = x + (start + i) * channels;
+                if (added) {
+                    const T *more = added + (start + i) * channels;
+                    T *both = sum + (start + i) * channels;
+                    for (int64_t j = 0; j < channels; j++) narrow(wide(in[j]) + wide(more[j]), both[j]);
+                    in = both;
+                }
+                factors[i] = squares(in, channels);
             }
-            float inverse = inverse_rms(in, channels, epsilon);
-            if (weight)
-                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse * weight[i], out[i]);
-            else
-                for (int64_t i = 0; i < channels; i++) narrow(wide(in[i]) * inverse, out[i]);
+            inverse_roots(factors, some, channels, epsilon);
+            for (int64_t i = 0; i < some; i++) {
+                const T *in = (added ? sum : x) + (start + i) * channels;
+                T *out = y + (start + i) * channels;
+                const float factor = factors[i];
+                if (weight)
+                    for (int64_t j = 0; j < channels; j++) narrow(wide(in[j]) * factor * weight[j], out[j]);
+                else
+                    for (int64_t j = 0; j < channels; j++) narrow(wide(in[j]) * factor, out[j]);
+            }
         }
     });
+}
+
+// Norms and rotates one head. SIZE is the head size where it is known and rotated as a whole, else 0.
+template <class T, int SIZE>
+void turn_head(const T *x, float factor, const float *weight, const T *c, const T *s, T *y, int64_t given_size,
+               int64_t given_half, float *n) {
+    const int64_t size = SIZE ? SIZE : given_size, half = SIZE ? SIZE / 2 : given_half;
+    float local[SIZE ? SIZE : 1];
+    n = SIZE ? local : n;
+    if (weight)
+        for (int64_t i = 0; i < size; i++) n[i] = wide(x[i]) * factor * weight[i];
+    else
+        for (int64_t i = 0; i < size; i++) n[i] = wide(x[i]) * factor;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < half; i++) {
+        narrow(n[i] * wide(c[i]) + n[i + half] * wide(s[i]), y[i]);
+        narrow(n[i + half] * wide(c[i]) - n[i] * wide(s[i]), y[i + half]);
+    }
+    for (int64_t i = 2 * half; i < size; i++) narrow(n[i], y[i]);
 }
 
 template <class T>
 void turn(const T *x, int64_t stride, const float *weight, const T *cos, const T *sin, int64_t turns, T *y,
           int64_t tokens, int64_t heads, int64_t size, int64_t half, float epsilon, float sharpen, int64_t threads) {
+    auto one = size != 2 * half ? turn_head<T, 0> : size == 64 ? turn_head<T, 64> : size == 128 ? turn_head<T, 128>
+                                                                                               : turn_head<T, 0>;
     parts(tokens, tokens * heads * size, threads, [=](int64_t begin, int64_t end) {
-        std::vector<float> normed(size);
-        float *n = normed.data();
-        for (int64_t token = begin; token < end; token++) {
-            const T *c = cos + token % turns * half, *s = sin + token % turns * half;
-            for (int64_t head = 0; head < heads; head++) {
-                const T *in = x + token * stride + head * size;
-                T *out = y + (token * heads + head) * size;
-                float factor = inverse_rms(in, size, epsilon) * sharpen;
-                if (weight)
-                    for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor * weight[head * size + i];
-                else
-                    for (int64_t i = 0; i < size; i++) n[i] = wide(in[i]) * factor;
-                for (int64_t i = 0; i < half; i++) {
-                    narrow(n[i] * wide(c[i]) + n[i + half] * wide(s[i]), out[i]);
-                    narrow(n[i + half] * wide(c[i]) - n[i] * wide(s[i]), out[i + half]);
-                }
-                for (int64_t i = 2 * half; i < size; i++) narrow(n[i], out[i]);
+        std::vector<float> normed(size), factors(GROUP * heads);
+        for (int64_t start = begin; start < end; start += GROUP) {
+            const int64_t some = std::min(GROUP, end - start);
+            for (int64_t i = 0; i < some * heads; i++)
+                factors[i] = squares(x + (start + i / heads) * stride + i % heads * size, size);
+            inverse_roots(factors.data(), some * heads, size, epsilon);
+            for (int64_t i = 0; i < some; i++) {
+                const int64_t token = start + i, place = token % turns * half;
+                for (int64_t head = 0; head < heads; head++)
+                    one(x + token * stride + head * size, factors[i * heads + head] * sharpen,
+                        weight ? weight + head * size : nullptr, cos + place, sin + place,
+                        y + (token * heads + head) * size, size, half, normed.data());
             }
         }
     });
@@ -141,6 +160,7 @@ template <class T> void swiglu(const T *x, T *y, int64_t rows, int64_t width, in
 
 template <class T> void squared_relu(const T *x, T *y, int64_t count, int64_t threads) {
     parts(count, count, threads, [=](int64_t first, int64_t last) {
+#pragma GCC ivdep  // y may be x
         for (int64_t i = first; i < last; i++) {
             float kept = wide(x[i]) > 0 ? wide(x[i]) : 0;
             narrow(kept * kept, y[i]);
@@ -181,6 +201,36 @@ template <class T> void log_total(const T *x, float *y, int64_t rows, int64_t wi
     });
 }
 
+// The sum of the exponentials of capped logits, relative to the cap; and in `slopes` each of them times the derivative of
+// the cap.
+template <class T> float capped_exponentials(const T *x, int64_t count, float cap, float *slopes) {
+    const float slope = -2 / cap, twice = 2 * cap;
+    float total = 0;
+    int64_t i = 0;
+#ifdef __AVX512F__
+    constexpr float LOG2E = 1.44269504f;
+    const __m512 one = _mm512_set1_ps(1), inner = _mm512_set1_ps(slope * LOG2E), outer = _mm512_set1_ps(twice * LOG2E);
+    const __m512 most = _mm512_set1_ps(126);  // the first operand of a minimum, so that NaN stays NaN
+    __m512 totals = _mm512_setzero_ps();
+    for (; i + 16 <= count; i += 16) {
+        const __m512 divisor = power_of_two(_mm512_min_ps(most, sixteen(x + i) * inner)) + one;
+        const __m512 near = _mm512_rcp14_ps(divisor), twice_near = near + near;
+        const __m512 share = _mm512_fnmadd_ps(near * near, divisor, twice_near);  // a step of Newton's
+        const __m512 exponent = power_of_two(_mm512_fmsub_ps(share, outer, outer));
+        totals += exponent;
+        _mm512_storeu_ps(slopes + i, exponent * (share - share * share) * _mm512_set1_ps(4));
+    }
+    total = _mm512_reduce_add_ps(totals);
+#endif
+    for (; i < count; i++) {
+        const float share = 1.0f / (1.0f + exponential(wide(x[i]) * slope));  // the capped logit from -cap to cap
+        const float exponent = exponential(share * twice - twice);
+        total += exponent;
+        slopes[i] = exponent * (4 * share * (1 - share));
+    }
+    return total;
+}
+
 // The weighted cross-entropy of each row of logits, of which the first `vocab` count, and in place of the logits the
 // gradient with respect to them. With a cap, logits are softcapped first. False, and nothing is written, if a target
 // that weighs something is beyond the first `vocab`. A negative target counts nothing.
@@ -191,8 +241,8 @@ bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int
     for (int64_t row = 0; row < rows; row++)
         if (weights[row] != 0 && targets[row] >= vocab) return false;
     parts(rows, 4 * rows * width, threads, [=](int64_t first, int64_t last) {
-        std::vector<float> capped(vocab), powers(vocab);
-        float *logits = capped.data(), *power = powers.data();
+        std::vector<float> powers(vocab);
+        float *power = powers.data();
         for (int64_t row = first; row < last; row++) {
             T *own = x + row * width;
             const float weight = weights[row];
@@ -201,19 +251,22 @@ bool loss(T *x, const int64_t *targets, const float *weights, float *losses, int
                 std::memset(own, 0, width * sizeof(T));
                 continue;
             }
-            if (cap)
-                for (int64_t i = 0; i < vocab; i++) logits[i] = (sigmoid(wide(own[i]) * slope) - 0.5f) * (2 * cap);
-            else
-                for (int64_t i = 0; i < vocab; i++) logits[i] = wide(own[i]);
-            const float most = largest(logits, vocab);
-            float total = 0;
-            for (int64_t i = 0; i < vocab; i++) total += power[i] = exponential(logits[i] - most);
             const int64_t target = targets[row];
-            const float share = weight / total, own_slope = 1 - logits[target] * logits[target] * square;
-            losses[row] = (std::log(total) + most - logits[target]) * weight;
-            for (int64_t i = 0; i < vocab; i++)
-                narrow(power[i] * share * (1 - logits[i] * logits[i] * square), own[i]);
-            narrow((power[target] / total - 1) * weight * own_slope, own[target]);
+            float total = 0, own_slope = 1, logit, most = cap;  // a bound of capped logits is as good as the largest
+            if (cap) {
+                logit = (sigmoid(wide(own[target]) * slope) - 0.5f) * (2 * cap);
+                own_slope = 1 - logit * logit * square;
+                total = capped_exponentials(own, vocab, cap, power);
+            } else {
+                logit = wide(own[target]);
+                most = largest(own, vocab);
+                for (int64_t i = 0; i < vocab; i++) total += power[i] = exponential(wide(own[i]) - most);
+            }
+            const float share = weight / total;
+            const float mine = (exponential(logit - most) / total - 1) * weight * own_slope;
+            losses[row] = (std::log(total) + most - logit) * weight;
+            scaled(power, share, own, vocab);
+            narrow(mine, own[target]);
             std::memset(own + vocab, 0, (width - vocab) * sizeof(T));
         }
     });

@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp on this machine, once, and calls what it compiled on tensors.
+"""Compiles kernels.cpp and training.cpp on this machine, once, and calls what the former compiled to on tensors.
 
 torch's compiler is not used: its code would check its inputs at every call and has to be compiled for every model. This
 file takes a second or two, serves every model, and is found again by the next process.
@@ -22,7 +22,8 @@ from nanochat.common import log, tr, warn
 from nanochat.platforms import host
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = ("common.h", "products.h")  # that it includes
+TRAINING = Path(__file__).with_name("training.cpp")
+HEADERS = ("common.h", "products.h", "attention.h")  # that they include
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
          "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
@@ -32,6 +33,7 @@ SECONDS = 120  # that compiling may take
 # number of threads that they may use.
 FUNCTIONS = {"norm": (5, 3, 1), "turn": (5, 7, 2), "attend": (7, 11, 1), "swiglu": (2, 3, 0), "squared_relu": (2, 2, 0),
              "mix": (5, 2, 0), "softcap": (2, 4, 1), "log_total": (2, 3, 0), "loss": (4, 4, 1)}  # fmt: skip
+EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -40,19 +42,21 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
-def compiled(folder: Path, command: str) -> Path:
-    """The library compiled from SOURCE and HEADERS, in `folder`, by the compiler `command`. Its name says what it was
-    made from and for which processor. OSError or subprocess.SubprocessError if it cannot be made."""
+def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
+    """The library compiled from `source`, by default SOURCE, and HEADERS, in `folder`, by the compiler `command`. Its
+    name says what it was made from and for which processor. OSError or subprocess.SubprocessError if it cannot be
+    made."""
+    source = source or SOURCE
     flags = host.cpu_flags()
     own = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     own += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
     made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode()
-    made_from += b"".join(path.read_bytes() for path in (SOURCE, *map(Path(__file__).with_name, HEADERS)))
-    library = folder / f"kernels-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    made_from += b"".join(path.read_bytes() for path in (source, *map(Path(__file__).with_name, HEADERS)))
+    library = folder / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         fresh = library.with_name(f".{library.name}-{os.getpid()}")
-        words = [command, *FLAGS, *own, f"-I{Path(__file__).parent}", str(SOURCE), "-o", str(fresh)]
+        words = [command, *FLAGS, *own, f"-I{Path(__file__).parent}", str(source), "-o", str(fresh)]
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
         os.replace(fresh, library)
     return library
@@ -62,12 +66,19 @@ def compiled(folder: Path, command: str) -> Path:
 def kernels(folder: Path) -> "Kernels | None":
     """The kernels of this machine, compiled into `folder` unless they are there; None, and a line that says why, if
     they cannot be compiled."""
+    library = found(folder, SOURCE)
+    return None if library is None else Kernels(library)
+
+
+def found(folder: Path, source: Path) -> ctypes.CDLL | None:
+    """The library of a source, compiled into `folder` unless it is there; None, and a line that says why, if it cannot
+    be compiled."""
     command = compiler()
     if command is None:
         log(tr("no C++ compiler was found, so small operators stay torch's own, which are slower; install g++"))
         return None
     try:
-        return Kernels(compiled(folder, command))
+        return ctypes.CDLL(str(compiled(folder, command, source)))
     except (OSError, subprocess.SubprocessError) as failure:
         said = (getattr(failure, "stderr", None) or str(failure)).strip().splitlines()[:1]
         warn(tr("small operators stay torch's own, which are slower: {why}", why="".join(said)))
@@ -78,9 +89,7 @@ class Kernels:
     """The functions of a compiled library. Tensors are on the host, fp32 or bf16, all of one format; nothing has
     gradients. Each row of a result depends on its own row of the arguments alone."""
 
-    def __init__(self, library: Path):
-        """OSError if the library cannot be loaded."""
-        loaded = ctypes.CDLL(str(library))
+    def __init__(self, loaded: ctypes.CDLL):
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, (pointers, sizes, numbers) in FUNCTIONS.items():
             for dtype, suffix in SUFFIXES.items():
@@ -217,10 +226,10 @@ class Kernels:
         )
         return y
 
-    def squared_relu(self, x: Tensor) -> Tensor:
-        """relu(x)^2."""
+    def squared_relu(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """relu(x)^2, written to `y` if it is given; `y` may be `x` then, and both are contiguous."""
         x = x.contiguous()
-        y = torch.empty_like(x)
+        y = torch.empty_like(x) if y is None else y
         self._functions["squared_relu", x.dtype](x.data_ptr(), y.data_ptr(), torch.get_num_threads(), x.numel())
         return y
 

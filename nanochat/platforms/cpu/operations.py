@@ -1,6 +1,8 @@
 """How CPUs compute what models ask for: with compiled kernels, oneDNN's layout of matrices, and blocked attention."""
 
 import functools
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +14,17 @@ from nanochat.nn.blocked_attention import BlockedAttention
 from nanochat.nn.loss import SOFTCAP, Fused
 from nanochat.nn.operations import Matrices, Operations, multiplied
 from nanochat.nn.plain_attention import by_products, one_query
+from nanochat.nn.together import Linear
 from nanochat.platforms import host
-from nanochat.platforms.cpu.kernels import SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu import gradients
+from nanochat.platforms.cpu.gradients import Trained
+from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
+from nanochat.platforms.cpu.training import training
 
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
 FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
 MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
-EPSILON = 2.0**-23  # that torch's RMS norm adds by default
 
 
 class _Packed:
@@ -62,6 +67,31 @@ class CpuOperations(Operations):
         every pass."""
         return kernels(host.use_compile_cache(base_dir())) if self._compiles else None
 
+    @functools.cached_property
+    def _trained(self) -> Trained | None:
+        """The kernels of training on this machine, or None if they cannot or shall not be compiled. Passes without
+        gradients use compiled kernels too from then on."""
+        made = training(host.use_compile_cache(base_dir())) if self._library is not None else None
+        if self._library is None or made is None:
+            return None
+        self._kernels = self._library
+        return Trained(self._library, made)
+
+    def _train(self, *tensors: Tensor) -> Trained | None:
+        """The kernels of training, if gradients are wanted and the kernels can compute with these tensors."""
+        if is_compiling() or not torch.is_grad_enabled():
+            return None
+        dtype = tensors[0].dtype
+        return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
+
+    def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
+        """See Operations.needs_no_compiler. Processors without registers of 512 bits were not measured."""
+        if dtype not in SUFFIXES or "avx512f" not in host.cpu_flags() or (use := self._trained) is None:
+            return ""
+        if dtype == torch.bfloat16 and not use.training.takes(torch.empty(1, 1, 1, head_dim, dtype=dtype)):
+            return ""
+        return "kernels in C++ make an uncompiled step at least as fast"
+
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
         """See Operations.hold. A matrix of bf16 is laid out for oneDNN once instead of in every product: one row is
@@ -102,18 +132,50 @@ class CpuOperations(Operations):
 
     def _fast(self, *tensors: Tensor) -> Kernels | None:
         """The compiled kernels, if they can compute with these tensors."""
-        if self._kernels is None or torch.is_grad_enabled() or is_compiling():
+        if is_compiling() or self._kernels is None or torch.is_grad_enabled():  # compiled code must not watch _kernels
             return None
         dtype = tensors[0].dtype
         return self._kernels if dtype in SUFFIXES and all(x.dtype == dtype for x in tensors) else None
 
     def norm(self, x: Tensor) -> Tensor:
         """See Operations.norm."""
+        if (use := self._train(x)) is not None:
+            return gradients.Norm.apply(use, x, None)[0]
         kernels = self._fast(x)
         return super().norm(x) if kernels is None else kernels.norm(x, None, EPSILON)[0]
 
+    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operations.norm_and_keep."""
+        use = self._train(x)
+        return super().norm_and_keep(x) if use is None else gradients.Norm.apply(use, x, None)
+
+    def smear(self, x: Tensor, before: Tensor | None, gate: nn.Module, most: Tensor) -> Tensor:
+        """See Operations.smear."""
+        if before is not None or not _own(gate) or (use := self._train(x)) is None:
+            return super().smear(x, before, gate, most)
+        return gradients.Smear.apply(use, x, gate.weight[0], most)
+
+    def offset_keys(self, k: Tensor) -> Tensor:
+        """See Operations.offset_keys."""
+        use = self._train(k)
+        return super().offset_keys(k) if use is None else gradients.Offset.apply(use, k)
+
+    def backout(self, x: Tensor, middle: Tensor, share: Tensor) -> Tensor:
+        """See Operations.backout."""
+        if (use := self._train(x, middle)) is None:
+            return super().backout(x, middle, share)
+        return gradients.Mix.apply(use, x, middle, x.new_ones(()), -share.to(x.dtype))[0]
+
+    def mlp(self, x: Tensor, into: nn.Module, out: nn.Module, made: Sequence[Tensor | None]) -> Tensor:
+        """See Operations.mlp."""
+        if not (_own(into) and _own(out)) or (use := self._train(x)) is None:
+            return super().mlp(x, into, out, made)
+        return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
+
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """See Operations.add_norm."""
+        if (use := self._train(x, y)) is not None:
+            return gradients.Norm.apply(use, x, y)
         kernels = self._fast(x, y)
         return super().add_norm(x, y) if kernels is None else kernels.norm(x, None, EPSILON, y)
 
@@ -141,16 +203,57 @@ class CpuOperations(Operations):
         made: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations.heads. Rotating keeps the norm of a head, so it does not matter what comes first."""
+        if (trained := self._trained_heads(x, matrices, head_dim, cos, sin, sharpen)) is not None:
+            return trained
         if (kernels := self._fast(x, cos)) is None:
             return super().heads(x, matrices, head_dim, cos, sin, sharpen, made)
         q, k, v = multiplied(x, matrices, head_dim)
         q, k = (kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
         return q, k, v
 
+    def _trained_heads(
+        self, x: Tensor, matrices: Matrices, head_dim: int, cos: Tensor, sin: Tensor, sharpen: float,
+        gate: nn.Module | None = None, value: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """heads(), or gated_heads(), by the kernels of training; None if they do not take part."""
+        if callable(matrices) or not all(map(_own, (*matrices, *([] if gate is None else [gate])))):
+            return None
+        if (
+            head_dim != 2 * cos.size(-1)
+            or (use := self._train(x, cos, sin, *([] if value is None else [value]))) is None
+        ):
+            return None
+        weights = [matrix.weight for matrix in matrices]
+        return gradients.Heads.apply(use, x, cos, sin, sharpen, None if gate is None else gate.weight, value, *weights)
+
+    def gated_heads(
+        self,
+        x: Tensor,  # (B, T, C)
+        matrices: Matrices,
+        gate: nn.Module,
+        value: Tensor,  # (B, T, Hkv * D)
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        sharpen: float,
+        made: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations.gated_heads."""
+        found = self._trained_heads(x, matrices, head_dim, cos, sin, sharpen, gate, value)
+        return found or super().gated_heads(x, matrices, gate, value, head_dim, cos, sin, sharpen, made)
+
     def mix(self, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See Operations.mix."""
+        if (use := self._train(x, x0, a, b)) is not None:
+            return gradients.Mix.apply(use, x, x0, a, b)
         kernels = self._fast(x, x0, a, b)
         return super().mix(x, x0, a, b) if kernels is None else (kernels.mix(x, x0, a, b), x0)
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See Operations.square_sums."""
+        if self._trained is None or not all(g.dtype == torch.float32 and g.is_contiguous() for g in gradients):
+            return super().square_sums(gradients)
+        return self._trained.training.square_sums(gradients)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
@@ -243,6 +346,8 @@ class CpuOperations(Operations):
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See Operations.attend."""
+        if (use := self._train(q, k, v)) is not None and use.training.takes(q):
+            return gradients.Attention.apply(use, q, k, v, window, q.size(3) ** -0.5 if scale is None else scale)
         kernels, grouped = self._fast(q, k, v), k.size(2) != q.size(2)
         if kernels is not None and _many(q, kernels):
             first = torch.zeros(q.size(0), dtype=torch.long)
@@ -250,6 +355,11 @@ class CpuOperations(Operations):
         if is_compiling() and q.dtype == torch.bfloat16 and not grouped:
             return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
         return super().attend(q, k, v, window, scale)
+
+
+def _own(matrix: nn.Module) -> TypeGuard[Linear]:
+    """Whether a matrix is one of ours without adapters, and multiplies with its whole weight."""
+    return type(matrix) is Linear and matrix.packed is None and type(matrix.weight) is nn.Parameter
 
 
 def _many(q: Tensor, kernels: Kernels) -> bool:  # (B, T, H, D)

@@ -10,9 +10,6 @@ namespace {
 constexpr int64_t BLOCK = 64;  // outputs whose weights lie together, two inputs of each output side by side
 constexpr int64_t AHEAD = 4096;  // numbers that are fetched ahead
 
-inline void store(float *y, __m512 x) { _mm512_storeu_ps(y, x); }
-inline void store(bf16 *y, __m512 x) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(x)); }
-
 // ROWS rows of x times one block of a matrix, [inputs / 2][BLOCK][2] numbers. FETCH: the block comes from memory.
 template <int ROWS, bool FETCH, class Y>
 void few_rows(const bf16 *x, int64_t x_stride, const bf16 *w, Y *y, int64_t y_stride, int64_t inputs) {

@@ -1,0 +1,189 @@
+"""Operations of training with compiled kernels, as functions that torch's autograd knows.
+
+Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one loop over memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat.platforms.cpu.kernels import EPSILON, Kernels
+from nanochat.platforms.cpu.training import Training, side_by_side
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What computes operations and their gradients."""
+
+    kernels: Kernels
+    training: Training
+
+
+class Norm(torch.autograd.Function):
+    """RMS norm of x, and x itself: what uses both gets one gradient in one loop. With `added`, of x + added."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, total = use.kernels.norm(x, None, EPSILON, added)
+        if added is None:
+            total = total.view_as(total)  # an output must not be an input
+        ctx.use, ctx.both = use, added is not None
+        ctx.save_for_backward(total)
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (total,), (g, more) = ctx.saved_tensors, grads
+        dx = more if g is None else ctx.use.training.norm_back(total, g, more, EPSILON)
+        return None, dx, dx if ctx.both else None
+
+
+class Mix(torch.autograd.Function):
+    """a x + b x0, and x0 itself, whose gradients from several layers are added in the loop that makes them."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.use = use
+        ctx.save_for_backward(x, x0, a, b)
+        ctx.set_materialize_grads(False)
+        return use.kernels.mix(x, x0, a, b), x0.view_as(x0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x, x0, a, b), (g, more) = ctx.saved_tensors, grads
+        if g is None:
+            return None, None, more, None, None
+        dx, dx0, sums = ctx.use.training.mix_back(g, x, x0, more, a, b)
+        by_a, by_b = sums.to(a.dtype).unbind()
+        return None, dx, dx0, by_a.view_as(a), by_b.view_as(b)
+
+
+class Heads(torch.autograd.Function):
+    """Queries, keys and values by one product, with queries and keys normed, sharpened and rotated. With `value`, each
+    head of a value gains 3 sigmoid(gate x) times it; the gate reads the first channels of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        use: Trained,
+        x: Tensor,  # (B, T, C)
+        cos: Tensor,  # (1 or B, T, 1, D / 2)
+        sin: Tensor,
+        sharpen: float,
+        gate: Tensor | None,  # (Hkv, R)
+        value: Tensor | None,  # (B, T, Hkv * D)
+        *weights: Tensor,  # of queries, keys and values: (H * D, C), (Hkv * D, C), (Hkv * D, C)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
+        rows, size = x.flatten(0, -2), 2 * cos.size(-1)
+        sizes = [len(weight) for weight in weights]
+        weight = x.new_empty(sum(sizes), x.size(-1))
+        for part, master in zip(weight.split(sizes), weights, strict=True):
+            part.copy_(master)
+        made = rows @ weight.mT  # (N, C')
+        q, k, v = made.view(*x.shape[:-1], -1, size).split([part // size for part in sizes], dim=2)
+        opened = None
+        if gate is not None and value is not None:
+            gate, value = gate.to(x.dtype), value.contiguous().view(len(rows), -1, size)
+            opened = use.training.gate(rows, gate, value, v.flatten(0, 1))
+        ctx.use, ctx.sharpen, ctx.sizes, ctx.formats = use, sharpen, sizes, [weight.dtype for weight in weights]
+        ctx.save_for_backward(rows, made, weight, cos, sin, gate, value, opened)
+        q, k = (use.kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, made, weight, cos, sin, gate, value, opened = ctx.saved_tensors
+        use, (B, T, _, size) = ctx.use, grads[0].shape
+        g = torch.empty_like(made)
+        heads = [part // size for part in ctx.sizes]
+        parts, by_parts = (x.view(B, T, -1, size).split(heads, dim=2) for x in (made, g))
+        for slope, x, dx in zip(grads[:2], parts[:2], by_parts[:2], strict=True):
+            use.training.turn_back(slope, x, cos, sin, dx, EPSILON, ctx.sharpen)
+        by_parts[2].copy_(grads[2])
+        dx, by_weight, by_gate, by_value = g @ weight, g.mT @ rows, None, None
+        if gate is not None:
+            slope = side_by_side(by_parts[2]).flatten(0, 1)
+            by_value, by_gate = use.training.gate_back(slope, rows, gate, value, opened, dx)
+            by_value = by_value.view(B, T, -1)
+        by_weights = [part.to(to) for part, to in zip(by_weight.split(ctx.sizes), ctx.formats, strict=True)]
+        return None, dx.view(B, T, -1), None, None, None, by_gate, by_value, *by_weights
+
+
+class SquaredReluMlp(torch.autograd.Function):
+    """Two matrices with a squared ReLU between them. What lies between them is kept once, after the squared ReLU."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, x: Tensor, into: Tensor, out: Tensor) -> Tensor:  # (..., C), masters
+        rows, formats = x.flatten(0, -2), (into.dtype, out.dtype)
+        into, out = into.to(x.dtype), out.to(x.dtype)
+        inner = rows @ into.mT
+        use.kernels.squared_relu(inner, inner)
+        ctx.use, ctx.formats, ctx.shape = use, formats, x.shape
+        ctx.save_for_backward(rows, inner, into, out)
+        return (inner @ out.mT).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, into, out = ctx.saved_tensors
+        g = grads[0].flatten(0, -2)
+        by_out = (g.mT @ inner).to(ctx.formats[1])
+        by_inner = g @ out
+        ctx.use.training.squared_relu_back(by_inner, inner, by_inner)
+        by_into = (by_inner.mT @ rows).to(ctx.formats[0])
+        return None, (by_inner @ into).view(ctx.shape), by_into, by_out
+
+
+class Attention(torch.autograd.Function):
+    """Causal attention in a window. The weights are computed again for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, use: Trained, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
+    ) -> Tensor:  # (B, T, H, D), and (B, T, Hkv, D) twice
+        q, k, v = (side_by_side(x) for x in (q, k, v))
+        y, logs = use.training.attention(q, k, v, window, scale)
+        ctx.use, ctx.how = use, (window, scale)
+        ctx.save_for_backward(q, k, v, y, logs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, logs = ctx.saved_tensors
+        made = [x.new_empty(x.shape) for x in (q, k, v)]
+        ctx.use.training.attention_back(q, k, v, y, side_by_side(grads[0]), logs, made, *ctx.how)
+        return None, *made, None, None
+
+
+class Smear(torch.autograd.Function):
+    """x with a gated part of the token before."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, x: Tensor, weight: Tensor, most: Tensor) -> Tensor:  # (B, T, C), (R,), ()
+        ctx.use, ctx.formats = use, (weight.dtype, most.dtype)
+        x, weight, most = x.contiguous(), weight.to(x.dtype), most.to(x.dtype)
+        y, gates = use.training.smear(x, weight, most)
+        ctx.save_for_backward(x, weight, most, gates)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, most, gates = ctx.saved_tensors
+        dx, sums = ctx.use.training.smear_back(grads[0], x, weight, most, gates)
+        by_weight, by_most = sums.split([len(weight), 1])
+        return None, dx, by_weight.to(ctx.formats[0]), by_most.view_as(most).to(ctx.formats[1])
+
+
+class Offset(torch.autograd.Function):
+    """Keys, half of each from the token before."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, k: Tensor) -> Tensor:  # (B, T, H, D)
+        ctx.use = use
+        return use.training.shift(k, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.use.training.shift(grads[0], back=True)

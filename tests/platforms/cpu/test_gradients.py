@@ -1,0 +1,249 @@
+"""Operations of training with compiled kernels against plain torch in fp64 on the same inputs."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanochat.common import base_dir
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.operations import Operations
+from nanochat.nn.together import Linear
+from nanochat.platforms import host
+from nanochat.platforms.cpu.kernels import compiler, kernels
+from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.training import Training, training
+
+if compiler() is None:
+    pytest.skip("no C++ compiler", allow_module_level=True)
+
+FORMATS = [torch.float32, torch.bfloat16]
+FAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # how far a number may be from fp64's, relative to the largest
+FAST, SLOW = CpuOperations(), Operations()
+Work = Callable[[Operations, Sequence[Tensor]], Sequence[Tensor]]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def made() -> Training:
+    found = training(host.use_compile_cache(base_dir()))
+    assert found is not None
+    return found
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(outputs: int, inputs: int, dtype: torch.dtype, seed: int) -> Linear:
+    """A matrix whose fp32 master holds numbers of a format, so that a cast does not change them."""
+    matrix = Linear(inputs, outputs)
+    matrix.weight.data = (drawn(outputs, inputs, dtype=dtype, seed=seed) * inputs**-0.5).to(dtype).float()
+    return matrix
+
+
+def results(work: Work, operations: Operations, inputs: Sequence[Tensor], matrices: nn.Module) -> list[Tensor]:
+    """What `work` gives, and then the gradients of a weighted sum of that with respect to inputs and matrices."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    parameters = list(matrices.parameters())
+    found = work(operations, inputs)
+    total = sum(
+        (y.double() * drawn(*y.shape, dtype=torch.bfloat16, seed=50 + i).double()).sum() for i, y in enumerate(found)
+    )
+    return [y.detach() for y in found] + list(torch.autograd.grad(total, [*inputs, *parameters]))  # type: ignore[arg-type]
+
+
+def compare(
+    work: Callable[[nn.Module], Work], inputs: Sequence[Tensor], matrices: nn.Module, far: float = 0.0
+) -> None:  # fmt: skip
+    """Compare fast and slow results, and two fast runs with each other."""
+    again = [results(work(matrices), FAST, inputs, matrices) for _ in range(2)]
+    exact = matrices.double()
+    wanted = results(work(exact), SLOW, [x.double() for x in inputs], exact)
+    for i, (mine, other, slow) in enumerate(zip(*again, wanted, strict=True)):
+        assert torch.equal(mine, other), "two runs differ"
+        assert mine.shape == slow.shape and mine.dtype in FORMATS
+        most = far or FAR[inputs[0].dtype]
+        apart = float((mine.double() - slow).abs().max() / slow.abs().max().clamp_min(1e-2))
+        assert apart <= most, f"result {i} is {apart:.2g} apart"
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("channels", [7, 48, 513])
+def test_norms(dtype: torch.dtype, channels: int, threads: int) -> None:
+    x, y = (drawn(3, 211, channels, dtype=dtype, seed=seed) for seed in (1, 2))
+    none = nn.Module()
+    compare(lambda _: lambda operations, x: [operations.norm(x[0])], [x], none)
+    compare(lambda _: lambda operations, x: operations.norm_and_keep(x[0]), [x], none)
+    total = (x.double() + y.double()).to(dtype)  # a sum that needs no rounding
+    compare(lambda _: lambda operations, x: operations.add_norm(*x), [total, torch.zeros_like(x)], none)
+    compare(lambda _: lambda operations, x: [operations.norm(x[0].transpose(0, 1))], [x], none)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_mixtures(dtype: torch.dtype, threads: int) -> None:
+    x, x0 = (drawn(3, 211, 70, dtype=dtype, seed=seed) for seed in (1, 2))
+    factors = drawn(2, dtype=dtype, seed=3)
+
+    def twice(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
+        x, x0, factors = given
+        a, b = factors.unbind()
+        y, x0 = operations.mix(x, x0, a, b)
+        return [y, *operations.mix(x0, y, b, a)]
+
+    def backed_out(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
+        return [operations.backout(*given)]
+
+    compare(lambda _: twice, [x, x0, factors], nn.Module(), 0.02 if dtype == torch.bfloat16 else 0)
+    compare(lambda _: backed_out, [x, x0, factors[:1]], nn.Module())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 67), (40, 50)])
+def test_smears_and_offsets(dtype: torch.dtype, rows: int, length: int, threads: int) -> None:
+    x, most = drawn(rows, length, 72, dtype=dtype), drawn(1, dtype=dtype, seed=2)
+
+    def smeared(gate: nn.Module) -> Work:
+        return lambda operations, given: [operations.smear(given[0], None, gate, given[1])]
+
+    compare(smeared, [x, most], linear(1, 24, dtype, 3))
+    spread = drawn(rows, length, 3, 24, dtype=dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    compare(lambda _: lambda operations, given: [operations.offset_keys(given[0])], [spread], nn.Module())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_mlps(dtype: torch.dtype, threads: int) -> None:
+    def inner(matrices: nn.Module) -> Work:
+        into, out = matrices.children()
+        return lambda operations, given: [operations.mlp(given[0], into, out, (None, None))]
+
+    matrices = nn.ModuleList([linear(100, 40, dtype, 2), linear(40, 100, dtype, 3)])
+    compare(inner, [drawn(3, 65, 40, dtype=dtype)], matrices)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 64), (4, 2, 16)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_heads(dtype: torch.dtype, heads: int, kv_heads: int, size: int, gated: bool, threads: int) -> None:
+    rows, length, channels = 3, 67, heads * size
+    sizes = [channels, kv_heads * size, kv_heads * size]
+    matrices = nn.ModuleList([linear(outputs, channels, dtype, i) for i, outputs in enumerate(sizes)])
+    if gated:
+        matrices.append(linear(kv_heads, 12, dtype, 9))
+    x, value = drawn(rows, length, channels, dtype=dtype), drawn(rows, length, kv_heads * size, dtype=dtype, seed=2)
+    angles = drawn(1, length, 1, size // 2, dtype=torch.float32, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    turned = (cos.double().square() + sin.double().square()).sqrt()  # 1, but for rounding, which a norm undoes
+
+    def attended(matrices: nn.Module) -> Work:
+        own, gate = list(matrices.children())[:3], list(matrices.children())[3:]
+
+        def work(operations: Operations, given: Sequence[Tensor]) -> Sequence[Tensor]:
+            exact = given[0].dtype == torch.float64
+            tables = (cos.double() / turned, sin.double() / turned) if exact else (cos, sin)
+            if gate:
+                return operations.gated_heads(given[0], own, gate[0], given[1], size, *tables, 1.2)
+            return operations.heads(given[0], own, size, *tables, 1.2)
+
+        return work
+
+    compare(attended, [x, value][: 1 + gated], matrices)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 64), (4, 2, 128)])
+@pytest.mark.parametrize(("length", "window"), [(1, 5), (23, 500), (130, 130), (197, 70), (140, 3), (130, 1)])
+def test_attention(
+    made: Training, heads: int, kv_heads: int, size: int, length: int, window: int, threads: int
+) -> None:
+    whole = drawn(2, length, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    q, k, v = whole.split([heads, kv_heads, kv_heads], dim=2)  # not contiguous
+    if not made.takes(q):
+        pytest.skip("the processor has no AVX512-BF16")
+
+    def attended(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
+        return [operations.attend(given[0], given[1], given[2], window, 0.2)]
+
+    compare(lambda _: attended, [q, k, v], nn.Module(), 0.015)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # heads that are not side by side
+    compare(lambda _: attended, apart, nn.Module(), 0.015)
+
+
+def test_attention_with_large_scores_overflows_nowhere(made: Training) -> None:
+    q, k, v = (100 * drawn(2, 70, 2, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
+    if not made.takes(q):
+        pytest.skip("the processor has no AVX512-BF16")
+    y = FAST.attend(q.requires_grad_(), k, v, 70)
+    (g,) = torch.autograd.grad(y.sum(), q)
+    slow = SLOW.attend(q.detach().double(), k.double(), v.double(), 70)
+    assert g.isfinite().all() and (y.double() - slow).abs().max() <= 0.02 * slow.abs().max()
+    q = q.detach().clone()
+    q[1, 3] = float("nan")
+    seen = FAST.attend(q.requires_grad_(), k, v, 70).isnan().any(dim=3).any(dim=2)
+    assert seen.nonzero().tolist() == [[1, 3]]
+
+
+def passed(dtype: torch.dtype, operations: Operations, exact: bool = False) -> dict[str, Tensor]:
+    """The loss of a small GPT, and the gradient of every parameter."""
+    config = GPTConfig(96, 200, 4, 2, 2, 128, "SL", offset_layers=2, bigram_rows=64)
+    model = GPT(config, dtype, operations=operations)
+    model.init_weights(1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than new weights: each layer matters
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator)).copy_(parameter.bfloat16())
+    model = model.double() if exact else model
+    tokens, targets = (torch.randint(200, (3, 70), generator=generator) for _ in range(2))
+    loss = model(tokens, targets, "sum")
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_model_learns_what_plain_torch_would_teach_it(dtype: torch.dtype, threads: int) -> None:
+    exact, slow = passed(torch.float64, SLOW, exact=True), passed(dtype, SLOW)
+    fast, again = (passed(dtype, FAST) for _ in range(2))
+    assert exact.keys() == fast.keys() and FAST._trained is not None
+    assert all(torch.equal(fast[name], again[name]) for name in fast), "two runs differ"
+    for name, wanted in exact.items():
+        mine, torchs = (float((found[name].double() - wanted).norm() / wanted.norm()) for found in (fast, slow))
+        few = 0.02 if wanted.numel() == 1 else 1e-4  # of one number, the distance is chance
+        assert mine <= max(1.1 * torchs, few), f"{name}: {mine:.2g}, but plain torch {torchs:.2g}"
+
+
+def test_without_compiled_kernels_and_in_other_formats_operators_are_torchs() -> None:
+    x = drawn(2, 3, 8, dtype=torch.float32).requires_grad_()
+    plain = CpuOperations(compiles=False)
+    assert plain._train(x) is None and FAST._train(x) is not None
+    assert FAST._train(x.half()) is None and FAST._train(x, x.bfloat16()) is None
+    with torch.no_grad():
+        assert FAST._train(x) is None
+    assert kernels(host.use_compile_cache(base_dir())) is not None
+    assert torch.equal(plain.norm(x), SLOW.norm(x))
+
+
+def test_square_sums(threads: int) -> None:
+    tensors = [drawn(*shape, dtype=torch.float32) for shape in ((3,), (70, 5000), (4097,), ())]
+    wanted = torch.stack([x.double().square().sum() for x in tensors])
+    assert torch.allclose(FAST.square_sums(tensors).double(), wanted, rtol=1e-6)
+    turned = [tensors[1].mT]  # not contiguous
+    assert torch.allclose(FAST.square_sums(turned).double(), wanted[1:2], rtol=1e-5)
+    assert FAST.square_sums([tensors[1].fill_(float("nan"))]).isnan().all()
+
+
+def test_compiling_is_needless_where_the_kernels_compute_everything(made: Training) -> None:
+    wide = "avx512f" in host.cpu_flags()
+    assert bool(FAST.needs_no_compiler(64, torch.float32)) == wide
+    takes = made.takes(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
+    assert bool(FAST.needs_no_compiler(64, torch.bfloat16)) == (wide and takes)
+    assert not FAST.needs_no_compiler(48, torch.bfloat16) and not FAST.needs_no_compiler(64, torch.float16)
+    assert not CpuOperations(compiles=False).needs_no_compiler(64, torch.float32)
+    assert not SLOW.needs_no_compiler(64, torch.float32)
