@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nanochat.nn import loss, plain_attention
 from nanochat.nn.lean import weighted_norm
@@ -241,8 +242,24 @@ class Operations:
         weights: Tensor | None,  # (N,) weight of each token's loss
     ) -> Tensor:  # () fp32
         """See loss.chunked_loss."""
+        x, targets, weights = self.with_targets(x, targets, weights)
         fused = self.fused_loss(x)
         return loss.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score, fused=fused)
+
+    def with_targets(
+        self,
+        x: Tensor,  # (N, C) normed activations
+        targets: Tensor,  # (N,) token ids, -1 = ignored
+        weights: Tensor | None,  # (N,)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
+        """What a loss needs of its arguments: without the tokens that have no target, where the device skips them. If
+        no token has a target, all stay."""
+        if not self.skips_masked or is_compiling():  # compiled code wants one shape
+            return x, targets, weights
+        kept = (targets >= 0).nonzero().flatten()
+        if not 0 < len(kept) < len(targets):
+            return x, targets, weights
+        return x[kept], targets[kept], None if weights is None else weights[kept]
 
     def fused_loss(self, x: Tensor) -> Fused | None:  # (N, C) normed activations
         """What computes a chunk of a loss in one function; None: torch's operators do."""

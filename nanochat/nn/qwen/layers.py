@@ -7,7 +7,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from nanochat.nn import loss
 from nanochat.nn.cache import CacheCall
@@ -56,10 +55,7 @@ class Vocabulary(nn.Module):
             losses = loss.token_losses(flat, self.weight, wanted, vocab, chunk, capped=False)
             return losses.view_as(targets).clone()  # a sharded module must not return a view
         weights = None if weights is None else weights.flatten()
-        if self.operations.skips_masked and not is_compiling():  # compiled code wants one shape
-            kept = (wanted >= 0).nonzero().flatten()
-            if 0 < len(kept) < len(wanted):
-                flat, wanted, weights = flat[kept], wanted[kept], None if weights is None else weights[kept]
+        flat, wanted, weights = self.operations.with_targets(flat, wanted, weights)
         fused = self.operations.fused_loss(flat)
         return loss.chunked_loss(flat, self.weight, wanted, vocab, weights, chunk, capped=False, fused=fused)
 

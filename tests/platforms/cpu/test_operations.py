@@ -10,6 +10,7 @@ from nanochat.engine import Engine
 from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.nn import loss
 from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
@@ -119,3 +120,31 @@ def test_a_model_in_fp32_stays_as_it_is() -> None:
     model = tiny_gpt(320, 64)
     CpuOperations().hold(model)
     assert all(getattr(module, "packed", None) is None for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tokens_without_a_target_are_left_out_of_the_loss(
+    family: str, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT trains a quarter of its tokens, and the head is two fifths of the FLOPs of a small model."""
+    read: list[int] = []
+    whole = loss.chunked_loss
+    monkeypatch.setattr(loss, "chunked_loss", lambda x, *rest, **more: read.append(len(x)) or whole(x, *rest, **more))
+    generator = torch.Generator().manual_seed(4)
+    idx = torch.randint(0, 320, (2, 24), generator=generator)
+    targets = torch.where(torch.rand(2, 24, generator=generator) < 0.25, idx, -1)
+    weights = torch.rand(2, 24, generator=generator) if weighted else None
+    found = []
+    for operations in (CpuOperations(), Operations()):
+        model: Any = (
+            tiny_gpt(320, 64, operations=operations) if family == "gpt" else tiny_qwen(family, operations=operations)
+        )
+        total = model(idx, targets, "sum", weights)
+        total.backward()
+        found.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert read == [int((targets >= 0).sum()), targets.numel()]
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+    model = tiny_gpt(320, 64, operations=CpuOperations())
+    assert model(idx, torch.full_like(idx, -1), "sum").item() == 0
