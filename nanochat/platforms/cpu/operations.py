@@ -1,4 +1,4 @@
-"""How CPUs compute what models ask for: with compiled kernels, oneDNN's layout of matrices, and blocked attention."""
+"""How CPUs compute what models ask for: with C++ kernels, oneDNN's layout of matrices, and blocked attention."""
 
 import functools
 from collections.abc import Sequence
@@ -49,16 +49,17 @@ class _Packed:
 
 
 class CpuOperations(Operations):
-    """Plain torch, and blocked attention in compiled bf16 models, where it takes less than half the time."""
+    """C++ kernels where they can be compiled, with and without gradients, else plain torch; and blocked attention in
+    bf16 models that torch.compile compiles, where it takes less than half the time."""
 
     loss_logits = 1 << 24
     skips_masked = True
 
     def __init__(self, stacks_matrices: bool = True, compiles: bool = True):
-        """`compiles`: models that are held use compiled kernels for small operators."""
+        """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use."""
         super().__init__(stacks_matrices)
         self._compiles = compiles
-        self._kernels: Kernels | None = None  # once a model is held
+        self._kernels: Kernels | None = None  # once a model is held or trained
         self._compared: set[torch.Size] = set()  # shapes of matrices whose layout needs no second look
 
     @functools.cached_property

@@ -270,7 +270,7 @@ def test_without_a_working_compiler_operators_stay_torchs(
     assert said.count("stay torch's own") == 2
 
 
-def test_plain_kernels_and_gradients_use_torchs_operators() -> None:
+def test_plain_kernels_use_torchs_operators_and_held_models_have_gradients() -> None:
     plain = Cpu().operations("plain")
     assert isinstance(plain, CpuOperations)
     plain.hold(tiny_gpt(320, 64))
