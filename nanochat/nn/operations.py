@@ -21,6 +21,7 @@ from nanochat.nn.plain_attention import Masks
 from nanochat.nn.previous import shifted, with_offset
 from nanochat.nn.together import Unit
 
+KEPT_GRAIN = 256  # tokens
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for
 # Three modules that multiply with the matrices of queries, keys and values, or one function that multiplies with all.
 Matrices = Sequence[nn.Module] | Callable[[Tensor], Tensor]
@@ -252,13 +253,15 @@ class Operations:
         targets: Tensor,  # (N,) token ids, -1 = ignored
         weights: Tensor | None,  # (N,)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (n, C), (n,), (n,)
-        """What a loss needs of its arguments: without the tokens that have no target, where the device skips them. If
-        no token has a target, all stay."""
+        """What a loss needs of its arguments: without most tokens that have no target, where the device skips them. As
+        many stay as fill a multiple of KEPT_GRAIN, since memory of ever new sizes is used again less often."""
         if not self.skips_masked or is_compiling():  # compiled code wants one shape
             return x, targets, weights
-        kept = (targets >= 0).nonzero().flatten()
-        if not 0 < len(kept) < len(targets):
+        wanted = targets >= 0
+        count = max(-(-int(wanted.sum()) // KEPT_GRAIN), 1) * KEPT_GRAIN
+        if count >= len(targets):
             return x, targets, weights
+        kept = wanted.logical_not().int().argsort(stable=True)[:count]
         return x[kept], targets[kept], None if weights is None else weights[kept]
 
     def fused_loss(self, x: Tensor) -> Fused | None:  # (N, C) normed activations

@@ -14,6 +14,7 @@ SMOKE = (
 MEANINGS = {
     "bits per byte of documents": "how well the base model predicts held-out documents; lower is better",
     "bits per byte of conversations": "the same after midtraining, on held-out conversations, which are easier text",
+    "bits per byte of answers in midtraining": "the same after midtraining on the assistant's words alone",
     "bits per byte of answers": "the same after fine-tuning, on the assistant's words alone; not comparable either",
     "bits per byte of answers of your own data": "how well the fine-tuned model predicts the answers it was not shown",
     "preferences of your own data that the model follows": "the share of held-out pairs in which the preferred answer "

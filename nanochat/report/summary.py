@@ -56,7 +56,10 @@ def table(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Measure -> stage -> value, for the measures that can be compared across stages."""
     rows: dict[str, dict[str, float]] = {}
     for stage, text in VALIDATED.items():  # a row for each stage, since each has a validation text of its own
-        if measured := found.get(f"{stage}_train", {}).get("val_bpb"):
+        section = found.get(f"{stage}_train", {})
+        if stage == "mid" and section.get("settings", {}).get("answers_only"):
+            text = "answers in midtraining"
+        if measured := section.get("val_bpb"):
             rows[f"bits per byte of {text}"] = {stage: measured[-1][1]}
     if measured := found.get("tune_train", {}).get("val_accuracy"):
         rows[PREFERRED] = {"tune": measured[-1][1]}

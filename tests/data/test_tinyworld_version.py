@@ -14,11 +14,11 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "c13cdb70ce4ef84411358f2da05f02578606414c9ca0a594a79c8c272c3687bb"
+VERSION = "bf3525d86630ec6d40168fd960d076b5f56e6e94b9b833222ac72a8f58425046"
 TEXT = {
     "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
     "mid": "4e6ccbbdf7899a27c0aff9bcb71e4623bb07584439cc6fc4e121baa6552784ca",
-    "sft": "18545c7bb45aad74dcc8defb96de0b6021e1f0e1ae2edd1a20aa408ed502223d",
+    "sft": "bf3525d86630ec6d40168fd960d076b5f56e6e94b9b833222ac72a8f58425046",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",

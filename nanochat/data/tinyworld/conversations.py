@@ -163,17 +163,17 @@ MID_SHARES = {
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.37,
+    "question": 0.38,
     "questions": 0.09,
     "follow_up": 0.01,
     "follow_ups": 0.1,
     "calculator": 0.22,
-    "logic": 0.07,
-    "mental": 0.12,
+    "logic": 0.1,
+    "mental": 0.06,
     "unknown": 0.05,
     "about_itself": 0.04,
     "request": 0.02,
-    "tale": 0.06,
+    "tale": 0.08,
     "beginning": 0.03,
     "dialogue": 0.04,
 }
