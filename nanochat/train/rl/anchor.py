@@ -63,9 +63,14 @@ def _logprobs(replies: set[Reply], model: Model, compute: Compute) -> dict[Reply
         tokens = torch.zeros((height, T + 1), dtype=torch.long)
         for row, (prompt, reply) in zip(tokens, part, strict=False):
             row[: len(prompt) + len(reply)] = torch.tensor([*prompt, *reply])
-        tokens = tokens.to(compute.device)
-        losses = model(tokens[:, :-1], tokens[:, 1:], reduction="none").view(height, T).float().cpu()
-        for row, (prompt, reply) in zip(losses, part, strict=False):
-            first = len(prompt) - 1  # the position that predicts the reply's first token
-            known[prompt, reply] = (-row[first : first + len(reply)]).tolist()
+        lengths = [len(reply) for _, reply in part]
+        # The positions that predict a token of a reply; only there are losses wanted, and a head costs much.
+        places = [row * T + len(prompt) - 1 + i for row, (prompt, reply) in enumerate(part) for i in range(len(reply))]
+        places += [0] * (-len(places) % (GRAIN * GRAIN))
+        tokens, at = tokens.to(compute.device), torch.tensor(places).to(compute.device)
+        hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+        losses = model.token_losses(hidden[at], tokens[:, 1:].flatten()[at]).float().cpu()
+        known |= dict(
+            zip(part, ((-of_reply).tolist() for of_reply in losses[: sum(lengths)].split(lengths)), strict=True)
+        )
     return known
