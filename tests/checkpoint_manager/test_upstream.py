@@ -73,7 +73,7 @@ def test_a_converted_model_computes_what_it_did(tmp_path: Path, theirs: str, our
     text = "the cat sat on 12 mats 猫坐在垫子上"
     assert loaded.tokenizer.encode(text) == encoding(TOKENIZER).encode_ordinary(text)
     assert loaded.tokenizer.hash == TOKENIZER.hash
-    model = tiny_gpt(TOKENIZER.vocab_size)
+    model = tiny_gpt(TOKENIZER.vocab_size, operations=loaded.model.operations)  # others round in another way
     with torch.no_grad():
         for table in (model.wte, *model.value_embeds.values()):
             table.weight.copy_(table.weight.bfloat16())

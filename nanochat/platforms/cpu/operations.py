@@ -59,7 +59,7 @@ class CpuOperations(Operations):
         """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use."""
         super().__init__(stacks_matrices)
         self._compiles = compiles
-        self._kernels: Kernels | None = None  # once a model is held or trained
+        self._kernels: Kernels | None = None  # once a model is held
         self._compared: set[torch.Size] = set()  # shapes of matrices whose layout needs no second look
 
     @functools.cached_property
@@ -71,11 +71,10 @@ class CpuOperations(Operations):
     @functools.cached_property
     def _trained(self) -> Trained | None:
         """The kernels of training on this machine, or None if they cannot or shall not be compiled. Passes without
-        gradients use compiled kernels too from then on."""
+        gradients do not use them, so that a validation rounds alike before and after the first step of training."""
         made = training(host.use_compile_cache(base_dir())) if self._library is not None else None
         if self._library is None or made is None:
             return None
-        self._kernels = self._library
         return Trained(self._library, made)
 
     def _train(self, *tensors: Tensor) -> Trained | None:
