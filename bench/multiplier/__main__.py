@@ -163,13 +163,13 @@ def entry(words: str, ours: Variant) -> Entry:
     return Entry(name, replace(ours, flags=tuple(flags), checkout=checkout))
 
 
-def entries(cfg: Config, ours: Variant) -> tuple[Entry, list[Entry]]:
-    """The baseline, and what is compared with it."""
+def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Entry]]:
+    """The baseline, and what is compared with it; `compiled`: whether upstream is, where ours may need no compiler."""
     if cfg.quick:
         return Entry("adamw", replace(ours, flags=("--matrix_optimizer=adamw",))), [Entry("ours", ours)]
     known = {"ours": Entry("ours", ours)}
     if cfg.upstream is not None:
-        known["upstream"] = Entry("upstream", replace(ours, side="upstream"))
+        known["upstream"] = Entry("upstream", replace(ours, side="upstream", compiled=compiled))
     for words in cfg.variants:
         made = entry(words, ours)
         if made.name in known:
@@ -310,8 +310,9 @@ def main(cfg: Config) -> None:
     if missing:
         log(f"nothing is compiled: {missing}")
     dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
-    ours = Variant("ours", dtype, compiled=not missing and not cfg.quick)
-    baseline, others = entries(cfg, ours)
+    unneeded = compute.operations.needs_no_compiler(HEAD_DIM, getattr(torch, dtype))
+    ours = Variant("ours", dtype, compiled=not (missing or unneeded or cfg.quick))
+    baseline, others = entries(cfg, ours, not missing)
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) if cfg.quick else base_dir() / "multiplier"
         measure(cfg, QUICK if cfg.quick else Sizes(), baseline, others, cfg.out or default)

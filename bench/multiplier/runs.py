@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ GIGA = 1e9
 # The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
 OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
         "nanochat/train/optim.py", "nanochat/train/muon.py", "nanochat/train/schedule.py",
-        "nanochat/train/update.py")  # fmt: skip
+        "nanochat/train/update.py", "nanochat/platforms/cpu/gradients.py", "nanochat/platforms/cpu/training.cpp",
+        "nanochat/platforms/cpu/attention.h")  # fmt: skip
 UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
 LOOP = "bench/train/side.py"
 
@@ -95,10 +97,17 @@ class Plain(ast.NodeTransformer):
         return node
 
 
+def plain(source: str, python: bool) -> str:
+    """What a source in Python or C++ computes, without comments, docstrings and layout."""
+    if python:
+        return ast.dump(Plain().visit(ast.parse(source)))
+    return " ".join(re.sub(r"//[^\n]*", "", source).split())
+
+
 def code_of(folder: Path, files: Iterable[str]) -> str:
     """A hash of source files that ignores comments, docstrings and layout."""
-    trees = [ast.dump(Plain().visit(ast.parse((folder / name).read_text(encoding="utf-8")))) for name in files]
-    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+    sources = [plain((folder / name).read_text(encoding="utf-8"), name.endswith(".py")) for name in files]
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
 
 
 def settings(run: Run, peer: Path | None) -> dict[str, Any]:

@@ -141,6 +141,12 @@ def test_code_counts_and_comments_do_not(tmp_path: Path) -> None:
     assert running.code_of(tmp_path, ("a.py",)) == one
     file.write_text("def f(x):\n    return x + 2\n")
     assert running.code_of(tmp_path, ("a.py",)) != one
+    (tmp_path / "a.cpp").write_text("int f() { return 1; }  // one\n")
+    compiled = running.code_of(tmp_path, ("a.cpp",))
+    (tmp_path / "a.cpp").write_text("// f\nint f() {\n    return 1;\n}\n")
+    assert running.code_of(tmp_path, ("a.cpp",)) == compiled
+    (tmp_path / "a.cpp").write_text("int f() { return 2; }\n")
+    assert running.code_of(tmp_path, ("a.cpp",)) != compiled
 
 
 def test_the_factor_on_upstreams_rates_is_searched_until_it_lies_inside(tmp_path: Path) -> None:
@@ -197,7 +203,7 @@ def test_the_comparison_finds_the_multiplier_of_its_runs(tmp_path: Path) -> None
 def test_what_cannot_be_compared_is_refused_with_the_rule(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as refusal:
         bench.check(Config(**flags))
-        bench.entries(Config(**flags), EAGER)
+        bench.entries(Config(**flags), EAGER, compiled=True)
     assert refusal.value.exit_code == 2
 
 
@@ -222,12 +228,13 @@ def test_variants_are_flags_of_base_train_or_another_checkout() -> None:
     assert made.flags == ("--matrix_lr=0.03", "--warmup_steps=5") and made.checkout == ROOT
     assert "--matrix_lr=0.03" in made.name
     cfg = Config(texts=("code",), baseline="ours", variants=("hot=--matrix_lr=0.03", "cold=--matrix_lr=0.01"))
-    baseline, others = bench.entries(cfg, EAGER)
+    baseline, others = bench.entries(cfg, EAGER, compiled=True)
     assert baseline.name == "ours" and [other.name for other in others] == ["hot", "cold"]
     with pytest.raises(UserError, match="two entries with the name hot"):
-        bench.entries(replace(cfg, variants=("hot=--matrix_lr=0.03",) * 2), EAGER)
-    beside, others = bench.entries(replace(cfg, baseline=None, upstream=Path()), EAGER)
-    assert beside.variant.side == "upstream" and [other.name for other in others] == ["ours", "hot", "cold"]
+        bench.entries(replace(cfg, variants=("hot=--matrix_lr=0.03",) * 2), EAGER, compiled=True)
+    beside, others = bench.entries(replace(cfg, baseline=None, upstream=Path()), EAGER, compiled=True)
+    assert beside.variant.side == "upstream" and beside.variant.compiled and not others[0].variant.compiled
+    assert [other.name for other in others] == ["ours", "hot", "cold"]
 
 
 def test_a_text_too_short_for_the_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
