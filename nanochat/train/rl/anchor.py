@@ -12,7 +12,7 @@ import torch
 
 from nanochat.device import Compute
 from nanochat.nn.model import Model
-from nanochat.train.rl.trees import Sample
+from nanochat.train.rl.trees import Sample, logprobs
 
 PASS_TOKENS = 4096  # of a pass of the reference, padding included
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
@@ -22,15 +22,20 @@ Reply = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a prompt and of
 
 
 def anchored(
-    samples: Sequence[Sample], strength: float, reference: Model, compute: Compute
+    samples: Sequence[Sample], strength: float, reference: Model, compute: Compute, trees: bool = False
 ) -> tuple[list[Sample], float]:
     """Samples whose weights also pull the model towards the reference, and the sum over all tokens of the estimate of
     the KL divergence between both, in nats (r - log r - 1; Schulman 2020, joschu.net/blog/kl-approx.html).
 
     With r = reference(token) / sampler(token), the gradient of that estimate is (1 - r) times that of the token's
-    log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its weight.
+    log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its weight. The reference
+    reads the replies as `trees`, if it can.
     """
-    known = _logprobs({_key(sample) for sample in samples}, reference, compute)
+    distinct = {_key(sample): sample for sample in samples}
+    if trees:
+        known = dict(zip(distinct, logprobs(list(distinct.values()), reference, compute), strict=True))
+    else:
+        known = _logprobs(set(distinct), reference, compute)
     total, pulled = 0.0, []
     for sample in samples:
         reply, weights = sample.completion, list(sample.weights)
@@ -51,7 +56,7 @@ def _key(sample: Sample) -> Reply:
 
 @torch.no_grad()
 def _logprobs(replies: set[Reply], model: Model, compute: Compute) -> dict[Reply, list[float]]:
-    """The model's log-probability of each token of each reply."""
+    """The model's log-probability of each token of each reply, read as rows."""
     known: dict[Reply, list[float]] = {}
     left = sorted(replies, key=lambda reply: (len(reply[0]) + len(reply[1]), reply))
     while left:

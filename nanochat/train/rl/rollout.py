@@ -100,7 +100,9 @@ def roll_out(
         for at in _trained(flat, len(numbers), policy.oversample, compute)
         for reply, advantage in zip(completions[members[at]], judged[at], strict=True)
     ]
-    kept, divergence = (kept, 0.0) if reference is None else anchored(kept, policy.kl, reference, compute)
+    divergence = 0.0
+    if reference is not None:
+        kept, divergence = anchored(kept, policy.kl, reference, compute, trees=groups is not None)
     chosen = sum(weight != 0 for sample in kept for weight in sample.weights)
     speaking = sum(any(sample.weights) for sample in kept)
     lengths = [len(reply.tokens) for reply in completions]

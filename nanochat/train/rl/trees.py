@@ -5,7 +5,7 @@ better and worse replies share with opposite weights drops out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -23,12 +23,14 @@ from nanochat.runtime import parallel
 from nanochat.train.update import Objective
 
 LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
+PASS_TOKENS = 4096  # of a pass of logprobs(), padding included
 ROW = 128  # tokens of a row, if no tree is larger
 GRAIN, TARGETS = 4, 64  # passes have multiples of so many rows and targets, so that few shapes occur
 NOTHING = 1e-9  # a sum of weights below this is what rounding has left
 
 # Which targets of a place are not summed: those of weights that differ in sign, or those of different replies.
 Apart = Literal["none", "signs", "replies"]
+Target = tuple[int, int, int]  # the place that predicts it, its token, what is kept apart: a sign, a reply's number
 APART: dict[str, Apart] = {"reinforce": "none", "cispo": "none", "ppo": "signs", "gspo": "replies"}
 
 
@@ -75,17 +77,18 @@ class _Growing:
     tokens: list[int]
     parents: list[int]
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # place, token -> the token's place
-    # place, token and what is kept apart (a sign, or the number of the reply) -> weight, log-probability
-    targets: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    targets: dict[Target, list[float]] = field(default_factory=dict)  # weight, log-probability
     replies: int = 0  # number of replies that were added
 
-    def add(self, sample: Sample, apart: Apart) -> None:
-        """Add a reply."""
+    def add(self, sample: Sample, apart: Apart) -> list[Target]:
+        """Add a reply; the targets that its tokens are, in `targets` if they weigh anything."""
+        keys = []
         at, reply = len(sample.prompt) - 1, sample.completion
         for token, weight, logprob in zip(reply.tokens, sample.weights, reply.logprobs, strict=True):
+            kept = {"none": 0, "signs": int(weight > 0), "replies": self.replies}[apart]
+            keys.append((at, token, kept))
             if weight:
-                kept = {"none": 0, "signs": int(weight > 0), "replies": self.replies}[apart]
-                self.targets.setdefault((at, token, kept), [0.0, logprob])[0] += weight
+                self.targets.setdefault(keys[-1], [0.0, logprob])[0] += weight
             child = self.children.get((at, token))
             if child is None:
                 child = self.children[at, token] = len(self.tokens)
@@ -93,6 +96,7 @@ class _Growing:
                 self.parents.append(at)
             at = child
         self.replies += 1
+        return keys
 
     def pruned(self) -> "_Growing":
         """The tree without targets that weigh nothing, and without tokens that no target needs."""
@@ -112,20 +116,44 @@ class _Growing:
         )  # fmt: skip
 
 
-def grow(samples: Sequence[Sample], apart: Apart) -> list[_Growing]:
-    """Trees of all samples, each of one prompt; trees that train nothing are left out."""
-    grown: list[_Growing] = []
+def _planted(samples: Sequence[Sample], apart: Apart) -> list[tuple[_Growing, list[Target]]]:
+    """Each sample's tree, which has one prompt, and the targets that the sample's tokens are in it."""
+    planted = []
     latest: dict[tuple[int, ...], _Growing] = {}
     for sample in samples:
-        if not any(sample.weights):
-            continue
         key = tuple(sample.prompt)
         tree = latest.get(key)
         if tree is None or len(tree.tokens) + len(sample.completion.tokens) > LARGEST:
             tree = latest[key] = _Growing(list(sample.prompt), [0, *range(len(sample.prompt) - 1)])
-            grown.append(tree)
-        tree.add(sample, apart)
+        planted.append((tree, tree.add(sample, apart)))
+    return planted
+
+
+def grow(samples: Sequence[Sample], apart: Apart) -> list[_Growing]:
+    """Trees of all samples, each of one prompt; trees that train nothing are left out."""
+    grown = _distinct(_planted([sample for sample in samples if any(sample.weights)], apart))
     return [tree for each in grown if (tree := each.pruned()).targets]
+
+
+def _distinct(planted: Sequence[tuple[_Growing, list[Target]]]) -> list[_Growing]:
+    return list({id(tree): tree for tree, _ in planted}.values())
+
+
+@torch.no_grad()
+def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
+    """The model's log-probability of each token of each sample's reply, read as trees."""
+    planted = _planted([replace(each, weights=[1.0] * len(each.completion.tokens)) for each in samples], "none")
+    rows, T = _packed(_distinct(planted))
+    known: dict[tuple[int, Target], float] = {}
+    height = max(PASS_TOKENS // T // GRAIN, 1) * GRAIN
+    for first in range(0, len(rows), height):
+        part = rows[first : first + height]
+        tensors = [tensor.to(compute.device) for tensor in _pass(part, T, height, 0, "none", sampled=False)]
+        inputs, targets, _, *shape = tensors
+        losses = cast(nn.Module, model)(inputs, targets, "none", tree=Tree(*shape)).tolist()
+        keys = [(id(tree), target) for row in part for tree in row for target in tree.targets]
+        known |= zip(keys, losses, strict=False)  # behind them come targets that fill up the pass
+    return [[-known[id(tree), target] for target in path] for tree, path in planted]
 
 
 def pack(
@@ -137,10 +165,7 @@ def pack(
     passes. `apart` keeps weights apart in which the loss is not linear; for "replies", the number of each target's
     reply comes before the Tree.
     """
-    trees = sorted(grow(samples, apart), key=lambda tree: -len(tree.tokens))
-    T = max(len(trees[0].tokens) if trees else 0, ROW)
-    T = -(-T // 32) * 32
-    rows = _rows(trees, T)
+    rows, T = _packed(grow(samples, apart))
     longest = max((len(sample.prompt) + len(sample.completion.tokens) for sample in samples), default=1)
     most = max(replies * longest // T, 1)
     counts = [0.0] * compute.world_size
@@ -150,8 +175,11 @@ def pack(
     return [tuple(device.pin(tensor, compute) for tensor in tensors) for tensors in filled]
 
 
-def _rows(trees: Sequence[_Growing], T: int) -> list[list[_Growing]]:
-    """Trees, the largest first, in the first row of T tokens that has room for them."""
+def _packed(trees: Sequence[_Growing]) -> tuple[list[list[_Growing]], int]:
+    """Trees, the largest first, in the first row that has room for them; and the tokens of a row."""
+    trees = sorted(trees, key=lambda tree: -len(tree.tokens))
+    T = max(len(trees[0].tokens) if trees else 0, ROW)
+    T = -(-T // 32) * 32
     rows: list[list[_Growing]] = []
     left: list[int] = []
     for tree in trees:
@@ -162,7 +190,7 @@ def _rows(trees: Sequence[_Growing], T: int) -> list[list[_Growing]]:
             left.append(T)
         rows[at].append(tree)
         left[at] -= size
-    return rows
+    return rows, T
 
 
 def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart: Apart, sampled: bool) -> list[Tensor]:

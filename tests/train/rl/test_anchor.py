@@ -33,11 +33,12 @@ def sampled(model: GPT, lengths: list[tuple[int, int]]) -> list[Sample]:
     return samples
 
 
-def test_weights_get_the_gradient_of_the_divergence_and_forced_tokens_do_not() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_weights_get_the_gradient_of_the_divergence_and_forced_tokens_do_not(trees: bool) -> None:
     policy, reference = tiny_gpt(VOCABULARY), tiny_gpt(VOCABULARY, seed=2)
     samples = sampled(policy, [(3, 4), (7, 1), (3, 9), (12, 5)])
     samples.append(samples[0])  # replies that several samples share are scored once
-    pulled, total = anchored(samples, 0.5, reference, on_cpu())
+    pulled, total = anchored(samples, 0.5, reference, on_cpu(), trees)
     expected = 0.0
     for sample, after in zip(samples, pulled, strict=True):
         reply = sample.completion
@@ -71,5 +72,6 @@ def test_a_token_that_only_the_reference_expects_pulls_within_bounds() -> None:
     assert pulled.weights[0] == pytest.approx(0.25 + most) and total == pytest.approx(most - LARGEST, rel=1e-3)
 
 
-def test_no_samples_need_no_reference() -> None:
-    assert anchored([], 1.0, tiny_gpt(VOCABULARY), on_cpu()) == ([], 0.0)
+@pytest.mark.parametrize("trees", [False, True])
+def test_no_samples_need_no_reference(trees: bool) -> None:
+    assert anchored([], 1.0, tiny_gpt(VOCABULARY), on_cpu(), trees) == ([], 0.0)

@@ -134,6 +134,26 @@ def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() ->
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("make", [talkative, talkative_qwen])
+def test_tokens_of_replies_are_as_likely_in_trees_as_alone(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    monkeypatch.setattr(trees, "LARGEST", 30)  # so that a prompt has several trees
+    monkeypatch.setattr(trees, "PASS_TOKENS", 4 * trees.ROW)  # and the trees are read in several passes
+    generator, samples = torch.Generator().manual_seed(5), []
+    for length in range(1, 25):
+        prompt = list(range(5, 8 + length % 3 * 20))
+        reply = [7, *torch.randint(3, (length,), generator=generator).tolist()]  # few tokens, so that many are shared
+        samples.append(Sample(prompt, Completion(reply, [False] * len(reply), [0.0] * len(reply)), [0.0] * len(reply)))
+    found = trees.logprobs(samples, model, on_cpu())
+    for sample, of_reply in zip(samples, found, strict=True):
+        row = torch.tensor([[*sample.prompt, *sample.completion.tokens]])
+        with torch.no_grad():
+            alone = -model(row[:, :-1], row[:, 1:], "none")[0, len(sample.prompt) - 1 :]
+        assert of_reply == pytest.approx(alone.tolist(), abs=1e-4)
+
+
 def test_a_step_without_anything_to_train_has_no_pass() -> None:
     assert pack([], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
     assert pack([sample(words(5, 1), [7], 0.0)], 8, TOKENIZER.bos, on_cpu(), apart="none", sampled=False) == []
