@@ -5,7 +5,9 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft -- --device_batch_s
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
+
+import torch.nn as nn
 
 from nanochat import dataloader
 from nanochat.data.traits import traits
@@ -13,6 +15,7 @@ from nanochat.device import Compute
 from nanochat.train import sizes
 from nanochat.train.flags import ChatFlags, ExampleFlags, Free
 from nanochat.train.stage import Stage, launch
+from nanochat.train.start import Start
 from tasks.mixtures import mix
 
 
@@ -26,6 +29,9 @@ class Config(ExampleFlags, ChatFlags):
     """step of that stage's checkpoint; default: the newest"""
     init_lr_frac: float = 0.02
     """factor on all learning rates, which then fall linearly to 0"""
+    start_share: float = 0.0
+    """share that the start's weights have in the finished model; 0.5: the mean of start and end.
+    Such a model answers more questions in new wordings, and learns less of what is new"""
 
 
 def train(cfg: Config, compute: Compute) -> None:
@@ -45,10 +51,13 @@ def train(cfg: Config, compute: Compute) -> None:
     steps = stage.steps_over(answers, batch.rows_per_step, described)
 
     stage.set_up(model, tokenizer, cfg.for_batch(batch.tokens_per_step), cfg.init_lr_frac)
+    start = Start(cast(nn.Module, model), cfg.start_share)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers"):
-        lrm = 1 - stage.step / steps
-        stage.schedule(lrm)
-        stage.conclude(stage.update(examples))
+        stage.schedule(lrm=1 - stage.step / steps)
+        outcome = stage.update(examples)
+        if stage.step == steps - 1:
+            start.mix()
+        stage.conclude(outcome)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanochat.checkpoint_manager import save as saving
 from nanochat.checkpoint_manager.files import latest_step, read_meta
@@ -214,6 +215,19 @@ def test_sft_may_start_from_base(ready: Chain) -> None:
     up_to("sft", ready.base, ready.base.with_name("other"))
     os.environ["NANOCHAT_BASE_DIR"] = str(ready.base.with_name("other"))
     run_stage("sft", ready.compute, source="base", num_iterations=2)
+
+
+def test_sft_mixes_its_end_with_its_start(ready: Chain, base_folder: Path) -> None:
+    def weights(stage: str) -> dict[str, torch.Tensor]:
+        return load_file(stage_folder(base_folder, stage) / "step_000020" / "model.safetensors")
+
+    start, end = weights("mid"), weights("sft")
+    run_stage("sft", ready.compute, resume="none", start_share=0.5, stop_at=12)
+    run_stage("sft", ready.compute, start_share=0.5)  # resumed, it still knows its start
+    mixed = weights("sft")
+    assert mixed.keys() == end.keys() and not torch.equal(mixed["wte.weight"], end["wte.weight"])
+    for name, weight in mixed.items():
+        torch.testing.assert_close(weight, (start[name] + end[name]) / 2)
 
 
 # --- failures ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <dlfcn.h>
 #include <thread>
 #include <vector>
 
@@ -84,15 +85,40 @@ template <class T> inline void scaled(const float *x, float factor, T *y, int64_
     for (; i < count; i++) narrow(x[i] * factor, y[i]);
 }
 
-// Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth starting for PART
-// numbers.
+// The threads of torch's own operators, which wait between two of them; where torch uses OpenMP, it has loaded it for all.
+// Threads of our own would compete with those that wait awake.
+struct Team {
+    template <class Function> static Function found(const char *name) { return (Function)dlsym(RTLD_DEFAULT, name); }
+
+    void (*run)(void (*)(void *), void *, unsigned, unsigned) = found<decltype(run)>("GOMP_parallel");
+    int (*number)() = found<int (*)()>("omp_get_thread_num");
+    int (*size)() = found<int (*)()>("omp_get_num_threads");
+
+    bool there() const { return run && number && size; }
+};
+
+inline const Team team;
+
+// Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth waking for PART numbers.
 template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
-    constexpr int64_t PART = 1 << 17, MOST = 16;
+    constexpr int64_t PART = 1 << 16, MOST = 16;
     const int64_t count = std::min({threads, rows, numbers / PART, MOST});
     if (count < 2) return work(0, rows);
+    auto part = [&](int64_t i) { work(i * rows / count, (i + 1) * rows / count); };
+    if (team.there()) {
+        struct Call {
+            decltype(part) &one;
+            int64_t count;
+        } call{part, count};
+        auto share = [](void *given) {  // the team may be smaller than asked for
+            const Call &call = *(const Call *)given;
+            for (int64_t i = team.number(); i < call.count; i += team.size()) call.one(i);
+        };
+        return team.run(share, &call, unsigned(count), 0);
+    }
     std::vector<std::thread> others;
-    for (int64_t i = 1; i < count; i++) others.emplace_back(work, i * rows / count, (i + 1) * rows / count);
-    work(0, rows / count);
+    for (int64_t i = 1; i < count; i++) others.emplace_back(part, i);
+    part(0);
     for (auto &other : others) other.join();
 }
 
