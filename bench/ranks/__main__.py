@@ -1,7 +1,7 @@
 """Measures what several ranks cost on a CPU: the speed of two ranks beside one, and the bytes each rank sends per step.
 
 python -m bench.ranks --quick            # ends within 50 seconds: uncompiled, fewer rounds
-python -m bench.ranks                    # like the training scripts: compiled where there is a compiler
+python -m bench.ranks                    # like the training scripts: compiled where that is faster
 python -m bench.ranks --model qwen3      # fine-tuning of an adapter instead of pretraining
 
 Every rank has one thread. The groups take turns, one step each, so that a busy machine slows them equally. Two ranks
@@ -15,9 +15,10 @@ from statistics import median
 from typing import Literal
 
 from bench.finetune.__main__ import SHAPES
-from bench.ranks.group import Ranks, Task, Timed, wire_bytes_per_parameter
+from bench.ranks.group import D4, Ranks, Task, Timed, wire_bytes_per_parameter
 from nanochat import device
 from nanochat.common import log, run
+from nanochat.device import Compute
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.runtime.parallel import Sharding
 
@@ -49,8 +50,8 @@ class Config:
     scripts.finetune trains them"""
     lora_rank: int = 8
     """rank of the adapter of a Qwen; 0: it is trained in full"""
-    compile: bool = True
-    """compile the step, as the training scripts do where the run is long enough to repay it"""
+    compile: bool | None = None
+    """compile the step; default: as the training scripts do in long runs"""
 
 
 def task(cfg: Config, ranks: int, mode: Sharding | None, compiled: bool) -> Task:
@@ -61,10 +62,17 @@ def task(cfg: Config, ranks: int, mode: Sharding | None, compiled: bool) -> Task
     return Task(ranks, mode, compiled=compiled, shape=shape, lora_rank=cfg.lora_rank, tokens=TUNED)
 
 
+def compiles(cfg: Config, compute: Compute) -> bool:
+    """Whether the step is compiled."""
+    unneeded = cfg.model == "gpt" and compute.operations.needs_no_compiler(D4.head_dim, compute.dtype)
+    wanted = not unneeded if cfg.compile is None else cfg.compile
+    return wanted and not device.compiler_missing(compute)
+
+
 def main(cfg: Config) -> None:
     """Measure and print."""
     modes: tuple[Sharding, ...] = ("grad",) if cfg.quick else cfg.shard
-    compiled = cfg.compile and not cfg.quick and not device.compiler_missing(device.compute_init("cpu"))
+    compiled = not cfg.quick and compiles(cfg, device.compute_init("cpu"))
     ways: tuple[Sharding | None, ...] = (None, *modes)
     tasks = [task(cfg, 1, "none", compiled), *(task(cfg, 2, way, compiled) for way in ways)]
     groups: list[Ranks] = []

@@ -134,10 +134,11 @@ def missing(wanted: bool | None, compute: Compute) -> str:
 
 
 def _unneeded(model: nn.Module, compute: Compute) -> str:
-    """Why an uncompiled step is as fast as a compiled one; "" if it is not. Several ranks compile in any case."""
-    if compute.world_size > 1 or not isinstance(model, GPT):
-        return ""
-    return model.operations.needs_no_compiler(model.config.head_dim, model.dtype)
+    """Why an uncompiled step is as fast as a compiled one, the same on every rank that says it; "" if it is not."""
+    why = ""
+    if isinstance(model, GPT):
+        why = model.operations.needs_no_compiler(model.config.head_dim, model.dtype)
+    return why if parallel.least(int(bool(why)), compute) else ""
 
 
 def compiled(

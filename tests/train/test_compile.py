@@ -3,9 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 
 from nanochat import device
 from nanochat.common import UserError
+from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
 from nanochat.train.compile import Ahead, Costs
 from tests.support.qwens import tiny_qwen
+from tests.support.ranks import run_ranks
+from tests.support.tiny_model import tiny_gpt
 from tests.support.tiny_training import CPU
 
 SHAPE = GPTConfig(sequence_len=128, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=64, window_pattern="L")
@@ -130,6 +134,19 @@ def test_a_gpt_whose_kernels_are_as_fast_is_compiled_only_if_asked_for_or_as_bef
     qwen: Any = tiny_qwen("qwen3")
     ready = compiling.compiled(qwen, None, (1, 16), CPU, qwen.compile_groups(), many)
     assert ready is not qwen, "the kernels serve the GPT alone"
+
+
+def unneeded(compute: Compute, ranks: Sequence[int]) -> str:
+    """Why this rank leaves the compiler out, where only some ranks have kernels."""
+    model: Any = tiny_gpt(300)
+    said = "kernels are as fast" if compute.rank in ranks else ""
+    model.operations = SimpleNamespace(needs_no_compiler=lambda head_dim, dtype: said)
+    return compiling._unneeded(model, compute)
+
+
+def test_ranks_leave_the_compiler_out_together() -> None:
+    assert run_ranks(2, unneeded, (0, 1)) == ["kernels are as fast"] * 2
+    assert run_ranks(2, unneeded, (1,)) == ["", ""]
 
 
 @pytest.mark.usefixtures("cache")
