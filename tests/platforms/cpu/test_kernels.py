@@ -1,5 +1,7 @@
 """Compiled kernels against torch's own operators."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,25 @@ def test_threads_change_no_result(made: Kernels) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+WITHOUT_TORCH = """
+import ctypes, sys
+import numpy as np
+
+call = ctypes.CDLL(sys.argv[1]).squared_relu_fp32
+call.argtypes, call.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2, None
+x = np.linspace(-3, 3, 1 << 20, dtype=np.float32)
+y = np.empty_like(x)
+call(x.ctypes.data, y.ctypes.data, 4, x.size)
+assert not hasattr(ctypes.CDLL(None), "GOMP_parallel") and "torch" not in sys.modules
+assert np.array_equal(y, np.maximum(x, 0) ** 2)
+"""
+
+
+def test_kernels_have_threads_of_their_own_where_torchs_cannot_be_used(made: Kernels, tmp_path: Path) -> None:
+    library = module.compiled(tmp_path, compiler() or "")
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(library)], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
