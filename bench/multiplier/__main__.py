@@ -349,9 +349,11 @@ def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry],
 
 
 def total_of(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry]) -> float:
-    """The GFLOPs of all runs, if the search for the baseline's factor needs one more run than it begins with."""
+    """The GFLOPs of all runs, if the search for the baseline's factor needs one more run than it begins with, and three
+    at least: the best one and its neighbours."""
     lengths = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps)
-    searched = len(cfg.scales) * sum(cfg.steps) if baseline.variant.side == "upstream" else 0
+    tried = max(len(cfg.scales) + 1, 3) - 1  # the best one is the first seed's run
+    searched = tried * sum(cfg.steps) if baseline.variant.side == "upstream" else 0
     steps = searched + len(cfg.seeds) * (sum(lengths) + len(others) * sum(cfg.steps))
     total = 0.0
     for depth in cfg.depths:

@@ -121,6 +121,6 @@ class Progress:
 
     def _left(self, now: float) -> str:
         fresh = self.done - self._skipped
-        if not self.total or fresh <= 0:
+        if not self.total or fresh <= 0 or self.done > self.total:  # more work than was foreseen
             return ""
         return f", {duration((now - self._start) * (self.total - self.done) / fresh)} left"

@@ -76,6 +76,14 @@ def test_only_the_process_that_shows_prints(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_more_work_than_was_foreseen_has_no_time_left(capsys):
+    with Progress("search", 2, "runs", every_seconds=0) as progress:
+        for _ in range(3):
+            progress.advance(1)
+    lines = capsys.readouterr().out.splitlines()
+    assert "left" in lines[0] and lines[2].startswith("search: 3 runs of 2 runs (150%)") and "left" not in lines[2]
+
+
 def test_units_of_earlier_runs_count_as_done_but_not_as_speed(capsys):
     with Progress("base", 4, "steps", every_seconds=0, done=2) as progress:
         progress.advance(0)
