@@ -15,7 +15,7 @@ from nanochat.device import Compute
 from nanochat.train import sizes
 from nanochat.train.flags import ChatFlags, ExampleFlags, Free
 from nanochat.train.stage import Stage, launch
-from nanochat.train.start import Start
+from nanochat.train.update import Start
 from tasks.mixtures import mix
 
 

@@ -1,4 +1,5 @@
-"""One optimizer update from a step's micro-batches, and what keeps one bad step from spoiling a run."""
+"""One optimizer update from a step's micro-batches, what keeps one bad step from spoiling a run, and the mix of a run's
+end with its start."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import device
-from nanochat.device import Compute
+from nanochat.common import UserError
+from nanochat.device import Compute, local
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.parallel import place_of, trained
 from nanochat.train.fit import memory
@@ -220,3 +222,25 @@ def measure(
             sums.append(objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True))))
     totals = parallel.total(torch.stack(sums).double().sum(dim=0).tolist(), compute)
     return {name: value / max(count, 1) for name, value in zip(("loss", *objective.figures), totals, strict=True)}
+
+
+class Start:
+    """The weights that a stage starts from, to mix the finished model with them: this rank's part, in memory.
+
+    A model between both answers more questions in new wordings than either of them, and forgets less of what the start
+    knew (WiSE-FT, Wortsman et al. 2022, arXiv:2109.01903; dev/LOG.md has the figures for TinyWorld).
+    """
+
+    def __init__(self, model: nn.Module, share: float):
+        """`share` of the finished model is the start's. UserError (code 2) unless it is at least 0 and below 1."""
+        if not 0 <= share < 1:
+            raise UserError(f"--start_share must be at least 0 and below 1, got {share:g}", 2)
+        self.model, self.share = model, share
+        self._weights = [local(parameter).detach().clone() for parameter in model.parameters()] if share else []
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Move the model's weights towards the start's by the share; nothing happens if that is 0."""
+        if self.share:
+            for parameter, weight in zip(self.model.parameters(), self._weights, strict=True):
+                local(parameter).lerp_(weight, self.share)

@@ -6,7 +6,7 @@ import torch
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.runtime import parallel
-from nanochat.train.start import Start
+from nanochat.train.update import Start
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt
 
