@@ -309,9 +309,9 @@ def main(cfg: Config) -> None:
     missing = device.compiler_missing(compute)
     if missing:
         log(f"nothing is compiled: {missing}")
-    dtype = str(compute.platform.best_dtype()[0]).removeprefix("torch.")
-    unneeded = compute.operations.needs_no_compiler(HEAD_DIM, getattr(torch, dtype))
-    ours = Variant("ours", dtype, compiled=not (missing or unneeded or cfg.quick))
+    dtype = compute.platform.best_dtype()[0]
+    unneeded = compute.operations.needs_no_compiler(HEAD_DIM, dtype)
+    ours = Variant("ours", str(dtype).removeprefix("torch."), compiled=not (missing or unneeded or cfg.quick))
     baseline, others = entries(cfg, ours, not missing)
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) if cfg.quick else base_dir() / "multiplier"

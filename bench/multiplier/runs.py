@@ -24,8 +24,10 @@ GIGA = 1e9
 # The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
 OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
         "nanochat/train/optim.py", "nanochat/train/muon.py", "nanochat/train/schedule.py",
-        "nanochat/train/update.py", "nanochat/platforms/cpu/gradients.py", "nanochat/platforms/cpu/training.cpp",
-        "nanochat/platforms/cpu/attention.h")  # fmt: skip
+        "nanochat/train/update.py", "nanochat/platforms/cpu/operations.py", "nanochat/platforms/cpu/gradients.py",
+        "nanochat/platforms/cpu/kernels.py", "nanochat/platforms/cpu/kernels.cpp", "nanochat/platforms/cpu/training.py",
+        "nanochat/platforms/cpu/training.cpp", "nanochat/platforms/cpu/attention.h",
+        "nanochat/platforms/cpu/common.h")  # fmt: skip
 UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
 LOOP = "bench/train/side.py"
 

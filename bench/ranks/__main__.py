@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+import torch
+
 from bench.finetune.__main__ import SHAPES
 from bench.ranks.group import D4, Ranks, Task, Timed, wire_bytes_per_parameter
 from nanochat import device
@@ -64,7 +66,7 @@ def task(cfg: Config, ranks: int, mode: Sharding | None, compiled: bool) -> Task
 
 def compiles(cfg: Config, compute: Compute) -> bool:
     """Whether the step is compiled."""
-    unneeded = cfg.model == "gpt" and compute.operations.needs_no_compiler(D4.head_dim, compute.dtype)
+    unneeded = cfg.model == "gpt" and compute.operations.needs_no_compiler(D4.head_dim, getattr(torch, Task.dtype))
     wanted = not unneeded if cfg.compile is None else cfg.compile
     return wanted and not device.compiler_missing(compute)
 

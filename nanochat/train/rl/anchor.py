@@ -12,9 +12,8 @@ import torch
 
 from nanochat.device import Compute
 from nanochat.nn.model import Model
-from nanochat.train.rl.trees import Sample, logprobs
+from nanochat.train.rl.trees import PASS_TOKENS, Sample, logprobs
 
-PASS_TOKENS = 4096  # of a pass of the reference, padding included
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur
 LARGEST = 5.0  # nats: a token that the reference finds likelier by more than this is pulled as if by so much
 
@@ -31,15 +30,11 @@ def anchored(
     log-likelihood (GRPO, arXiv:2402.03300, equation 4), so `strength` * (1 - r) is taken from its weight. The reference
     reads the replies as `trees`, if it can.
     """
-    distinct = {_key(sample): sample for sample in samples}
-    if trees:
-        known = dict(zip(distinct, logprobs(list(distinct.values()), reference, compute), strict=True))
-    else:
-        known = _logprobs(set(distinct), reference, compute)
+    read = logprobs if trees else _row_logprobs
     total, pulled = 0.0, []
-    for sample in samples:
+    for sample, known in zip(samples, read(samples, reference, compute), strict=True):
         reply, weights = sample.completion, list(sample.weights)
-        pairs = zip(known[_key(sample)], reply.logprobs, reply.forced, strict=True)
+        pairs = zip(known, reply.logprobs, reply.forced, strict=True)
         for at, (theirs, ours, forced) in enumerate(pairs):
             if not forced:
                 log_ratio = min(theirs - ours, LARGEST)
@@ -55,10 +50,10 @@ def _key(sample: Sample) -> Reply:
 
 
 @torch.no_grad()
-def _logprobs(replies: set[Reply], model: Model, compute: Compute) -> dict[Reply, list[float]]:
-    """The model's log-probability of each token of each reply, read as rows."""
+def _row_logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[list[float]]:
+    """The model's log-probability of each token of each sample's reply; each distinct reply is read once, as a row."""
     known: dict[Reply, list[float]] = {}
-    left = sorted(replies, key=lambda reply: (len(reply[0]) + len(reply[1]), reply))
+    left = sorted({_key(sample) for sample in samples}, key=lambda reply: (len(reply[0]) + len(reply[1]), reply))
     while left:
         longest = sum(map(len, left[-1]))
         T = -(-longest // GRAIN) * GRAIN
@@ -78,4 +73,4 @@ def _logprobs(replies: set[Reply], model: Model, compute: Compute) -> dict[Reply
         known |= dict(
             zip(part, ((-of_reply).tolist() for of_reply in losses[: sum(lengths)].split(lengths)), strict=True)
         )
-    return known
+    return [known[_key(sample)] for sample in samples]

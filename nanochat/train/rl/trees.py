@@ -23,7 +23,7 @@ from nanochat.runtime import parallel
 from nanochat.train.update import Objective
 
 LARGEST = 384  # tokens of a tree: attention costs the square, so larger groups become several trees
-PASS_TOKENS = 4096  # of a pass of logprobs(), padding included
+PASS_TOKENS = 4096  # of a pass that only reads, padding included
 ROW = 128  # tokens of a row, if no tree is larger
 GRAIN, TARGETS = 4, 64  # passes have multiples of so many rows and targets, so that few shapes occur
 NOTHING = 1e-9  # a sum of weights below this is what rounding has left
