@@ -101,7 +101,7 @@ inline const Team team;
 
 // Calls work(first, last) for parts of the rows, on at most `threads` threads. A thread is worth waking for PART numbers.
 template <class Work> void parts(int64_t rows, int64_t numbers, int64_t threads, Work work) {
-    constexpr int64_t PART = 1 << 16, MOST = 16;
+    constexpr int64_t PART = 1 << 17, MOST = 16;
     const int64_t count = std::min({threads, rows, numbers / PART, MOST});
     if (count < 2) return work(0, rows);
     auto part = [&](int64_t i) { work(i * rows / count, (i + 1) * rows / count); };
