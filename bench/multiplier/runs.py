@@ -27,7 +27,7 @@ OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "na
         "nanochat/train/update.py", "nanochat/platforms/cpu/operations.py", "nanochat/platforms/cpu/gradients.py",
         "nanochat/platforms/cpu/kernels.py", "nanochat/platforms/cpu/kernels.cpp", "nanochat/platforms/cpu/training.py",
         "nanochat/platforms/cpu/training.cpp", "nanochat/platforms/cpu/attention.h",
-        "nanochat/platforms/cpu/common.h")  # fmt: skip
+        "nanochat/platforms/cpu/attention_fp32.h", "nanochat/platforms/cpu/common.h")  # fmt: skip
 UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
 LOOP = "bench/train/side.py"
 

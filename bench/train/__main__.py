@@ -45,7 +45,7 @@ def fastest_eager(measured: Mapping[Variant, Measured]) -> Variant:
 
 
 def matmul_speed(measured: Mapping[Variant, Measured], plan: Plan) -> float:
-    """FLOP/s of bf16 matmuls with the shapes of this model, each weighted by its FLOPs."""
+    """FLOP/s of matmuls with the shapes of this model, each weighted by its FLOPs."""
     bare = next(measured[v] for v in measured if v.side == "matmuls")
     return 6 * bare.parameters * plan.rows_per_step * plan.shape.sequence_len / bare.step_seconds
 
@@ -141,20 +141,19 @@ def check(cfg: Config) -> None:
 
 
 def variants(cfg: Config, compiler_missing: str, default: str = "bfloat16") -> list[Variant]:
-    """The variants to measure; without a compiler, none of them is compiled. `default` is this CPU's own format."""
+    """The variants to measure: fp32, and `default`, this CPU's own format. Without a compiler none is compiled."""
     if compiler_missing:
         log(f"no variant is compiled: {compiler_missing}")
     compiled = not compiler_missing
     if cfg.quick:
         own = [Variant("ours", default)] + ([Variant("ours", default, True)] if compiled else [])
-        return [Variant("matmuls", "bfloat16"), *own]
-    chosen = [Variant("matmuls", "bfloat16"), Variant("ours", "float32"), Variant("ours", "bfloat16")]
+        return [Variant("matmuls", default), *own]
+    chosen = [Variant("matmuls", default), Variant("ours", "float32"), Variant("ours", default)]
     if compiled:
-        chosen.append(Variant("ours", "bfloat16", True))
+        chosen.append(Variant("ours", default, True))
     if cfg.upstream is not None:
-        chosen.append(Variant("upstream", "float32"))
-        chosen += [Variant("upstream", "bfloat16", True)] if compiled else [Variant("upstream", "bfloat16")]
-    return chosen
+        chosen += [Variant("upstream", "float32"), Variant("upstream", default, compiled)]
+    return list(dict.fromkeys(chosen))
 
 
 def main(cfg: Config) -> None:

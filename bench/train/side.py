@@ -173,13 +173,14 @@ def upstream_factors(step: int, steps: int) -> tuple[float, float, float]:
 
 
 def matmuls(task: dict[str, Any]) -> Side:
-    """The bare matrix products of a training step, forward and backward, in bf16."""
+    """The bare matrix products of a training step, forward and backward."""
+    dtype = getattr(torch, os.environ["NANOCHAT_DTYPE"])
     shape, tokens = task["shape"], task["rows_per_step"] * task["shape"]["sequence_len"]
     width, layers = shape["n_embd"], shape["n_layer"]
     generator = torch.Generator().manual_seed(1)
 
     def filled(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).bfloat16()
+        return torch.randn(size, generator=generator).to(dtype)
 
     sizes = [(width, width, 4 * layers), (width, 4 * width, layers), (4 * width, width, layers),
              (width, shape["vocab_size"], 1)]  # fmt: skip

@@ -7,11 +7,11 @@
 
 #include <immintrin.h>
 
+#include "attention_fp32.h"
 #include "common.h"
 
 namespace {
 
-constexpr int64_t SIDE = 64;          // queries of a block, keys of a block, and columns of a product
 constexpr int64_t PAIRS = SIDE / 2;   // of rows in a block
 constexpr int64_t BETWEEN = 2 * SIDE; // numbers from one pair of rows to the next where two rows are interleaved
 
@@ -38,10 +38,6 @@ inline void tile(const bf16 *a, int64_t row, const bf16 *b, float *c, int64_t c_
         for (int part = 0; part < 4; part++) _mm512_storeu_ps(c + i * c_row + 16 * part, sums[i][part]);
 }
 
-struct Range {
-    int64_t from, to;
-};
-
 // tile() for any number of rows. range(i) says which pairs rows i to i + 5 need: the rest of their a is zero.
 template <bool ADD, int PAIR, class Needed>
 void product(int64_t rows, const bf16 *a, int64_t row, const bf16 *b, float *c, int64_t c_row, Needed range) {
@@ -61,13 +57,6 @@ inline __m512i interleaved(__m512i both) {
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, both);
 }
-
-// Where the heads of a tensor (B, T, H, D) lie: `row` numbers apart for B, `token` for T; the heads are side by side.
-struct Heads {
-    bf16 *x;
-    int64_t row, token;
-    bf16 *at(int64_t b, int64_t t, int64_t head, int64_t size) const { return x + b * row + t * token + head * size; }
-};
 
 // Interleaves pairs of tokens of a head: [D / 64][blocks of 64 tokens / 2][64][2]; zeros after the last token.
 void pack_tokens(const bf16 *x, int64_t token, int64_t count, int64_t padded, int64_t size, bf16 *to) {
@@ -118,21 +107,12 @@ void pack_channels(const bf16 *x, int64_t token, int64_t count, int64_t size, bf
         }
 }
 
-// Of the 64 queries from `first` on, of which `count` exist, those that see key `key`: itself and `window` before.
-inline uint64_t seen_by(int64_t key, int64_t first, int64_t count, int64_t window) {
-    const int64_t from = std::max<int64_t>(key - first, 0), to = std::min(key - first + window + 1, count);
-    if (from >= to) return 0;
-    return (to - from == 64 ? ~uint64_t(0) : (uint64_t(1) << (to - from)) - 1) << from;
+// The queries of a block that are seen, as bits.
+inline uint64_t bits(Range seen) {
+    const int64_t count = seen.to - seen.from;
+    if (count == 0) return 0;
+    return (count == 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1) << seen.from;
 }
-
-struct Shape {
-    int64_t rows, tokens, heads, kv_heads, size, window;
-    float scale;
-    int64_t padded() const { return (tokens + SIDE - 1) / SIDE * SIDE; }
-    int64_t work() const { return rows * heads * tokens * std::min(tokens, window); }
-};
-
-constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 
 // Turns scores [keys][64] of the queries from `first` on into weights, interleaved [keys / 2][64][2]: each exponential
 // relative to its query's largest. Gives the sums, and in `logs` the logarithm of each query's sum, base 2.
@@ -143,13 +123,13 @@ void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_
     __m512 most[4], total[4];
     for (int part = 0; part < 4; part++) most[part] = _mm512_set1_ps(-INFINITY), total[part] = _mm512_setzero_ps();
     for (int64_t t = 0; t < keys; t++) {
-        const uint64_t seen = seen_by(low + t, first, count, shape.window);
+        const uint64_t seen = bits(shape.seen_by(low + t, first, count));
         for (int part = 0; part < 4; part++)
             most[part] = _mm512_mask_max_ps(most[part], __mmask16(seen >> (16 * part)), scaled(t, part), most[part]);
     }
     for (int64_t t = 0; t < keys; t += 2) {
-        const uint64_t one = seen_by(low + t, first, count, shape.window);
-        const uint64_t two = t + 1 < keys ? seen_by(low + t + 1, first, count, shape.window) : 0;
+        const uint64_t one = bits(shape.seen_by(low + t, first, count));
+        const uint64_t two = t + 1 < keys ? bits(shape.seen_by(low + t + 1, first, count)) : 0;
         for (int part = 0; part < 4; part++) {
             const __mmask16 masks[2] = {__mmask16(one >> (16 * part)), __mmask16(two >> (16 * part))};
             __m512i both = _mm512_setzero_si512();
@@ -170,7 +150,7 @@ void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_
 }
 
 // y, and `logs` (B, H, T): base 2, of the sums of the exponentials of each query.
-void attention(const Heads &q, const Heads &k, const Heads &v, const Heads &y, float *logs, const Shape &shape,
+void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v, const Heads<bf16> &y, float *logs, const Shape &shape,
                int64_t threads) {
     parts(shape.rows * shape.heads, shape.work(), threads, [&](int64_t begin, int64_t end) {
         const int64_t T = shape.tokens, D = shape.size, padded = shape.padded(), group = shape.heads / shape.kv_heads;
@@ -215,8 +195,8 @@ struct Slopes {
               const float *along) {
         const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E), scale = _mm512_set1_ps(shape.scale);
         for (int64_t t = 0; t < keys; t += 2) {
-            const uint64_t one = seen_by(low + t, first, count, shape.window);
-            const uint64_t two = t + 1 < keys ? seen_by(low + t + 1, first, count, shape.window) : 0;
+            const uint64_t one = bits(shape.seen_by(low + t, first, count));
+            const uint64_t two = t + 1 < keys ? bits(shape.seen_by(low + t + 1, first, count)) : 0;
             for (int part = 0; part < 4; part++) {
                 const int64_t at = t * SIDE + 16 * part;
                 const __m512 log = _mm512_loadu_ps(logs + 16 * part), mean = _mm512_loadu_ps(along + 16 * part);
@@ -247,8 +227,8 @@ inline void give(const float *sums, int64_t stride, int64_t count, bf16 *to, int
 }
 
 // The gradients of q, k and v from that of y. The weights are computed again.
-void attention_back(const Heads &q, const Heads &k, const Heads &v, const Heads &y, const Heads &g, const float *logs,
-                    const Heads &dq, const Heads &dk, const Heads &dv, const Shape &shape, int64_t threads) {
+void attention_back(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v, const Heads<bf16> &y, const Heads<bf16> &g, const float *logs,
+                    const Heads<bf16> &dq, const Heads<bf16> &dk, const Heads<bf16> &dv, const Shape &shape, int64_t threads) {
     parts(shape.rows * shape.kv_heads, 3 * shape.work(), threads, [&](int64_t begin, int64_t end) {
         const int64_t T = shape.tokens, D = shape.size, padded = shape.padded(), group = shape.heads / shape.kv_heads;
         std::vector<bf16> keys_packed(padded * D), queries(SIDE * D), grads(SIDE * D), query_pairs(SIDE * D),

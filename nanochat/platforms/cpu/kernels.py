@@ -23,7 +23,7 @@ from nanochat.platforms import host
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 TRAINING = Path(__file__).with_name("training.cpp")
-HEADERS = ("common.h", "products.h", "attention.h")  # that they include
+HEADERS = ("common.h", "products.h", "attention.h", "attention_fp32.h")  # that they include
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
          "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip

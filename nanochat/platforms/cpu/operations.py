@@ -24,6 +24,7 @@ from nanochat.platforms.cpu.training import training
 # Two products beat torch's operator in a decoding pass of so many rows times keys, and of so many numbers in all keys.
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
 FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
+MEASURED = {"avx512f", "avx2"}  # on which kernels beat torch's compiler
 MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
 
 
@@ -85,8 +86,8 @@ class CpuOperations(Operations):
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
-        """See Operations.needs_no_compiler. Processors without registers of 512 bits were not measured."""
-        if dtype not in SUFFIXES or "avx512f" not in host.cpu_flags() or (use := self._trained) is None:
+        """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
+        if dtype not in SUFFIXES or not MEASURED & host.cpu_flags() or (use := self._trained) is None:
             return ""
         if dtype == torch.bfloat16 and not use.training.takes(torch.empty(1, 1, 1, head_dim, dtype=dtype)):
             return ""

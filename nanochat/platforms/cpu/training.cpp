@@ -4,6 +4,7 @@
 // Numbers are fp32 or bf16 in memory and fp32 in between. Sums over tokens are first made for each token and then added
 // in the order of the tokens, so no result depends on the number of threads. training.py says what the arguments are.
 
+#include "attention_fp32.h"
 #include "common.h"
 #ifdef __AVX512BF16__
 #include "attention.h"
@@ -282,25 +283,31 @@ void shift(const T *k, T *y, int64_t tokens, int64_t length, int64_t heads, int6
 
 }  // namespace
 
-#ifdef __AVX512BF16__
 // strides: of q, k, v and the gradients that exist, first from row to row, then from token to token.
-extern "C" void attention_bf16(bf16 *q, bf16 *k, bf16 *v, bf16 *y, float *logs, const int64_t *strides, int64_t threads,
-                               int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
-                               int64_t window, float scale) {
-    const Shape shape{rows, tokens, heads, kv_heads, size, window, scale};
-    attention({q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]},
-              {y, strides[6], strides[7]}, logs, shape, threads);
-}
+#define ATTENTION(T)                                                                                                   \
+    (T *q, T *k, T *v, T *y, float *logs, const int64_t *strides, int64_t threads, int64_t rows, int64_t tokens,       \
+     int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {                                     \
+        const Heads<T> made[] = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]},                             \
+                                 {v, strides[4], strides[5]}, {y, strides[6], strides[7]}};                            \
+        attention(made[0], made[1], made[2], made[3], logs, {rows, tokens, heads, kv_heads, size, window, scale},      \
+                  threads);                                                                                            \
+    }
 
-extern "C" void attention_back_bf16(bf16 *q, bf16 *k, bf16 *v, bf16 *y, bf16 *g, const float *logs, bf16 *dq, bf16 *dk,
-                                    bf16 *dv, const int64_t *strides, int64_t threads, int64_t rows, int64_t tokens,
-                                    int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {
-    const Shape shape{rows, tokens, heads, kv_heads, size, window, scale};
-    bf16 *const all[] = {q, k, v, y, g, dq, dk, dv};
-    Heads made[8];
-    for (int i = 0; i < 8; i++) made[i] = {all[i], strides[2 * i], strides[2 * i + 1]};
-    attention_back(made[0], made[1], made[2], made[3], made[4], logs, made[5], made[6], made[7], shape, threads);
-}
+#define ATTENTION_BACK(T)                                                                                              \
+    (T *q, T *k, T *v, T *y, T *g, const float *logs, T *dq, T *dk, T *dv, const int64_t *strides, int64_t threads,    \
+     int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t window, float scale) {       \
+        T *const all[] = {q, k, v, y, g, dq, dk, dv};                                                                  \
+        Heads<T> made[8];                                                                                              \
+        for (int i = 0; i < 8; i++) made[i] = {all[i], strides[2 * i], strides[2 * i + 1]};                            \
+        attention_back(made[0], made[1], made[2], made[3], made[4], logs, made[5], made[6], made[7],                   \
+                       {rows, tokens, heads, kv_heads, size, window, scale}, threads);                                 \
+    }
+
+extern "C" void attention_fp32 ATTENTION(float)
+extern "C" void attention_back_fp32 ATTENTION_BACK(float)
+#ifdef __AVX512BF16__
+extern "C" void attention_bf16 ATTENTION(bf16)
+extern "C" void attention_back_bf16 ATTENTION_BACK(bf16)
 #endif
 
 #define BOTH(NAME, ARGUMENTS, GIVEN)                                                                                   \

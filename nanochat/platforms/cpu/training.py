@@ -19,7 +19,9 @@ from nanochat.platforms.cpu.kernels import BLOCK, SUFFIXES, TRAINING, found
 FUNCTIONS = {"norm_back": (4, 3, 1), "mix_back": (9, 3, 0), "turn_back": (5, 7, 2), "squared_relu_back": (3, 2, 0),
              "smear": (5, 5, 0), "smear_back": (7, 5, 0), "gate": (5, 7, 0), "gate_back": (8, 7, 0),
              "shift": (2, 6, 0), "square_sum": (2, 2, 0)}  # fmt: skip
-ATTENTION = {"attention": (6, 7, 1), "attention_back": (10, 7, 1)}  # only where the processor has AVX512-BF16
+ATTENTION = {"attention": (6, 7, 1), "attention_back": (10, 7, 1)}  # of bf16 only where the processor has AVX512-BF16
+
+GRAINS = {torch.float32: 32, torch.bfloat16: BLOCK}  # numbers of a head that attention computes together
 
 
 def side_by_side(x: Tensor) -> Tensor:  # (B, T, H, D)
@@ -178,11 +180,11 @@ class Training:
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Whether attention() computes with queries such as these."""
-        return ("attention", q.dtype) in self._functions and q.size(3) % BLOCK == 0
+        return ("attention", q.dtype) in self._functions and q.size(3) % GRAINS[q.dtype] == 0
 
     def attention(
         self,
-        q: Tensor,  # (B, T, H, D), D a multiple of 64
+        q: Tensor,  # (B, T, H, D), D a multiple of GRAINS
         k: Tensor,  # (B, T, Hkv, D)
         v: Tensor,  # (B, T, Hkv, D)
         window: int,

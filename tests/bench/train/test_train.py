@@ -201,7 +201,12 @@ def test_what_is_measured() -> None:
 
     own = ["matmuls eager bfloat16", "ours eager float32", "ours eager bfloat16"]
     assert names(quick=True) == ["matmuls eager bfloat16", "ours eager bfloat16", "ours compiled bfloat16"]
-    assert names(quick=True, default="float32")[1:] == ["ours eager float32", "ours compiled float32"]
+    own_fp32 = ["matmuls eager float32", "ours eager float32", "ours compiled float32"]
+    assert names(quick=True, default="float32") == own_fp32
+    assert names(upstream=Path("x"), default="float32") == [
+        *own_fp32, "upstream eager float32", "upstream compiled float32",
+    ]  # fmt: skip
+    assert names("no g++", upstream=Path("x"), default="float32")[1:] == [own_fp32[1], "upstream eager float32"]
     assert names("no g++", quick=True) == ["matmuls eager bfloat16", "ours eager bfloat16"]
     assert names() == [*own, "ours compiled bfloat16"]
     assert names(upstream=Path("x")) == [

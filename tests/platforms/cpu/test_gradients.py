@@ -158,26 +158,31 @@ def test_heads(dtype: torch.dtype, heads: int, kv_heads: int, size: int, gated: 
     compare(attended, [x, value][: 1 + gated], matrices)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 64), (4, 2, 128)])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 64), (4, 2, 128), (2, 1, 32)])
 @pytest.mark.parametrize(("length", "window"), [(1, 5), (23, 500), (130, 130), (197, 70), (140, 3), (130, 1)])
 def test_attention(
-    made: Training, heads: int, kv_heads: int, size: int, length: int, window: int, threads: int
+    made: Training, dtype: torch.dtype, heads: int, kv_heads: int, size: int, length: int, window: int, threads: int
 ) -> None:
-    whole = drawn(2, length, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    whole = drawn(2, length, heads + 2 * kv_heads, size, dtype=dtype)
     q, k, v = whole.split([heads, kv_heads, kv_heads], dim=2)  # not contiguous
+    assert made.takes(q) or dtype == torch.bfloat16
     if not made.takes(q):
-        pytest.skip("the processor has no AVX512-BF16")
+        pytest.skip("the processor has no AVX512-BF16, or its products take whole blocks of 64 numbers")
+    cancels = length == 1  # gradients of q and k are then 0, and what is left of them is rounding
+    far = 0.015 if dtype == torch.bfloat16 else 2e-3 if cancels else FAR[dtype]
 
     def attended(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
         return [operations.attend(given[0], given[1], given[2], window, 0.2)]
 
-    compare(lambda _: attended, [q, k, v], nn.Module(), 0.015)
+    compare(lambda _: attended, [q, k, v], nn.Module(), far)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # heads that are not side by side
-    compare(lambda _: attended, apart, nn.Module(), 0.015)
+    compare(lambda _: attended, apart, nn.Module(), far)
 
 
-def test_attention_with_large_scores_overflows_nowhere(made: Training) -> None:
-    q, k, v = (100 * drawn(2, 70, 2, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_attention_with_large_scores_overflows_nowhere(made: Training, dtype: torch.dtype) -> None:
+    q, k, v = (100 * drawn(2, 70, 2, 64, dtype=dtype, seed=seed) for seed in (1, 2, 3))
     if not made.takes(q):
         pytest.skip("the processor has no AVX512-BF16")
     y = FAST.attend(q.requires_grad_(), k, v, 70)
@@ -240,7 +245,7 @@ def test_square_sums(threads: int) -> None:
 
 
 def test_compiling_is_needless_where_the_kernels_compute_everything(made: Training) -> None:
-    wide = "avx512f" in host.cpu_flags()
+    wide = bool({"avx512f", "avx2"} & host.cpu_flags())
     assert bool(FAST.needs_no_compiler(64, torch.float32)) == wide
     takes = made.takes(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
     assert bool(FAST.needs_no_compiler(64, torch.bfloat16)) == (wide and takes)
