@@ -145,12 +145,10 @@ def variants(cfg: Config, compiler_missing: str, default: str = "bfloat16") -> l
     if compiler_missing:
         log(f"no variant is compiled: {compiler_missing}")
     compiled = not compiler_missing
+    own = [Variant("ours", default)] + ([Variant("ours", default, True)] if compiled else [])
     if cfg.quick:
-        own = [Variant("ours", default)] + ([Variant("ours", default, True)] if compiled else [])
         return [Variant("matmuls", default), *own]
-    chosen = [Variant("matmuls", default), Variant("ours", "float32"), Variant("ours", default)]
-    if compiled:
-        chosen.append(Variant("ours", default, True))
+    chosen = [Variant("matmuls", default), Variant("ours", "float32"), *own]
     if cfg.upstream is not None:
         chosen += [Variant("upstream", "float32"), Variant("upstream", default, compiled)]
     return list(dict.fromkeys(chosen))

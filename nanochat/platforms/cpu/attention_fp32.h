@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t SIDE = 64;  // queries of a block, and keys of a block
-constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+constexpr float LOG2E = 1.44269504f;
 
 struct Range {
     int64_t from, to;
@@ -123,7 +123,12 @@ void gather(const float *x, int64_t token, int64_t count, int64_t size, float *t
     for (int64_t t = 0; t < count; t++) std::memcpy(to + t * size, x + t * token, size * sizeof(float));
 }
 
-// The same, channel by channel: (size, 64), with zeros after the last token.
+// The reverse of gather().
+void spread(const float *x, int64_t count, int64_t size, float *to, int64_t token) {
+    for (int64_t t = 0; t < count; t++) std::memcpy(to + t * token, x + t * size, size * sizeof(float));
+}
+
+// What gather() gives, channel by channel: (size, 64), with zeros after the last token.
 void gather_channels(const float *x, int64_t token, int64_t count, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i++)
         for (int64_t t = 0; t < SIDE; t++) to[i * SIDE + t] = t < count ? x[t * token + i] : 0;
@@ -253,13 +258,10 @@ void attention_back(const Heads<float> &q, const Heads<float> &k, const Heads<fl
                         product<true>(count, D, by_weight.data(), 1, SIDE, &all_keys[low * D], D, by_query.data(), D,
                                       earlier);
                     }
-                    for (int64_t i = 0; i < count; i++)
-                        std::memcpy(dq.at(b, first + i, head, D), &by_query[i * D], D * sizeof(float));
+                    spread(by_query.data(), count, D, dq.at(b, first, head, D), dq.token);
                 }
-            for (int64_t t = 0; t < T; t++) {
-                std::memcpy(dk.at(b, t, kv, D), &by_key[t * D], D * sizeof(float));
-                std::memcpy(dv.at(b, t, kv, D), &by_value[t * D], D * sizeof(float));
-            }
+            spread(by_key.data(), T, D, dk.at(b, 0, kv, D), dk.token);
+            spread(by_value.data(), T, D, dv.at(b, 0, kv, D), dv.token);
         }
     });
 }
