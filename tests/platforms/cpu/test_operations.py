@@ -145,6 +145,7 @@ def test_tokens_without_a_target_are_left_out_of_the_loss(
         found.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
     assert read == [256, targets.numel()]  # of 124 with a target
     for mine, plain in zip(*found, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+        largest = plain.abs().max().item()  # fp32 rounds sums in proportion to it, near zero too
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6 * max(largest, 1.0))
     model = tiny_gpt(320, 64, operations=CpuOperations())
     assert model(idx, torch.full_like(idx, -1), "sum").item() == 0

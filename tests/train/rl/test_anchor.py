@@ -48,7 +48,8 @@ def test_weights_get_the_gradient_of_the_divergence_and_forced_tokens_do_not(tre
         divergence = (log_ratio.exp() - log_ratio - 1)[[not forced for forced in reply.forced]].sum()
         divergence.backward()
         assert ours.grad is not None
-        assert after.weights == pytest.approx((torch.tensor(sample.weights) - 0.5 * ours.grad).tolist(), abs=1e-5)
+        wanted = (torch.tensor(sample.weights) - 0.5 * ours.grad).tolist()
+        assert after.weights == pytest.approx(wanted, rel=1e-5, abs=1e-5)
         assert after.completion is reply and sample.weights == [0.25] * len(reply.tokens)
         expected += divergence.item()
     assert total == pytest.approx(expected, rel=1e-5) and total > 0
