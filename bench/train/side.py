@@ -91,8 +91,8 @@ def ours(task: dict[str, Any]) -> Side:
     config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows, "offset_layers": offset})
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
-    shape, steps = (task["rows_per_step"], config.sequence_len), task["steps"]
-    tokens, factor = shape[0] * shape[1], 1.0
+    shape, steps = (task["pass_rows"], config.sequence_len), task["steps"]
+    tokens, factor = task["rows_per_step"] * config.sequence_len, 1.0
     rates, first_beta = Rates(weight_decay=SHORT_DECAY), 0.8
     if steps is not None:
         rates, factor = cfg.for_run(tokens, steps, cfg.target_param_data_ratio), schedule.rate_scale(tokens)
@@ -109,7 +109,8 @@ def ours(task: dict[str, Any]) -> Side:
             lr = schedule.trapezoid(number, steps, warmup, cfg.warmdown_ratio, cfg.final_lr_frac)
             momentum = schedule.momentum(number, steps, cfg.warmdown_ratio)
             optimizers.schedule(lr, momentum, schedule.decay_factor(number, steps))
-        work = dataloader.Step(0, batch[1].numel(), [batch])
+        passes = zip(*(part.split(task["pass_rows"]) for part in batch), strict=True)
+        work = dataloader.Step(0, batch[1].numel(), list(passes))
         return update(fast, optimizers, work, scale, compute).loss
 
     parameters = sum(p.numel() for p in model.parameters())

@@ -52,6 +52,7 @@ class Plan:
     horizon: int | None = None  # steps of a run that follows the side's schedule; None: constant rates, for timing
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
     seed: int | None = None  # of the weights and of the rows' order; None: seed 42, and the order of the file
+    pass_rows: int | None = None  # rows of a pass of our side; None: one pass computes the whole step, as upstream's do
 
 
 def flops_per_token(shape: GPTConfig) -> int:
@@ -94,6 +95,7 @@ class Worker:
             "token_bytes": str(plan.rows / TOKEN_BYTES),
             "held_out": plan.held_out,
             "rows_per_step": plan.rows_per_step,
+            "pass_rows": plan.pass_rows or plan.rows_per_step,
             "warmup": plan.warmup,
             "seed": plan.seed,
             "flags": list(variant.flags),

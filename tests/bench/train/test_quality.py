@@ -11,7 +11,7 @@ import torch
 from bench.train import quality
 from bench.train.quality import Learned
 from bench.train.side import Side, bits_per_byte, upstream_decay, upstream_factors
-from bench.train.worker import Variant
+from bench.train.worker import Variant, measure
 from tests.bench.train.test_train import fake_upstream, tiny_plan
 
 OURS, THEIRS = Variant("ours", "bfloat16", True), Variant("upstream", "bfloat16", True)
@@ -97,3 +97,11 @@ def test_memory_is_compared_on_the_rows_given(tmp_path: Path, monkeypatch: pytes
     peer = fake_upstream(tmp_path / "upstream")
     result = quality.memory(Variant("ours", "float32"), Variant("upstream", "float32"), plan, peer)
     assert result["memory_rows"] == "4 rows of 16 tokens" and 0.2 < result["memory_vs_upstream"] < 5
+    assert 0.2 < result["memory_by_default_vs_upstream"] < 5
+
+
+def test_a_step_of_ours_may_take_several_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    variant, plan = Variant("ours", "float32"), tiny_plan(tmp_path / "rows")
+    whole, split = (measure([variant], replace(plan, pass_rows=rows))[variant].losses for rows in (None, 1))
+    assert split == pytest.approx(whole, abs=1e-4) and len(set(whole)) == len(whole)
