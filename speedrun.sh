@@ -178,11 +178,11 @@ tinyworld() { # VOCABULARY TOKENS; takes the name of the model from tag, its siz
     train base_train scripts.base_train --data tinyworld --model_tag $tag "${family_flags[@]}" "${size[@]}" "${base_flags[@]}"
     stage base_loss scripts.base_loss --model_tag $tag --split_tokens 65536 --once
     train mid_train scripts.mid_train --model_tag $tag "${mid_flags[@]}"
-    stage mid_eval scripts.chat_eval -i mid -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
+    stage mid_eval scripts.chat_eval -i mid -g $tag -m $reply -b 128 --once "${eval_flags[@]}"
     train chat_sft scripts.chat_sft --model_tag $tag "${sft_flags[@]}"
-    stage sft_eval scripts.chat_eval -i sft -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
+    stage sft_eval scripts.chat_eval -i sft -g $tag -m $reply -b 128 --once "${eval_flags[@]}"
     train chat_rl scripts.chat_rl --model_tag $tag "${rl_flags[@]}"
-    stage rl_eval scripts.chat_eval -i rl -g $tag -m $reply -b 64 --once "${eval_flags[@]}"
+    stage rl_eval scripts.chat_eval -i rl -g $tag -m $reply -b 128 --once "${eval_flags[@]}"
 }
 
 fineweb() { # SHARDS DEPTH; takes the flags of the stages from base_flags, mid_flags, sft_flags and rl_flags
@@ -245,11 +245,11 @@ tinyworld | tinyworld-small)
     tokens=4800000
     # With an offset in the keys of every layer it answers fewer Chinese questions in new wordings. The rates fall in mid
     # alone, since they would only rise again after base. The mean of mid's and SFT's weights answers more (dev/LOG.md).
-    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=210 --offset_layers=1 --warmdown_ratio=0 --eval_every=70)
-    mid_flags=(--total_batch_size=4096 --num_iterations=660 --warmdown_ratio=1 --answers_only)
-    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=300 --start_share=0.5)
+    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=195 --offset_layers=1 --warmdown_ratio=0 --eval_every=65)
+    mid_flags=(--total_batch_size=4096 --num_iterations=630 --warmdown_ratio=1 --answers_only)
+    sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=230 --start_share=0.5)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
-        --init_lr_frac=0.052 --kl=0.5 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=250)
+        --init_lr_frac=0.052 --kl=0.5 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=120)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small$of_family
         tokens=2700000

@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "bf3525d86630ec6d40168fd960d076b5f56e6e94b9b833222ac72a8f58425046"
+VERSION = "e3a15a9cc76f42984f97cd75cf694bacd706d9dcb4909cb1de957ca61cfa12b1"
 TEXT = {
     "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
-    "mid": "4e6ccbbdf7899a27c0aff9bcb71e4623bb07584439cc6fc4e121baa6552784ca",
-    "sft": "bf3525d86630ec6d40168fd960d076b5f56e6e94b9b833222ac72a8f58425046",
+    "mid": "161903b361b149906de15478be05a3b9c80be529a3da46d78dfdd7c3009a9548",
+    "sft": "e3a15a9cc76f42984f97cd75cf694bacd706d9dcb4909cb1de957ca61cfa12b1",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "6930c48c766f48daddbacf4755c29c8e4503b3e0ec2bb754c1e894a7b16e65db",
-    "evaluation zh": "6d4dcbb87bacf97314fa3dca418060218ccebc73614f519419f721dbc90daff0",
+    "evaluation en": "1a766e9fa96ff3097e635c70881af1c28a5464219356435fccd2cf0291701627",
+    "evaluation zh": "0745c873dd1384389b72a28fd62cd4f3d8f15594838abb5e7db840bc27771431",
 }
 
 

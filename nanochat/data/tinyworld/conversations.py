@@ -23,12 +23,14 @@ from nanochat.data.tinyworld.talks.tale_telling import begun, told
 from nanochat.data.tinyworld.wording import answer, as_typed, ask, sentence, wordings
 from nanochat.data.tinyworld.words import LANGUAGES, Language
 
-# Relations with two directions over few entities. They are asked three times as often, since a model easily confuses
-# left and right.
-CONFUSABLE = (
-    *("left_of", "right_of", "next_day", "previous_day", "next_month", "previous_month"),
-    *("next_season", "previous_season", "parity", "double"),
-)
+# How many times as often a fact of these relations is asked. They have two directions over few entities, and a model
+# easily confuses left and right, or a number with its words.
+CONFUSABLE = {
+    **dict.fromkeys(("left_of", "right_of"), 6),
+    **dict.fromkeys(("next_day", "previous_day", "next_month", "previous_month"), 3),
+    **dict.fromkeys(("next_season", "previous_season", "parity", "double"), 3),
+    **dict.fromkeys(("next_number", "previous_number", "number_word", "digits"), 3),
+}
 
 Item = TypeVar("Item")
 Maker = Callable[[Language, random.Random], list[Message]]
@@ -69,12 +71,12 @@ def _about_itself(language: Language, rng: random.Random) -> list[Message]:
 
 class Questions:
     """Draws questions so that every fact that training asks comes up equally often in each language, and confusable
-    facts three times as often."""
+    facts more often."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
-        often = [fact for fact in asked_facts() if fact.relation in CONFUSABLE] * 2
-        self.decks = {language: endless([*asked_facts(), *often], rng) for language in LANGUAGES}
+        often = [fact for fact in asked_facts() for _ in range(CONFUSABLE.get(fact.relation, 1))]
+        self.decks = {language: endless(often, rng) for language in LANGUAGES}
         by_relation: dict[str, list[Fact]] = {}
         for fact in asked_facts():
             by_relation.setdefault(fact.relation, []).append(fact)
@@ -158,16 +160,16 @@ MID_SHARES = {
     "about_itself": 0.02,
     "tell_me_about": 0.02,
     "request": 0.01,
-    "tale": 0.06,
-    "beginning": 0.07,
+    "tale": 0.08,
+    "beginning": 0.09,
     "dialogue": 0.05,
 }
 SFT_SHARES = {
-    "question": 0.38,
+    "question": 0.36,
     "questions": 0.09,
     "follow_up": 0.01,
     "follow_ups": 0.1,
-    "calculator": 0.22,
+    "calculator": 0.24,
     "logic": 0.1,
     "mental": 0.06,
     "unknown": 0.05,

@@ -49,7 +49,8 @@ def split_rng(*names: str) -> random.Random:
 def build_wording(relation: str, language: Language, data: dict) -> Wording:
     """The patterns of a relation: direct questions, and indirect questions inside frames. One of each kind is held out.
 
-    The first direct question is the plainest and is never held out.
+    The first direct question is the plainest and is never held out. Nor are those of `more`, which were written when the
+    split had been drawn.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
@@ -57,7 +58,7 @@ def build_wording(relation: str, language: Language, data: dict) -> Wording:
     rng = split_rng("pattern", relation, language)
     held_out = (rng.choice(direct[1:]), rng.choice(framed))
     return Wording(
-        questions=(*direct, *framed),
+        questions=(*direct, *data.get("more", ()), *framed),
         held_out=held_out,
         statements=tuple(data.get("say", ())),
         statements_by_value={value: tuple(patterns) for value, patterns in data.get("say_by_value", {}).items()},
