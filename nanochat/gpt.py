@@ -18,7 +18,7 @@ from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
 from nanochat.nn.previous import Bigrams, shifted, with_offset
-from nanochat.nn.together import Linear, Multiply, Pack, Unit, joined
+from nanochat.nn.together import Embedding, Linear, Multiply, Pack, Unit, joined
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
 VALUE_GATE_CHANNELS = 12  # of a layer's input, which the gates of the value embeddings read
@@ -215,9 +215,9 @@ class GPT(nn.Module):
         operations = operations or Operations()
         self.config, self.dtype, self.operations = config, dtype, operations
         kv_dim = config.n_kv_head * config.head_dim
-        self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
+        self.wte = Embedding(config.padded_vocab, config.n_embd)
         gated = [i for i in range(config.n_layer) if config.has_value_embedding(i)]
-        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(config.padded_vocab, kv_dim) for i in gated})
+        self.value_embeds = nn.ModuleDict({str(i): Embedding(config.padded_vocab, kv_dim) for i in gated})
         self.h = nn.ModuleList([Block(config, i, operations) for i in range(config.n_layer)])
         self.lm_head = Head(config, operations)
         self.bigrams = Bigrams(config.bigram_rows, config.n_embd) if config.bigram_rows else None

@@ -10,15 +10,15 @@ before by one layer, and reads there what followed; without an offset that takes
 """
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.nn.together import Embedding
 
 FACTORS = (2654435, 40503)  # of the token before and of the token: odd, so that no row of a power of two is left out
 
 
-class Bigrams(nn.Embedding):
+class Bigrams(Embedding):
     """A table of `rows` embeddings; UserError if there are none."""
 
     def __init__(self, rows: int, channels: int):

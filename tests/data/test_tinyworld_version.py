@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "e3a15a9cc76f42984f97cd75cf694bacd706d9dcb4909cb1de957ca61cfa12b1"
+VERSION = "25aa56933857a6030a0a57a59cc560bc09a42773243bd85fa7ec919d3deace8c"
 TEXT = {
     "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
-    "mid": "161903b361b149906de15478be05a3b9c80be529a3da46d78dfdd7c3009a9548",
-    "sft": "e3a15a9cc76f42984f97cd75cf694bacd706d9dcb4909cb1de957ca61cfa12b1",
+    "mid": "0209f541d3c84ea5c1b535923f72a6aab13c4f19f0d64e9f721c5b44f5d3f1b1",
+    "sft": "25aa56933857a6030a0a57a59cc560bc09a42773243bd85fa7ec919d3deace8c",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "1a766e9fa96ff3097e635c70881af1c28a5464219356435fccd2cf0291701627",
-    "evaluation zh": "0745c873dd1384389b72a28fd62cd4f3d8f15594838abb5e7db840bc27771431",
+    "evaluation en": "207407fce063b9be0f10a5a96c4ad17ccb7cb1711240989f94955caaaca3f2b0",
+    "evaluation zh": "3baa0b9eeb06c804d84d142c6355ca9bbb84165209d1e2cc76cdf8c8805981c1",
 }
 
 

@@ -1,5 +1,8 @@
 """Matrices kept side by side: views instead of copies, and one cast for all of them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn as nn
@@ -60,3 +63,14 @@ def test_unlike_parts_of_a_unit_are_put_below_one_another() -> None:
     assert torch.equal(made, torch.cat((wide, narrow)))
     made.sum().backward()
     assert narrow.grad is not None and narrow.grad.shape == (2, 4)
+
+
+def test_a_model_is_built_without_torchs_compiler() -> None:
+    """Importing the compiler takes 1.6 seconds, which every evaluation and every chat would wait for."""
+    program = (
+        "import sys, torch; from nanochat.gpt import GPT, GPTConfig\n"
+        "with torch.device('meta'): GPT(GPTConfig(16, 300, 2, 2, 2, 32, bigram_rows=64))\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False"]

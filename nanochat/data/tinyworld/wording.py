@@ -47,10 +47,10 @@ def split_rng(*names: str) -> random.Random:
 
 
 def build_wording(relation: str, language: Language, data: dict) -> Wording:
-    """The patterns of a relation: direct questions, and indirect questions inside frames. One of each kind is held out.
+    """The patterns of a relation: direct questions, and indirect questions inside frames. One of each is held out.
 
-    The first direct question is the plainest and is never held out. Nor are those of `more`, which were written when the
-    split had been drawn.
+    The first direct question is the plainest and is never held out. Those of `more` were written after the split was
+    drawn, and are never held out either.
     """
     mark = "？" if language == "zh" else ""
     direct = [pattern + mark for pattern in data["ask"]]
