@@ -14,6 +14,7 @@ from typing import Any
 from bench.train.worker import Plan, Variant, measure, workers
 from nanochat import device
 from nanochat.common import log
+from nanochat.train import sizes
 
 TURNS = 20  # per run; in the second half, our run measures the held-out rows after each turn
 
@@ -97,8 +98,8 @@ def memory(ours: Variant, upstream: Variant, plan: Plan, peer: Path | None) -> d
 
     Both sides compute the step in one pass, as upstream's base_train does by default. Ours is measured once more in
     the passes that our base_train takes by default on a CPU."""
-    tokens = device.compute_init("cpu").platform.pass_tokens or plan.rows_per_step * plan.shape.sequence_len
-    few = min(max(tokens // plan.shape.sequence_len, 1), plan.rows_per_step)
+    tokens, compute = plan.rows_per_step * plan.shape.sequence_len, device.compute_init("cpu")
+    few = sizes.batch(tokens, "auto", plan.shape, 0, None, "", compute).device_batch_size
     short = replace(plan, rounds=1, steps=1, warmup=1)
     own, split, theirs = (
         measure([variant], replace(short, pass_rows=rows), peer)[variant].peak_bytes

@@ -25,11 +25,10 @@ from nanochat.data.tinyworld.words import LANGUAGES, Language
 
 # How many times as often a fact of these relations is asked. They have two directions over few entities, and a model
 # easily confuses left and right, or a number with its words.
-CONFUSABLE = {
+CONFUSABLE: dict[str, int] = {
     **dict.fromkeys(("left_of", "right_of"), 6),
-    **dict.fromkeys(("next_day", "previous_day", "next_month", "previous_month"), 3),
-    **dict.fromkeys(("next_season", "previous_season", "parity", "double"), 3),
-    **dict.fromkeys(("next_number", "previous_number", "number_word", "digits"), 3),
+    **dict.fromkeys(("next_day", "previous_day", "next_month", "previous_month", "next_season", "previous_season"), 3),
+    **dict.fromkeys(("next_number", "previous_number", "number_word", "digits", "parity", "double"), 3),
 }
 
 # At equal shares a model answers fewer Chinese than English questions in new wordings.
@@ -78,8 +77,8 @@ class Questions:
 
     def __init__(self, rng: random.Random):
         self.rng = rng
-        often = [fact for fact in asked_facts() for _ in range(CONFUSABLE.get(fact.relation, 1))]
-        self.decks = {language: endless(often, rng) for language in LANGUAGES}
+        asked = [fact for fact in asked_facts() for _ in range(CONFUSABLE.get(fact.relation, 1))]
+        self.decks = {language: endless(asked, rng) for language in LANGUAGES}
         by_relation: dict[str, list[Fact]] = {}
         for fact in asked_facts():
             by_relation.setdefault(fact.relation, []).append(fact)
