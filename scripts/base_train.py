@@ -33,9 +33,10 @@ class Config(BatchFlags, StageFlags):
     """context length in tokens; auto: 2,048, on a CPU 512, for TinyWorld 256"""
     window_pattern: str = sizes.WINDOWS
     """attention windows, tiled over the layers: L sees the whole context, S a quarter of it. A Qwen3 has L only"""
-    bigram_rows: int = 0
-    """rows of a table of embeddings that pairs of tokens share by a hash, such as 16 for each entry of the vocabulary;
-    0: none. They cost memory and no FLOPs, and help where the text is read about once. A Qwen3 has none"""
+    bigram_rows: int | Auto = "auto"
+    """rows of a table of embeddings that pairs of neighbouring tokens share by a hash, which cost no FLOPs; 0: none;
+    auto: 16 for each entry of the vocabulary, at most 131,072, and none where the text is read more than twice.
+    A Qwen3 has none"""
     offset_layers: int | Auto = "auto"
     """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
     Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
@@ -91,6 +92,7 @@ def train(cfg: Config, compute: Compute) -> None:
     read = steps * batch.rows_per_step
     stage.facts = dataloader.mixture_table(corpus, rows, read) | told_of_dropped(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
+    model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute)
     warn_of_missing(corpus.name)
     for part in stage.facts.get("rows", []):
         log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")

@@ -81,14 +81,15 @@ def ours(task: dict[str, Any]) -> Side:
     from nanochat.common import parse
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.train import compile as compiling
-    from nanochat.train import schedule
+    from nanochat.train import schedule, sizes
     from nanochat.train.optim import Optimizers, Rates
     from nanochat.train.update import LossScale, update
     from scripts.base_train import Config
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
     offset = task["shape"]["n_layer"] if cfg.offset_layers == "auto" else cfg.offset_layers
-    config = GPTConfig(**{**task["shape"], "bigram_rows": cfg.bigram_rows, "offset_layers": offset})
+    pairs = sizes.table_rows(task["shape"]["vocab_size"]) if cfg.bigram_rows == "auto" else cfg.bigram_rows
+    config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["pass_rows"], config.sequence_len), task["steps"]

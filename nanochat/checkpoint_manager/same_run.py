@@ -12,6 +12,8 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
+# What runs did before a flag existed, where the flag does something else by default
+BEFORE_FLAGS = {"bigram_rows": 0, "offset_layers": 0}
 CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
 
 
@@ -19,8 +21,8 @@ CODE = ("code", "other_code")  # hashes of the files that a program has loaded, 
 class RunSettings:
     """The settings of a run: the values of its flags, and facts that no flag names, such as corpus or parent.
 
-    `free` flags do not change what is learned: a run may resume with other values. `defaults` are what a run used that
-    was saved before a flag existed.
+    `free` flags do not change what is learned: a run may resume with other values. `defaults` and BEFORE_FLAGS are what
+    a run used that was saved before a flag existed.
     """
 
     values: dict[str, Any]
@@ -36,7 +38,7 @@ class RunSettings:
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """What differs from the settings that a checkpoint keeps, in words, without free flags."""
         names = sorted(({*saved, *self.values}) - self.free)
-        then = {name: saved.get(name, self.defaults.get(name)) for name in names}
+        then = {name: saved.get(name, BEFORE_FLAGS.get(name, self.defaults.get(name))) for name in names}
         now = {name: self.values.get(name, self.defaults.get(name)) for name in names}
         return [f"{'--' + name if name in self.defaults else name}: {then[name]} before, {now[name]} now"
                 for name in names if then[name] != now[name]]  # fmt: skip

@@ -25,7 +25,7 @@ class Rates:
     unembedding_lr: float = 0.008
     """learning rate of the head (AdamW), at 768 channels; other widths are scaled from there"""
     embedding_lr: float = 0.3
-    """learning rate of the embedding (AdamW), at 768 channels; value embeddings use half of it, bigrams 0.4"""
+    """learning rate of the embedding (AdamW), at 768 channels; value embeddings use half of it, bigrams a tenth"""
     matrix_lr: float = 0.02
     """learning rate of the matrices inside layers (Muon); pretraining of less than 400 steps raises it up to twofold.
     With --matrix_optimizer=adamw a tenth of it is used"""
@@ -57,7 +57,7 @@ class Rates:
             "head": AdamWSettings(self.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
             "embedding": AdamWSettings(self.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
             "value_embedding": AdamWSettings(0.5 * self.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
-            "bigram": AdamWSettings(0.4 * self.embedding_lr * width, (table_momentum, 0.995), 0.0, 1e-10),
+            "bigram": AdamWSettings(0.1 * self.embedding_lr * width, (table_momentum, 0.995), 0.0, 1e-10),
             # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
             # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
             "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.05, 1e-6),

@@ -2,7 +2,7 @@
 Says before the first step what a run needs: memory, disk, time, and how often it reads its data."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,24 +25,27 @@ WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
 SAVED_BYTES = 12  # per parameter in a checkpoint, at most: fp32 values and two moments
 MANY_EPOCHS = 4  # beyond this, reading a text again teaches little (Muennighoff et al. 2023, arXiv:2305.16264)
+PAIRS, MOST_PAIRS = 16, 2**17  # rows of bigrams for each entry of the vocabulary, and in all
+EPOCHS_WITH_PAIRS = 2  # in text that is read more often, a model learns pairs by heart (dev/LOG.md)
 LONG_SECONDS = 3600  # a run on a CPU that takes longer gets a warning
 ACTIVATION_BYTES = 40  # held for the backward pass per token, channel and layer, by counting a layer's tensors
 
 
 def model_config(
     depth: int, model_dim: int | Auto, head_dim: int | Auto, max_seq_len: int | Auto, window_pattern: str,
-    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt", bigram_rows: int = 0,
+    vocab_size: int, corpus: str, compute: Compute, kind: Kind = "gpt", bigram_rows: int | Auto = "auto",
     offset_layers: int | Auto = "auto",
 ) -> GPTConfig | QwenConfig:  # fmt: skip
     """The shape of a model from its depth and the sizes that override what follows from the depth.
 
-    A Qwen3 gets an MLP of 8/3 of its channels, so that it has about as many parameters in its layers as a GPT.
+    A GPT gets bigrams unless bigram_rows is 0; keep_bigrams() removes them where the text is read too often. A Qwen3
+    gets an MLP of 8/3 of its channels, so that it has about as many parameters in its layers as a GPT.
     """
     given = {"depth": depth, "model_dim": model_dim, "head_dim": head_dim, "max_seq_len": max_seq_len}
     for flag, size in given.items():
         if size != "auto" and size < 1:
             raise UserError(f"{flag} must be at least 1, got {size}", exit_code=2)
-    if bigram_rows < 0:
+    if bigram_rows != "auto" and bigram_rows < 0:
         raise UserError(f"bigram_rows must be at least 0, got {bigram_rows}", exit_code=2)
     # 128 channels per head suit matrix units best, but below eight layers they would leave too few heads
     head = head_dim if head_dim != "auto" else (128 if depth >= 8 else 64)
@@ -58,8 +61,9 @@ def model_config(
     heads = dim // head
     if kind == "gpt":
         offset = depth if offset_layers == "auto" else offset_layers
-        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, bigram_rows, offset)
-    if bigram_rows:
+        pairs = table_rows(vocab_size) if bigram_rows == "auto" else bigram_rows
+        return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, pairs, offset)
+    if bigram_rows not in (0, "auto"):
         raise UserError(f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out", exit_code=2)
     if window_pattern not in (WINDOWS, "L"):
         raise UserError(
@@ -68,6 +72,20 @@ def model_config(
         )
     hidden = -(-8 * dim // (3 * 64)) * 64
     return QwenConfig(length, vocab_size, depth, dim, heads, heads, head, hidden, rope_theta=10_000.0, tied=0)
+
+
+def table_rows(vocab_size: int) -> int:
+    """How many rows a table of bigrams has where nobody asked for a number."""
+    return min(PAIRS * vocab_size, MOST_PAIRS)
+
+
+def keep_bigrams(shape: ModelConfig, asked: int | Auto, epochs: float) -> ModelConfig:
+    """The shape, without bigrams if their number was left at auto and the text is read more than twice."""
+    if asked != "auto" or not isinstance(shape, GPTConfig):
+        return shape
+    rows = shape.bigram_rows if epochs <= EPOCHS_WITH_PAIRS else 0
+    log(f"bigram_rows: {rows:,} (the text is read {epochs:,.2f} times)")
+    return replace(shape, bigram_rows=rows)
 
 
 def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Compute) -> None:

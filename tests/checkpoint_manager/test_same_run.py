@@ -50,6 +50,17 @@ def test_a_new_flag_at_its_default_lets_old_runs_resume() -> None:
         check_settings(Path("run"), meta(saved), RunSettings.of(New(depth=4, window="S"), corpus="cats"))
 
 
+def test_a_run_from_before_bigrams_resumes_without_them() -> None:
+    @dataclass(frozen=True)
+    class Newest(Old):
+        bigram_rows: int | str = "auto"
+
+    saved = RunSettings.of(Old(depth=4)).values
+    check_settings(Path("run"), meta(saved), RunSettings.of(Newest(depth=4, bigram_rows=0)))
+    with pytest.raises(UserError, match="--bigram_rows: 0 before, auto now"):
+        check_settings(Path("run"), meta(saved), RunSettings.of(Newest(depth=4)))
+
+
 def test_free_flags_may_differ_and_others_and_facts_may_not() -> None:
     saved = RunSettings.of(New(depth=4), corpus="cats").values
     check_settings(Path("run"), meta(saved), RunSettings.of(New(4, 7, color="red"), corpus="cats"))

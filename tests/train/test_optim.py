@@ -17,7 +17,7 @@ PUBLISHED = {
     "head": (0.008, True, (0.8, 0.96), 0.01, 1e-10),
     "embedding": (0.3, True, (0.8, 0.995), 0.001, 1e-10),
     "value_embedding": (0.15, True, (0.8, 0.995), 0.01, 1e-10),
-    "bigram": (0.12, True, (0.8, 0.995), 0.0, 1e-10),
+    "bigram": (0.03, True, (0.8, 0.995), 0.0, 1e-10),
     "resid": (0.005, False, (0.8, 0.95), 0.05, 1e-6),
     "x0": (0.5, False, (0.96, 0.95), 0.0, 1e-6),
     "smear": (0.2, False, (0.8, 0.95), 0.0, 1e-6),
@@ -65,7 +65,7 @@ def test_rates_and_scale_reach_their_roles() -> None:
     _, optimizers = model_and_optimizers(scale=10, rates=rates)
     width = math.sqrt(768 / DIM)
     by_role = [group["lr"] for group in optimizers.adamw.param_groups]
-    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 8 * width, 0.4, 40, 16])
+    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 2 * width, 0.4, 40, 16])
     assert optimizers.muon.param_groups[0]["lr"] == 30
     assert optimizers.muon.param_groups[0]["weight_decay"] == 5
 

@@ -46,8 +46,25 @@ def test_overrides_are_taken() -> None:
     assert (config.n_embd, config.n_head, config.head_dim, config.sequence_len) == (192, 4, 48, 100)
     assert shape(4, head_dim=128).n_head == 2
     assert (config.vocab_size, config.window_pattern) == (2048, "SSSL")
-    assert config.bigram_rows == 0 and shape(4, bigram_rows=99).bigram_rows == 99
+    assert shape(4, bigram_rows=99).bigram_rows == 99 and shape(4, bigram_rows=0).bigram_rows == 0
     assert config.offset_layers == 4 and shape(4, offset_layers=1).offset_layers == 1
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(2048, 32_768), (8192, 131_072), (65_536, 131_072)])
+def test_bigrams_follow_the_vocabulary_and_how_often_the_text_is_read(
+    vocabulary: int, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = sizes.model_config(4, "auto", "auto", "auto", "L", vocabulary, "tinyworld", CPU)
+    assert config.bigram_rows == rows
+    assert sizes.keep_bigrams(config, "auto", 2.0) == config
+    assert f"bigram_rows: {rows:,} (the text is read 2.00 times)" in capsys.readouterr().out
+    assert sizes.keep_bigrams(config, "auto", 2.01) == replace(config, bigram_rows=0)
+    assert sizes.keep_bigrams(config, rows, 99.0) == config  # asked for
+
+
+def test_a_qwen3_has_no_bigrams() -> None:
+    config = sizes.model_config(4, "auto", "auto", "auto", "L", 2048, "tinyworld", CPU, "qwen3")
+    assert sizes.keep_bigrams(config, "auto", 1.0) is config
 
 
 def test_bigrams_that_cannot_be_are_refused() -> None:
