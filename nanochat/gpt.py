@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.nn import loss
 from nanochat.nn.cache import Cache, CacheCall, Spans
 from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
@@ -99,7 +98,7 @@ class Head(Linear):
             return self.operations.softcap(super().forward(input)[..., : self.vocab])
         flat, wanted = input.flatten(0, -2), targets.flatten()
         if each:
-            return loss.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
+            return self.operations.token_losses(flat, self.weight, wanted, self.vocab).view_as(targets)
         return self.operations.loss(
             flat, self.weight, wanted, self.vocab, None if weights is None else weights.flatten()
         )

@@ -49,6 +49,7 @@ class Operations:
     name = "torch's own"
     loss_chunk = 1024  # tokens whose logits exist at the same time
     loss_logits = 1 << 25  # logits that exist at the same time where a vocabulary is large, 128 MB in fp32
+    capped_logits = 1 << 27  # logits that are softcapped at the same time where the loss of each token is wanted
     skips_masked = False  # whether the head leaves out tokens without a target, which makes the host wait for the count
     hidden_score = float("-inf")  # a score that no softmax sees; some chips have no inf
     shape_grain = 1  # shapes are rounded up to a multiple of this; above 1, a new shape costs a compilation
@@ -229,6 +230,11 @@ class Operations:
     def softcap(self, logits: Tensor) -> Tensor:  # (..., V) -> (..., V) fp32
         """See loss.softcap."""
         return loss.softcap(logits)
+
+    def token_losses(self, x: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:  # (N,) fp32
+        """See loss.token_losses."""
+        chunk = min(self.loss_chunk, max(self.capped_logits // vocab, 16))
+        return loss.token_losses(x, head, targets, vocab, chunk)
 
     def log_totals(self, logits: Tensor) -> Tensor | None:  # (B, V) fp32 -> (B,)
         """The logarithm of the sum of each row's exponentials; None where a log_softmax costs less."""

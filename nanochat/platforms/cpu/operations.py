@@ -54,6 +54,7 @@ class CpuOperations(Operations):
     bf16 models that torch.compile compiles, where it takes less than half the time."""
 
     loss_logits = 1 << 24
+    capped_logits = 1 << 21  # malloc keeps buffers of this size; larger ones take three to four times as long
     skips_masked = True
 
     def __init__(self, stacks_matrices: bool = True, compiles: bool = True):

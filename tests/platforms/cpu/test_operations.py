@@ -38,6 +38,17 @@ def test_single_queries_attend_as_plain_torch_does(heads: int, kv_heads: int, dt
         assert (mine - wanted).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("vocab", [50, 4000, 200_000])
+def test_losses_of_tokens_are_those_of_plain_torch_at_any_size_of_the_vocabulary(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, head = torch.randn(600, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
+    targets = torch.randint(-1, vocab, (600,), generator=generator)
+    targets[7] = -1
+    losses = CpuOperations().token_losses(x, head, targets, vocab)
+    torch.testing.assert_close(losses, Operations().token_losses(x, head, targets, vocab))
+    assert losses[7] == 0 and (losses[targets >= 0] > 0).all()
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3", "qwen3.5"])
 def test_a_held_model_computes_what_it_computed_before(family: str) -> None:
     operations = CpuOperations()
