@@ -88,7 +88,7 @@ def ours(task: dict[str, Any]) -> Side:
 
     compute, cfg = device.compute_init("cpu"), parse(Config, task["flags"])
     offset = task["shape"]["n_layer"] if cfg.offset_layers == "auto" else cfg.offset_layers
-    pairs = sizes.table_rows(task["shape"]["vocab_size"]) if cfg.bigram_rows == "auto" else cfg.bigram_rows
+    pairs = sizes.table_rows(cfg.bigram_rows, task["shape"]["vocab_size"])
     config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))

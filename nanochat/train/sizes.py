@@ -61,7 +61,7 @@ def model_config(
     heads = dim // head
     if kind == "gpt":
         offset = depth if offset_layers == "auto" else offset_layers
-        pairs = table_rows(vocab_size) if bigram_rows == "auto" else bigram_rows
+        pairs = table_rows(bigram_rows, vocab_size)
         return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, pairs, offset)
     if bigram_rows not in (0, "auto"):
         raise UserError(f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out", exit_code=2)
@@ -74,9 +74,9 @@ def model_config(
     return QwenConfig(length, vocab_size, depth, dim, heads, heads, head, hidden, rope_theta=10_000.0, tied=0)
 
 
-def table_rows(vocab_size: int) -> int:
-    """How many rows a table of bigrams has where nobody asked for a number."""
-    return min(PAIRS * vocab_size, MOST_PAIRS)
+def table_rows(asked: int | Auto, vocab_size: int) -> int:
+    """How many rows a table of bigrams has: as many as were asked for, or, at auto, what suits the vocabulary."""
+    return min(PAIRS * vocab_size, MOST_PAIRS) if asked == "auto" else asked
 
 
 def keep_bigrams(shape: ModelConfig, asked: int | Auto, epochs: float) -> ModelConfig:
