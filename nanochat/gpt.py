@@ -152,7 +152,7 @@ class Attention(nn.Module):
             y = self.operations.attend(q, k, v, self.window, scale)
         else:
             y = call.attend(self.layer, q, k, v, self.window, scale)
-        return self.c_proj(y.flatten(2), back)
+        return self.operations.project(y.flatten(2), self.c_proj, back)
 
 
 class MLP(nn.Module):

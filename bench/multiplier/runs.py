@@ -25,9 +25,10 @@ GIGA = 1e9
 OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
         "nanochat/train/optim.py", "nanochat/train/muon.py", "nanochat/train/schedule.py",
         "nanochat/train/update.py", "nanochat/platforms/cpu/operations.py", "nanochat/platforms/cpu/gradients.py",
-        "nanochat/platforms/cpu/kernels.py", "nanochat/platforms/cpu/kernels.cpp", "nanochat/platforms/cpu/training.py",
-        "nanochat/platforms/cpu/training.cpp", "nanochat/platforms/cpu/attention.h",
-        "nanochat/platforms/cpu/attention_fp32.h", "nanochat/platforms/cpu/common.h")  # fmt: skip
+        "nanochat/platforms/cpu/kernels.py", "nanochat/platforms/cpu/training.py", "nanochat/platforms/cpu/int8.py",
+        "nanochat/platforms/cpu/cpp/kernels.cpp", "nanochat/platforms/cpu/cpp/training.cpp",
+        "nanochat/platforms/cpu/cpp/attention.h", "nanochat/platforms/cpu/cpp/attention_fp32.h",
+        "nanochat/platforms/cpu/cpp/common.h", "nanochat/platforms/cpu/cpp/int8.h")  # fmt: skip
 UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
 LOOP = "bench/train/side.py"
 

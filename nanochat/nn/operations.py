@@ -78,6 +78,10 @@ class Operations:
             if (undo := getattr(module, "release", None)) is not None:
                 undo()
 
+    def rounding(self, dtype: torch.dtype) -> str:
+        """What the line about the device adds to the compute format: what is computed more coarsely, and why."""
+        return ""
+
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """Why a training step of the GPT in `dtype` is as fast uncompiled as compiled; "" where compiling pays."""
         return ""
@@ -291,6 +295,15 @@ class Operations:
     ) -> Tensor:  # (..., C)
         """Two matrices with a squared ReLU between them."""
         return out(self.squared_relu(into(x, made[0])), made[1])
+
+    def project(
+        self,
+        x: Tensor,  # (..., inputs)
+        matrix: nn.Module,
+        made: Tensor | None,  # the matrix in the compute dtype, from cast_together()
+    ) -> Tensor:  # (..., outputs)
+        """A matrix, such as the one that attention's heads are joined by."""
+        return matrix(x, made)
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """The sum of squares of each tensor."""

@@ -36,7 +36,7 @@ def test_the_page_of_variables_has_every_variable_that_is_read() -> None:
     python = [*ROOT.glob("*.py"), *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     shell = [*ROOT.glob("speedrun*.sh"), ROOT / "setup_ascend.sh", ROOT / "runs/common.sh", ROOT / "runs/supervise.sh"]
     sources = [file.read_text(encoding="utf-8") for file in [*python, *shell]]
-    found = {name for text in sources for name in re.findall(r"NANOCHAT_[A-Z_]+", text)}
+    found = {name for text in sources for name in re.findall(r"NANOCHAT_[A-Z0-9_]+", text)}
     for file in python:
         found |= set(asked_for(ast.parse(file.read_text(encoding="utf-8"))))
     for file in shell:

@@ -3,12 +3,14 @@
 Each of them keeps as little as its gradient needs, and gives the gradients of several inputs in one loop over memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanochat.platforms.cpu.int8 import Matrix, Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, Kernels
 from nanochat.platforms.cpu.training import Training, side_by_side
 
@@ -19,6 +21,13 @@ class Trained:
 
     kernels: Kernels
     training: Training
+    int8: bool = False  # whether products of bf16 activations are made in integers of 8 bits
+
+    def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
+        """What multiplies activations such as x with matrices (outputs, inputs) that lie below one another."""
+        if self.int8 and x.dtype == torch.bfloat16 and fits(masters):
+            return Matrix8(self.training, masters)
+        return Matrix(self.kernels, masters, x.dtype)
 
 
 class Norm(torch.autograd.Function):
@@ -79,23 +88,22 @@ class Heads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # (B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, D)
         rows, size = x.flatten(0, -2), 2 * cos.size(-1)
         sizes = [len(weight) for weight in weights]
-        weight = x.new_empty(sum(sizes), x.size(-1))
-        for part, master in zip(weight.split(sizes), weights, strict=True):
-            part.copy_(master)
-        made = rows @ weight.mT  # (N, C')
+        matrix = use.matrix(weights, x)
+        made = matrix.times(rows)  # (N, C')
         q, k, v = made.view(*x.shape[:-1], -1, size).split([part // size for part in sizes], dim=2)
         opened = None
         if gate is not None and value is not None:
             gate, value = gate.to(x.dtype), value.contiguous().view(len(rows), -1, size)
             opened = use.training.gate(rows, gate, value, v.flatten(0, 1))
         ctx.use, ctx.sharpen, ctx.sizes, ctx.formats = use, sharpen, sizes, [weight.dtype for weight in weights]
-        ctx.save_for_backward(rows, made, weight, cos, sin, gate, value, opened)
+        ctx.matrix = matrix
+        ctx.save_for_backward(rows, made, cos, sin, gate, value, opened)
         q, k = (use.kernels.turn(each, None, cos, sin, EPSILON, sharpen) for each in (q, k))
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, made, weight, cos, sin, gate, value, opened = ctx.saved_tensors
+        rows, made, cos, sin, gate, value, opened = ctx.saved_tensors
         use, (B, T, _, size) = ctx.use, grads[0].shape
         g = torch.empty_like(made)
         heads = [part // size for part in ctx.sizes]
@@ -103,7 +111,7 @@ class Heads(torch.autograd.Function):
         for slope, x, dx in zip(grads[:2], parts[:2], by_parts[:2], strict=True):
             use.training.turn_back(slope, x, cos, sin, dx, EPSILON, ctx.sharpen)
         by_parts[2].copy_(grads[2])
-        dx, by_weight, by_gate, by_value = g @ weight, g.mT @ rows, None, None
+        dx, by_weight, by_gate, by_value = ctx.matrix.back(g), ctx.matrix.slope(g, rows), None, None
         if gate is not None:
             slope = side_by_side(by_parts[2]).flatten(0, 1)
             by_value, by_gate = use.training.gate_back(slope, rows, gate, value, opened, dx)
@@ -117,23 +125,37 @@ class SquaredReluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, use: Trained, x: Tensor, into: Tensor, out: Tensor) -> Tensor:  # (..., C), masters
-        rows, formats = x.flatten(0, -2), (into.dtype, out.dtype)
-        into, out = into.to(x.dtype), out.to(x.dtype)
-        inner = rows @ into.mT
-        use.kernels.squared_relu(inner, inner)
-        ctx.use, ctx.formats, ctx.shape = use, formats, x.shape
-        ctx.save_for_backward(rows, inner, into, out)
-        return (inner @ out.mT).view(*x.shape[:-1], -1)
+        rows = x.flatten(0, -2)
+        ctx.into, ctx.out = use.matrix([into], x), use.matrix([out], x)
+        inner = ctx.into.squared_relu(rows)
+        ctx.use, ctx.formats, ctx.shape = use, (into.dtype, out.dtype), x.shape
+        ctx.save_for_backward(rows, inner)
+        return ctx.out.times(inner).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inner, into, out = ctx.saved_tensors
+        rows, inner = ctx.saved_tensors
         g = grads[0].flatten(0, -2)
-        by_out = (g.mT @ inner).to(ctx.formats[1])
-        by_inner = g @ out
+        by_out = ctx.out.slope(g, inner).to(ctx.formats[1])
+        by_inner = ctx.out.back(g)
         ctx.use.training.squared_relu_back(by_inner, inner, by_inner)
-        by_into = (by_inner.mT @ rows).to(ctx.formats[0])
-        return None, (by_inner @ into).view(ctx.shape), by_into, by_out
+        by_into = ctx.into.slope(by_inner, rows).to(ctx.formats[0])
+        return None, ctx.into.back(by_inner).view(ctx.shape), by_into, by_out
+
+
+class Product(torch.autograd.Function):
+    """Activations times a matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Trained, x: Tensor, weight: Tensor) -> Tensor:  # (..., inputs), (outputs, inputs)
+        ctx.matrix, ctx.format, rows = use.matrix([weight], x), weight.dtype, x.flatten(0, -2)
+        ctx.save_for_backward(rows)
+        return ctx.matrix.times(rows).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), g = ctx.saved_tensors, grads[0].flatten(0, -2)
+        return None, ctx.matrix.back(g).view(*grads[0].shape[:-1], -1), ctx.matrix.slope(g, rows).to(ctx.format)
 
 
 class Attention(torch.autograd.Function):

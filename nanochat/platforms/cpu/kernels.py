@@ -21,9 +21,10 @@ from torch import Tensor
 from nanochat.common import log, tr, warn
 from nanochat.platforms import host
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-TRAINING = Path(__file__).with_name("training.cpp")
-HEADERS = ("common.h", "products.h", "attention.h", "attention_fp32.h")  # that they include
+CPP = Path(__file__).with_name("cpp")
+SOURCE = CPP / "kernels.cpp"
+TRAINING = CPP / "training.cpp"
+HEADERS = ("common.h", "products.h", "attention.h", "attention_fp32.h", "int8.h")  # that they include
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
          "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip
@@ -51,12 +52,12 @@ def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
     own = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     own += ["-mprefer-vector-width=512"] if "avx512f" in flags else []
     made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode()
-    made_from += b"".join(path.read_bytes() for path in (source, *map(Path(__file__).with_name, HEADERS)))
+    made_from += b"".join(path.read_bytes() for path in (source, *(CPP / name for name in HEADERS)))
     library = folder / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         fresh = library.with_name(f".{library.name}-{os.getpid()}")
-        words = [command, *FLAGS, *own, f"-I{Path(__file__).parent}", str(source), "-o", str(fresh)]
+        words = [command, *FLAGS, *own, f"-I{CPP}", str(source), "-o", str(fresh)]
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
         os.replace(fresh, library)
     return library

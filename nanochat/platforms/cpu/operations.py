@@ -57,10 +57,11 @@ class CpuOperations(Operations):
     capped_logits = 1 << 21  # malloc keeps buffers of this size; larger ones take three to four times as long
     skips_masked = True
 
-    def __init__(self, stacks_matrices: bool = True, compiles: bool = True):
-        """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use."""
+    def __init__(self, stacks_matrices: bool = True, compiles: bool = True, int8: str = ""):
+        """`compiles`: models that are held or trained use C++ kernels, which are compiled at their first use. `int8`:
+        why these multiply activations of bf16 in integers of 8 bits in training, "" if they do not; see int8.py."""
         super().__init__(stacks_matrices)
-        self._compiles = compiles
+        self._compiles, self._int8 = compiles, int8
         self._kernels: Kernels | None = None  # once a model is held
         self._compared: set[torch.Size] = set()  # shapes of matrices whose layout needs no second look
 
@@ -77,7 +78,7 @@ class CpuOperations(Operations):
         made = training(host.use_compile_cache(base_dir())) if self._library is not None else None
         if self._library is None or made is None:
             return None
-        return Trained(self._library, made)
+        return Trained(self._library, made, bool(self._int8))
 
     def _train(self, *tensors: Tensor) -> Trained | None:
         """The kernels of training, if gradients are wanted and the kernels can compute with these tensors."""
@@ -85,6 +86,11 @@ class CpuOperations(Operations):
             return None
         dtype = tensors[0].dtype
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
+
+    def rounding(self, dtype: torch.dtype) -> str:
+        """See Operations.rounding."""
+        shown = self._compiles and self._int8 and dtype == torch.bfloat16
+        return f", int8 products in training ({self._int8})" if shown else ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""
@@ -173,6 +179,12 @@ class CpuOperations(Operations):
         if not (_own(into) and _own(out)) or (use := self._train(x)) is None:
             return super().mlp(x, into, out, made)
         return gradients.SquaredReluMlp.apply(use, x, into.weight, out.weight)
+
+    def project(self, x: Tensor, matrix: nn.Module, made: Tensor | None) -> Tensor:
+        """See Operations.project."""
+        if not _own(matrix) or (use := self._train(x)) is None:
+            return super().project(x, matrix, made)
+        return gradients.Product.apply(use, x, matrix.weight)
 
     def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """See Operations.add_norm."""

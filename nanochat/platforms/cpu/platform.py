@@ -14,6 +14,7 @@ from nanochat.common import tr
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
 from nanochat.platforms.base import Platform
+from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 
@@ -73,9 +74,9 @@ class Cpu(Platform):
             _fix_fsdp()
 
     def operations(self, asked: Asked) -> Operations:
-        """Plain torch, whatever was asked for except fused kernels."""
+        """C++ kernels, or plain torch; fused kernels are refused."""
         self.refuse_fused(asked)
-        return CpuOperations(stacks_matrices=asked != "plain", compiles=asked != "plain")
+        return CpuOperations(asked != "plain", asked != "plain", int8.reason())
 
     def synchronize(self) -> None:
         """The host is always done."""

@@ -18,7 +18,8 @@ from nanochat.platforms.cpu.kernels import BLOCK, SUFFIXES, TRAINING, found
 # As in kernels.py: how many pointers, sizes and fp32 numbers each function takes; the first size is the threads.
 FUNCTIONS = {"norm_back": (4, 3, 1), "mix_back": (9, 3, 0), "turn_back": (5, 7, 2), "squared_relu_back": (3, 2, 0),
              "smear": (5, 5, 0), "smear_back": (7, 5, 0), "gate": (5, 7, 0), "gate_back": (8, 7, 0),
-             "shift": (2, 6, 0), "square_sum": (2, 2, 0)}  # fmt: skip
+             "shift": (2, 6, 0), "square_sum": (2, 2, 0), "pack_int8": (3, 4, 0),
+             "product_int8": (4, 5, 0), "gradient_int8": (3, 4, 0)}  # fmt: skip
 ATTENTION = {"attention": (6, 7, 1), "attention_back": (10, 7, 1)}  # of bf16 only where the processor has AVX512-BF16
 
 GRAINS = {torch.float32: 32, torch.bfloat16: BLOCK}  # numbers of a head that attention computes together
@@ -177,6 +178,28 @@ class Training:
         for x, place in zip(tensors, sums.unbind(), strict=True):
             self._call("square_sum", x.dtype, (x, place), (x.numel(),))
         return sums
+
+    def pack_int8(self, weight: Tensor, back: bool) -> tuple[Tensor, Tensor]:  # contiguous (outputs, inputs) fp32
+        """A matrix in integers of 8 bits, as product_int8() reads it, and the factor of each of its outputs. `back`: of
+        the transposed matrix, which has as many outputs as the matrix has inputs."""
+        outputs, inputs = weight.shape[::-1] if back else weight.shape
+        packed, factors = weight.new_empty(inputs, outputs, dtype=torch.uint8), weight.new_empty(outputs)
+        self._call("pack_int8", weight.dtype, (weight, packed, factors), (outputs, inputs, int(back)))
+        return packed, factors
+
+    def product_int8(self, x: Tensor, packed: Tensor, factors: Tensor, squared: bool = False) -> Tensor:
+        """The product (N, outputs) of bf16 rows x (N, inputs) with a matrix from pack_int8(), or its squared ReLU."""
+        x, (inputs, outputs) = x.contiguous(), packed.shape
+        y = x.new_empty(len(x), outputs)
+        self._call("product_int8", x.dtype, (x, packed, factors, y), (len(x), outputs, inputs, int(squared)))
+        return y
+
+    def gradient_int8(self, g: Tensor, x: Tensor) -> Tensor:  # (N, outputs), (N, inputs) bf16 -> (outputs, inputs) fp32
+        """The sum over N of the products of every channel of g with every channel of x, multiples of 32 channels."""
+        g, x = g.contiguous(), x.contiguous()
+        dw = torch.empty(g.size(1), x.size(1))
+        self._call("gradient_int8", x.dtype, (g, x, dw), (len(x), *dw.shape))
+        return dw
 
     def takes(self, q: Tensor) -> bool:  # (B, T, H, D)
         """Whether attention() computes with queries such as these."""

@@ -1,0 +1,208 @@
+"""Products in integers of 8 bits against the same arithmetic in fp64, and what a model trained with them computes."""
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanochat.common import UserError, base_dir
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.nn.operations import Operations
+from nanochat.platforms import host
+from nanochat.platforms.cpu import int8, kernels
+from nanochat.platforms.cpu.kernels import compiler
+from nanochat.platforms.cpu.operations import CpuOperations
+from nanochat.platforms.cpu.platform import Cpu
+from nanochat.platforms.cpu.training import Training, training
+
+if compiler() is None:
+    pytest.skip("no C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def made() -> Training:
+    found = training(host.use_compile_cache(base_dir()))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """The functions as they are compiled for a processor that cannot multiply integers of 8 bits in one instruction."""
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-mno-avx512vnni"))
+    command = compiler()
+    assert command is not None
+    try:
+        library = kernels.compiled(tmp_path, command, kernels.TRAINING)
+    except subprocess.CalledProcessError as failure:  # another kind of processor, which has only plain C++
+        assert "avx512vnni" in failure.stderr
+        monkeypatch.undo()
+        library = kernels.compiled(tmp_path, command, kernels.TRAINING)
+    return Training(ctypes.CDLL(str(library)))
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x: Tensor) -> Tensor:  # (..., N)
+    """Rows of numbers, rounded to 8 bits in fp64."""
+    factor = 127 / x.double().abs().amax(-1, keepdim=True)
+    return torch.where(factor.isfinite(), (x.double() * factor.float()).round() / factor, 0.0)
+
+
+def apart(x: Tensor, wanted: Tensor) -> float:
+    """How far numbers are from others, relative to the largest."""
+    assert x.shape == wanted.shape
+    return float((x.double() - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("rows", [1, 12, 205])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 64), (64, 192)])
+def test_products_are_those_of_rounded_numbers(
+    made: Training, threads: int, rows: int, outputs: int, inputs: int
+) -> None:
+    x, weight = drawn(rows, inputs).bfloat16(), drawn(outputs, inputs, seed=2)
+    y = made.product_int8(x, *made.pack_int8(weight, back=False))
+    wanted = rounded(x) @ rounded(weight).mT
+    assert y.dtype == torch.bfloat16 and apart(y, wanted) < 0.006  # bf16 rounds the result
+    squared = made.product_int8(x, *made.pack_int8(weight, back=False), squared=True)
+    assert apart(squared, wanted.relu().square()) < 0.012
+    g = drawn(rows, outputs, seed=3).bfloat16()
+    back = made.product_int8(g, *made.pack_int8(weight, back=True))
+    assert apart(back, rounded(g) @ rounded(weight.mT).mT) < 0.006
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 700])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (96, 32), (160, 96)])
+def test_gradients_of_matrices_are_those_of_rounded_numbers(
+    made: Training, threads: int, tokens: int, outputs: int, inputs: int
+) -> None:
+    g, x = drawn(tokens, outputs).bfloat16(), drawn(tokens, inputs, seed=2).bfloat16()
+    g[:, 3], x[tokens // 2] = 0, x[tokens // 2] * 50
+    wanted = torch.zeros(outputs, inputs, dtype=torch.float64)
+    for first in range(0, tokens, 256):  # the tokens that share factors
+        some = slice(first, first + 256)
+        wanted += rounded(g[some].mT) @ rounded(x[some].mT).mT
+    assert apart(made.gradient_int8(g, x), wanted) < 2e-3  # a number between two integers may go either way
+
+
+def test_every_processor_computes_the_same_numbers(made: Training, plain: Training) -> None:
+    x, weight = drawn(205, 192).bfloat16(), drawn(64, 192, seed=2)
+    for squared in (False, True):
+        mine, other = (each.product_int8(x, *each.pack_int8(weight, False), squared) for each in (made, plain))
+        assert torch.equal(mine, other)
+    g = drawn(205, 64, seed=3).bfloat16()
+    assert torch.equal(made.gradient_int8(g, x), plain.gradient_int8(g, x))
+    for mine, other in zip(made.pack_int8(weight, back=True), plain.pack_int8(weight, back=True), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: Training) -> None:
+    x, weight = drawn(400, 64).bfloat16(), drawn(256, 64, seed=2)
+    whole, slope = made.product_int8(x, *made.pack_int8(weight, back=False)), made.gradient_int8(x, x)
+    assert torch.equal(whole[7:8], made.product_int8(x[7:8], *made.pack_int8(weight, back=False)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(whole, made.product_int8(x, *made.pack_int8(weight, back=False)))
+        assert torch.equal(slope, made.gradient_int8(x, x))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain: Training, value: float) -> None:
+    for use in (made, plain):
+        x, weight = drawn(30, 64).bfloat16(), drawn(64, 64, seed=2)
+        x[3, 5], x[4] = value, 0
+        weight[9] = 0
+        for squared in (False, True):
+            y = use.product_int8(x, *use.pack_int8(weight, back=False), squared=squared)
+            other = torch.arange(64) != 9
+            assert y[3, other].isnan().all() and y[torch.arange(30) != 3].isfinite().all()
+            assert not y[4].any() and not y[5:, 9].any()
+        weight[2, 7] = value
+        y = use.product_int8(x[5:], *use.pack_int8(weight, back=False))
+        assert y[:, 2].isnan().all() and y[:, 3].isfinite().all()
+        back = use.product_int8(x[5:], *use.pack_int8(weight, back=True))
+        assert back[:, 7].isnan().all() and back[:, 6].isfinite().all()
+        slope = use.gradient_int8(torch.cat([drawn(300, 32), x[:, :32].float()]).bfloat16(), drawn(330, 32).bfloat16())
+        assert slope[5].isnan().all() and slope[torch.arange(32) != 5].isfinite().all()
+
+
+def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The gradients of a small GPT on fixed tokens, by name, and its loss."""
+    model = GPT(GPTConfig(64, 256, 2, 2, 1, 128, "L", offset_layers=1), dtype, operations)
+    model.init_weights(1)
+    with torch.no_grad():
+        for block in model.blocks:  # matrices that begin as zeros would hide the others' gradients
+            for i, matrix in enumerate((block.attn.c_proj, block.mlp.c_proj)):
+                matrix.weight.copy_(drawn(*matrix.weight.shape, seed=5 + i) * 0.05)
+    tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(4))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_of_a_model_are_near_those_of_fp32() -> None:
+    exact, full = gradients(Operations(), torch.float32), gradients(CpuOperations(), torch.bfloat16)
+    coarse = gradients(CpuOperations(int8="asked"), torch.bfloat16)
+    assert exact.keys() == coarse.keys()
+    assert not torch.equal(full["h.0.mlp.c_fc.weight"], coarse["h.0.mlp.c_fc.weight"]), "8 bits took no part"
+    for name, wanted in exact.items():
+        if float(wanted.norm()) > 1e-6:
+            far = float((coarse[name] - wanted).norm() / wanted.norm())
+            assert far < (0.12 if wanted.dim() == 1 else 0.05), f"{name} is {far:.2g} apart"
+
+
+def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
+    for name, wanted in gradients(CpuOperations(), torch.float32).items():
+        assert torch.equal(wanted, gradients(CpuOperations(int8="asked"), torch.float32)[name])
+    model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16, CpuOperations(int8="asked"))
+    model.init_weights(1)
+    tokens = torch.randint(0, 256, (2, 64))
+    with torch.no_grad():
+        quiet = model(tokens)
+        model.operations = CpuOperations()
+        assert torch.equal(quiet, model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "wanted"),
+    [
+        ("", {"avx512_vnni", "avx512_bf16"}, "the CPU has avx512_vnni"),
+        ("", {"avx512_vnni", "amx_bf16"}, ""),
+        ("", {"avx2"}, ""),
+        ("0", {"avx512_vnni"}, ""),
+        ("1", {"avx2"}, "NANOCHAT_INT8"),
+    ],
+)
+def test_the_processor_or_the_variable_decides(
+    asked: str, flags: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOCHAT_INT8", asked)
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
+    assert int8.reason() == wanted
+    shown = f", int8 products in training ({wanted})" if wanted else ""
+    assert Cpu().operations("auto").rounding(torch.bfloat16) == shown
+    assert Cpu().operations("auto").rounding(torch.float32) == Cpu().operations("plain").rounding(torch.bfloat16) == ""
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_INT8", "yes")
+    with pytest.raises(UserError, match=re.escape("NANOCHAT_INT8 must be 0 or 1, got 'yes'")):
+        Cpu().operations("auto")
