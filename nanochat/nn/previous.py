@@ -10,7 +10,9 @@ before by one layer, and reads there what followed; without an offset that takes
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nanochat.common import UserError
 from nanochat.nn.together import Embedding
@@ -28,7 +30,8 @@ class Bigrams(Embedding):
 
     def forward(self, before: Tensor, input: Tensor) -> Tensor:  # (B, T) token ids each -> (B, T, C)
         """The embedding of every token `input` with the token `before` it; 0 stands for no token."""
-        return super().forward((before * FACTORS[0] + input * FACTORS[1]) % self.num_embeddings)
+        rows = (before * FACTORS[0] + input * FACTORS[1]) % self.num_embeddings
+        return F.embedding(rows, self.weight, sparse=self.sparse and not is_compiling())
 
 
 def with_offset(k: Tensor, before: Tensor) -> Tensor:  # (B, T, Hkv, D) each, as the result

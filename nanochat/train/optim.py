@@ -1,8 +1,9 @@
-"""Which optimizer steps which parameter: AdamW tables, head and scalars; Muon, or AdamW, the matrices in layers."""
+"""Which optimizer steps which parameter: AdamW tables, head and scalars; Muon, or AdamW, the matrices in layers; and
+RowAdam the table of bigrams on a CPU."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn as nn
@@ -57,7 +58,7 @@ class Rates:
             "head": AdamWSettings(self.unembedding_lr * width, (table_momentum, 0.96), 0.01, 1e-10),
             "embedding": AdamWSettings(self.embedding_lr * width, (table_momentum, 0.995), 0.001, 1e-10),
             "value_embedding": AdamWSettings(0.5 * self.embedding_lr * width, (table_momentum, 0.995), 0.01, 1e-10),
-            "bigram": AdamWSettings(0.1 * self.embedding_lr * width, (table_momentum, 0.995), 0.0, 1e-10),
+            "bigram": AdamWSettings(0.1 * self.embedding_lr * width, (0.0, 0.995), 0.0, 1e-10),  # see RowAdam
             # While the projections are near zero, these scalars only scale the stream, which the last norm undoes.
             # Their first gradients are rounding errors of 1e-11, which upstream's eps of 1e-10 would make full steps.
             "resid": AdamWSettings(0.01 * self.scalar_lr, (0.8, 0.95), 0.05, 1e-6),
@@ -102,6 +103,49 @@ class OneRate:
         return {"matrix": decayed, "adapter": decayed, "embedding": plain, "head": plain, "scalar": plain}
 
 
+class RowAdam(torch.optim.Optimizer):
+    """AdamW without momentum and decay, for tables of which a step reads few rows: only these are touched.
+
+    Without momentum a row that has no gradient stays where it is, and its mean squares only decay, which is made up for
+    when the row is met again. The numbers are those of torch.optim.AdamW with a first beta of 0, up to rounding, and
+    the time does not depend on the size of the table.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the rows that have a gradient, which may be a sparse tensor."""
+        for group in self.param_groups:
+            (_, beta), eps = group["betas"], group["eps"]
+            for table in group["params"]:
+                if table.grad is None:
+                    continue
+                held, (rows, g) = self.held(table), _met(table.grad)
+                held["step"] += 1
+                held["age"] += 1
+                square = held["exp_avg_sq"][rows] * (beta ** held["age"][rows])[:, None]
+                square.addcmul_(g, g, value=1 - beta)
+                held["exp_avg_sq"][rows], held["age"][rows] = square, 0.0
+                size = square.div_(1 - beta ** float(held["step"])).sqrt_().add_(eps)
+                table.index_add_(0, rows, g.div(size), alpha=-group["lr"])
+
+    def held(self, table: Tensor) -> dict[str, Tensor]:
+        """The state of a table, which is made here if no step has been taken yet: `step`, the mean squares, and for how
+        many steps those of each row have yet to decay."""
+        if not self.state[table]:
+            self.state[table] = {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(table),
+                                 "age": torch.zeros(len(table))}  # fmt: skip
+        return self.state[table]
+
+
+def _met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
+    """The rows of a gradient that are not zero, and what stands there."""
+    if g.is_sparse:
+        g = g.coalesce()
+        return g.indices()[0], g.values()
+    rows = g.any(dim=1).nonzero()[:, 0]
+    return rows, g[rows]
+
+
 class Optimizers:
     """AdamW and Muon side by side, stepped and scheduled together."""
 
@@ -115,14 +159,17 @@ class Optimizers:
         named: dict[str, list[tuple[str, Tensor]]] = {}
         for name, parameter in trained(model):
             named.setdefault(roles[name], []).append((name, parameter))
-        groups = []
+        groups: list[dict[str, Any]] = []
+        by_row: list[dict[str, Any]] = []
         for role, has in rates.by_role(model_dim, table_momentum).items():
             if role in named:
-                lr = has.lr * scale
+                lr, parameters = has.lr * scale, [parameter for _, parameter in named[role]]
                 shared = {"role": role, "lr": lr, "base_lr": lr, "betas": has.betas, "weight_decay": has.decay}
-                groups.append({"params": [parameter for _, parameter in named[role]], **shared, "eps": has.eps})
+                alone = role == "bigram" and _sparse(model, parameters)
+                (by_row if alone else groups).append({"params": parameters, **shared, "eps": has.eps})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
         self.adamw = torch.optim.AdamW(groups, fused=True)
+        self.rows = RowAdam(by_row, {}) if by_row else None
         self.muon = None
         if rates.matrix_optimizer == "muon":
             self.muon = Muon(
@@ -134,7 +181,7 @@ class Optimizers:
 
     def schedule(self, lr: float, momentum: float, decay: float) -> None:
         """Set for this step the factor on learning rates, Muon's momentum, and the factor on the matrices' decay."""
-        for group in self.adamw.param_groups:
+        for group in [*self.adamw.param_groups, *(self.rows.param_groups if self.rows else [])]:
             group["lr"] = group["base_lr"] * lr
             if group["role"] in ("matrix", "adapter"):
                 group["weight_decay"] = self.base_decay * decay
@@ -147,7 +194,7 @@ class Optimizers:
     def step(self) -> None:
         """Update all parameters from their gradients."""
         self.before_step()
-        for optimizer in self._both():
+        for optimizer in self._all():
             optimizer.step()
 
     def capture(self, platform: Platform) -> None:
@@ -157,20 +204,20 @@ class Optimizers:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for optimizer in self._both():
+        for optimizer in self._all():
             optimizer.zero_grad(set_to_none=True)
 
-    def _both(self) -> list[torch.optim.Optimizer]:
-        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
+    def _all(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in (self.adamw, self.rows, self.muon) if optimizer is not None]
 
     def state(self) -> State:
         """Everything that a resume needs, by name: the tensors that this rank holds, and their place in the whole."""
         state = {} if self.muon is None else self.muon.named_state()
         for parameter, held in self._adamw_state().items():
             name, start = self.names[parameter], place_of(parameter).first_row(parameter.shape[0])
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in (key for key in ("exp_avg", "exp_avg_sq", "age") if key in held):
                 here = local(held[key])
-                state[f"{name}.{key}"] = (here, tuple(parameter.shape), start)
+                state[f"{name}.{key}"] = (here, tuple(parameter.shape[: here.dim()]), start)
             state[f"{name}.step"] = (held["step"].reshape(1), (1,), 0)
         return state
 
@@ -182,13 +229,40 @@ class Optimizers:
         return {name: part for name, part in state.items() if name in mine or name not in alike}
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """AdamW's state, which is made here if no step has been taken yet."""
+        """The state of AdamW and RowAdam, which is made here if no step has been taken yet. That of a table of bigrams
+        is the same for both."""
+        made: dict[Tensor, dict[str, Tensor]] = {}
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
-                if not self.adamw.state[parameter]:
-                    self.adamw.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return {parameter: self.adamw.state[parameter] for parameter in self.adamw.state}
+                held = self.adamw.state[parameter]
+                if not held:
+                    held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    held |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                made[parameter] = held
+                if group["role"] == "bigram":
+                    held.setdefault("age", torch.zeros(len(local(parameter)), device=parameter.device))
+                    made[parameter] = {key: held[key] for key in ("step", "exp_avg_sq", "age")}
+        if self.rows is not None:
+            for group in self.rows.param_groups:
+                made |= {parameter: self.rows.held(parameter) for parameter in group["params"]}
+        return made
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Make up for what RowAdam left undone, once the tensors of state() hold what it saved."""
+        for group in self.adamw.param_groups:
+            for parameter in group["params"] if group["role"] == "bigram" else []:
+                held = self.adamw.state[parameter]
+                local(held["exp_avg_sq"]).mul_((group["betas"][1] ** held["age"])[:, None])
+                held["age"].zero_()
+
+
+def _sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
+    """Make embeddings give sparse gradients, if RowAdam can step them: whole on one rank, which is a CPU."""
+    place = place_of(tables[0])
+    if place.shards * place.replicas > 1 or not tables[0].is_cpu:
+        return False
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and any(module.weight is table for table in tables):
+            module.sparse = True
+    return True

@@ -160,6 +160,15 @@ def forward(
     return objective(model, inputs, targets, **dict(zip(extras, more, strict=True)))
 
 
+def _numbers(parameter: Tensor) -> Tensor:
+    """What this rank holds of a gradient; of a sparse one, which is coalesced here, the rows that are not zero."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return local(parameter.grad)
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
+
+
 def _update(
     model: nn.Module, optimizers: Optimizers, step: MicroBatches, scale: LossScale, compute: Compute,
     spikes: Spikes | None, mark: Callable[[str], None], objective: Objective,
@@ -179,7 +188,7 @@ def _update(
         (found.squeeze(0) if len(found) == 1 else found[0]).mul(factor).backward()
         sums += found.detach()
     mark("gradient norm")
-    gradients = [device.local(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [_numbers(p) for p in model.parameters() if p.grad is not None]
     figures = torch.cat((compute.operations.square_sums(gradients), sums, *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
     squares, summed, bad = host.split([count, len(sums), len(host) - count - len(sums)])

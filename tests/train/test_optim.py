@@ -1,14 +1,15 @@
 """The settings of each role against the published table, and AdamW against its formulas written out."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.train import schedule
-from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates
+from nanochat.train import optim, schedule
+from nanochat.train.optim import ADAMW_SHARE, Optimizers, Rates, RowAdam
 
 DIM = 48
 # role -> learning rate at 768 channels, whether it follows the width, betas, decay: upstream HEAD; eps (scalars: ours);
@@ -17,7 +18,7 @@ PUBLISHED = {
     "head": (0.008, True, (0.8, 0.96), 0.01, 1e-10),
     "embedding": (0.3, True, (0.8, 0.995), 0.001, 1e-10),
     "value_embedding": (0.15, True, (0.8, 0.995), 0.01, 1e-10),
-    "bigram": (0.03, True, (0.8, 0.995), 0.0, 1e-10),
+    "bigram": (0.03, True, (0.0, 0.995), 0.0, 1e-10),
     "resid": (0.005, False, (0.8, 0.95), 0.05, 1e-6),
     "x0": (0.5, False, (0.96, 0.95), 0.0, 1e-6),
     "smear": (0.2, False, (0.8, 0.95), 0.0, 1e-6),
@@ -38,6 +39,12 @@ def fill_gradients(model: GPT, seed: int) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def groups(optimizers: Optimizers) -> list[dict[str, Any]]:
+    """The groups of AdamW, then RowAdam's."""
+    assert optimizers.rows is not None
+    return [*optimizers.adamw.param_groups, *optimizers.rows.param_groups]
+
+
 def learning_rate(role: str) -> float:
     lr, follows_width, _, _, _ = PUBLISHED[role]
     return lr * (DIM / 768) ** -0.5 if follows_width else lr
@@ -46,7 +53,7 @@ def learning_rate(role: str) -> float:
 def test_every_parameter_has_the_published_settings() -> None:
     model, optimizers = model_and_optimizers()
     roles, names, seen = model.parameter_roles(), optimizers.names, []
-    for group in optimizers.adamw.param_groups:
+    for group in groups(optimizers):
         for parameter in group["params"]:
             role = roles[names[parameter]]
             seen.append(names[parameter])
@@ -64,8 +71,8 @@ def test_rates_and_scale_reach_their_roles() -> None:
     rates = Rates(unembedding_lr=1, embedding_lr=2, matrix_lr=3, scalar_lr=4, weight_decay=5)
     _, optimizers = model_and_optimizers(scale=10, rates=rates)
     width = math.sqrt(768 / DIM)
-    by_role = [group["lr"] for group in optimizers.adamw.param_groups]
-    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 2 * width, 0.4, 40, 16])
+    by_role = [group["lr"] for group in groups(optimizers)]
+    assert by_role == pytest.approx([10 * width, 20 * width, 10 * width, 0.4, 40, 16, 2 * width])
     assert optimizers.muon.param_groups[0]["lr"] == 30
     assert optimizers.muon.param_groups[0]["weight_decay"] == 5
 
@@ -88,9 +95,9 @@ def test_only_tables_and_head_take_the_runs_momentum() -> None:
     model, _ = model_and_optimizers()
     roles = model.parameter_roles()
     optimizers = Optimizers(model, roles, DIM, Rates(), 1.0, torch.float32, table_momentum=0.0)
-    betas = {group["role"]: group["betas"] for group in optimizers.adamw.param_groups}
+    betas = {group["role"]: group["betas"] for group in groups(optimizers)}
     assert betas == {
-        role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding", "bigram") else published
+        role: (0.0, published[1]) if role in ("head", "embedding", "value_embedding") else published
         for role, (_, _, published, _, _) in PUBLISHED.items()
     }
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -153,17 +160,60 @@ def test_matrices_may_be_stepped_by_adamw() -> None:
     assert not any(name.endswith((".momentum", ".variance")) for name in state)
 
 
+def test_tables_are_stepped_by_row_as_adamw_would_step_them() -> None:
+    """Few rows have a gradient, dense or sparse."""
+    generator = torch.Generator().manual_seed(1)
+    mine, theirs = (torch.nn.Parameter(torch.ones(50, 8)) for _ in range(2))
+    how: dict[str, Any] = {"lr": 0.1, "betas": (0.0, 0.995), "eps": 1e-10}
+    rows = RowAdam([{"params": [mine], **how}], {})
+    oracle = torch.optim.AdamW([theirs], weight_decay=0.0, **how)
+    for step in range(300):
+        met = torch.randint(0, 50 if step % 3 else 4, (5,), generator=generator)
+        g = torch.zeros(50, 8).index_put((met,), torch.randn(5, 8, generator=generator), accumulate=True)
+        mine.grad, theirs.grad = g.to_sparse(1) if step % 2 else g, g
+        before = mine.detach().clone()
+        for optimizer in (rows, oracle):
+            optimizer.step()
+        untouched = ~g.any(dim=1)
+        assert torch.equal(mine.detach()[untouched], before[untouched])
+    torch.testing.assert_close(mine.detach(), theirs.detach())
+
+
+def test_state_of_a_table_goes_from_one_kind_of_step_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a CPU resumes where AdamW steps the whole table, and one from there on a CPU."""
+    sparse = model_and_optimizers()
+    monkeypatch.setattr(optim, "_sparse", lambda *_: False)
+    dense = model_and_optimizers()
+    assert sparse[1].rows is not None and dense[1].rows is None
+    for step, (giver, taker) in enumerate([(sparse, dense), (dense, sparse), (sparse, dense)]):
+        for model, optimizers in (sparse, dense):
+            fill_gradients(model, step)
+            table = model.bigrams
+            assert table is not None and table.weight.grad is not None
+            table.weight.grad[torch.arange(40) % 3 != step] = 0
+            optimizers.step()
+        for one, other in zip(sparse[0].parameters(), dense[0].parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+        given = {name: value.clone() for name, (value, _, _) in giver[1].state().items()}
+        with torch.no_grad():
+            for name, (value, _, _) in taker[1].state().items():
+                value.copy_(given[name])
+        taker[1].restored()
+
+
 def test_schedule_sets_what_it_says_from_the_base_each_time() -> None:
     _, optimizers = model_and_optimizers()
-    base = [group["lr"] for group in optimizers.adamw.param_groups]
+    base = [group["lr"] for group in groups(optimizers)]
     for lr, momentum, decay in ((0.5, 0.85, 0.9), (0.1, 0.97, 0.0), (1.0, 0.9, 1.0)):
         optimizers.schedule(lr, momentum, decay)
-        assert [group["lr"] for group in optimizers.adamw.param_groups] == pytest.approx([lr * x for x in base])
+        assert [group["lr"] for group in groups(optimizers)] == pytest.approx([lr * x for x in base])
         matrices = optimizers.muon.param_groups[0]
         assert matrices["lr"] == pytest.approx(0.02 * lr)
         assert matrices["momentum"] == momentum
         assert matrices["weight_decay"] == pytest.approx(0.28 * decay)
-    assert [group["weight_decay"] for group in optimizers.adamw.param_groups] == [x[3] for x in PUBLISHED.values()]
+    assert [group["weight_decay"] for group in groups(optimizers)] == [
+        published[3] for role, published in [*PUBLISHED.items()] if role != "bigram"
+    ] + [0.0]
 
 
 def test_a_learning_rate_of_zero_moves_nothing() -> None:
@@ -212,7 +262,8 @@ def test_state_names_everything_and_gives_the_tensors_themselves(steps: int) -> 
             expected[f"{name}.momentum"] = shape
             expected[f"{name}.variance"] = (rows, 1) if rows >= cols else (1, cols)
         else:
-            expected |= {f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape, f"{name}.step": (1,)}
+            expected |= {f"{name}.exp_avg_sq": shape, f"{name}.step": (1,)}
+            expected |= {f"{name}.age": shape[:1]} if name == "bigrams.weight" else {f"{name}.exp_avg": shape}
     assert {name: whole for name, (_, whole, _) in state.items()} == expected
     assert all(tuple(value.shape) == whole and first == 0 for value, whole, first in state.values())
     assert state["wte.weight.step"][0].item() == steps

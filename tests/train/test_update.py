@@ -70,6 +70,24 @@ def split(columns: tuple[Tensor, ...], sizes: list[int]) -> Batches:
     return Batches(int((columns[1] >= 0).sum()), parts, ("weights",) if len(columns) > 2 else ())
 
 
+def test_sparse_gradients_of_bigrams_count_in_the_norm_and_give_the_same_step() -> None:
+    """The same step of the same model, over two micro-batches, with sparse and with dense gradients of the table."""
+    stepped, outcomes = [], []
+    for sparse in (True, False):
+        model = GPT(replace(CONFIG, bigram_rows=40))
+        model.init_weights(1)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(100)
+        optimizers = optimizers_of(model)
+        assert model.bigrams is not None and model.bigrams.sparse and optimizers.rows is not None
+        model.bigrams.sparse = sparse
+        outcomes.append(update(model, optimizers, split(rows()[:2], [5, 3]), LossScale(), CPU))
+        stepped.append(model.bigrams.weight.detach().clone())
+    assert outcomes[0].grad_norm == pytest.approx(outcomes[1].grad_norm, rel=1e-6)
+    torch.testing.assert_close(stepped[0], stepped[1])
+    assert stepped[0].any(dim=1).sum() > 20
+
+
 class Recorder:
     """Stands in for the optimizers: keeps the gradients that a step would use."""
 

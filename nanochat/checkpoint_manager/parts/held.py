@@ -29,6 +29,10 @@ class Optimizers(Protocol):
         """The part of state() that this rank writes."""
         ...
 
+    def restored(self) -> None:
+        """Called once the tensors of state() are filled."""
+        ...
+
 
 @dataclass(frozen=True)
 class Held:
