@@ -132,11 +132,11 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     if "RANK" in os.environ and not dist.is_initialized():
         _join(platform)
     platform.ranks_met(rank, local_rank, world_size)
-    operations = platform.operations(kernels_asked(kernels))
     if rank == 0:
         ranks = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
-        computes = f"{str(dtype).removeprefix('torch.')} ({dtype_reason}){operations.rounding(dtype)}"
-        print(f"device: {platform.describe()} ({why}) | {computes}{ranks}", flush=True)
+        short = str(dtype).removeprefix("torch.")
+        print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){ranks}", flush=True)
+    operations = platform.operations(kernels_asked(kernels))
     return Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, platform, operations)
 
 

@@ -78,8 +78,8 @@ class Operations:
             if (undo := getattr(module, "release", None)) is not None:
                 undo()
 
-    def rounding(self, dtype: torch.dtype) -> str:
-        """What the line about the device adds to the compute format: what is computed more coarsely, and why."""
+    def coarser(self, dtype: torch.dtype) -> str:
+        """In which format uncompiled training of a GPT multiplies more coarsely than in `dtype`, and why; "" if not."""
         return ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:

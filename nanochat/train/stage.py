@@ -27,6 +27,7 @@ from nanochat.common import UserError, log, run
 from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
 from nanochat.evals import loss
+from nanochat.gpt import GPT
 from nanochat.nn.model import Model
 from nanochat.report.samples import forget_samples
 from nanochat.report.sections import has_training_section, training_section
@@ -151,6 +152,8 @@ class Stage:
         part = f" of which {kept:,} are trained," if kept < self.counts["total"] else ""
         log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
             f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token")  # fmt: skip
+        if not part and isinstance(model, GPT) and (how := model.operations.coarser(self.compute.dtype)):
+            log(f"uncompiled layers multiply in {how}; NANOCHAT_INT8=0 lets them multiply in bfloat16")
         sizes.check_disk(self.folder, kept, self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         if fill is not None:

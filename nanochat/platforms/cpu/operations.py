@@ -87,10 +87,9 @@ class CpuOperations(Operations):
         dtype = tensors[0].dtype
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
 
-    def rounding(self, dtype: torch.dtype) -> str:
-        """See Operations.rounding."""
-        shown = self._compiles and self._int8 and dtype == torch.bfloat16
-        return f", int8 products in training ({self._int8})" if shown else ""
+    def coarser(self, dtype: torch.dtype) -> str:
+        """See Operations.coarser."""
+        return f"int8 ({self._int8})" if self._compiles and self._int8 and dtype == torch.bfloat16 else ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""

@@ -197,9 +197,8 @@ def test_the_processor_or_the_variable_decides(
     monkeypatch.setenv("NANOCHAT_INT8", asked)
     monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
     assert int8.reason() == wanted
-    shown = f", int8 products in training ({wanted})" if wanted else ""
-    assert Cpu().operations("auto").rounding(torch.bfloat16) == shown
-    assert Cpu().operations("auto").rounding(torch.float32) == Cpu().operations("plain").rounding(torch.bfloat16) == ""
+    assert Cpu().operations("auto").coarser(torch.bfloat16) == (f"int8 ({wanted})" if wanted else "")
+    assert Cpu().operations("auto").coarser(torch.float32) == Cpu().operations("plain").coarser(torch.bfloat16) == ""
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
