@@ -223,7 +223,7 @@ ascend_d12() { # set the flags that the guides for Ascend publish, for 1, 2, 4, 
 }
 
 # --- the presets -----------------------------------------------------------------------------------
-# dev/LOG.md has the experiments: the tinyworld preset takes six and a half minutes on two cores of a CPU with bf16 matmuls.
+# dev/LOG.md has the experiments: the tinyworld preset takes six minutes on two cores of a CPU with bf16 matmuls.
 
 size=(--depth=4 --model_dim=192 --head_dim=64 --max_seq_len=256)
 eval_flags=()

@@ -14,11 +14,11 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "25aa56933857a6030a0a57a59cc560bc09a42773243bd85fa7ec919d3deace8c"
+VERSION = "45a1bd9b0c821057883ac2e35fa4c21d3c2d93a4cf22fc067cf24dc6cea7c564"
 TEXT = {
     "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
-    "mid": "0209f541d3c84ea5c1b535923f72a6aab13c4f19f0d64e9f721c5b44f5d3f1b1",
-    "sft": "25aa56933857a6030a0a57a59cc560bc09a42773243bd85fa7ec919d3deace8c",
+    "mid": "0ca48360e56ed039eb488673c3b47221665d5b63658c3433f98ccc511951a9ab",
+    "sft": "45a1bd9b0c821057883ac2e35fa4c21d3c2d93a4cf22fc067cf24dc6cea7c564",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
