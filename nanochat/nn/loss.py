@@ -11,6 +11,8 @@ from torch import Tensor
 # before the softcap, targets (n,), weights (n,), the size of the vocabulary, and the cap, or 0.
 Fused = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
+Multiply = Callable[[Tensor], Tensor]  # (n, C) -> (n, V')
+
 SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
 
 
@@ -102,6 +104,7 @@ def _loss_and_gradients(
     capped: bool,
     frozen: bool,
     fused: Fused | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The weighted loss, (), and its gradients with respect to x, and to the weight unless the head is frozen."""
     head = weight.to(x.dtype)
@@ -111,7 +114,7 @@ def _loss_and_gradients(
     for i in range(0, x.size(0), chunk):
         part, wanted, shares = x[i : i + chunk], targets[i : i + chunk], scale[i : i + chunk]
         if fused is not None:
-            gradient = F.linear(part, head)
+            gradient = F.linear(part, head) if multiply is None else multiply(part)
             chunk_loss = fused(gradient, wanted, shares, vocab, SOFTCAP if capped else 0.0)
         elif capped:
             chunk_loss, gradient = _chunk_loss(part, head, wanted, shares, vocab, hidden)
@@ -161,9 +164,12 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: float,
         capped: bool,
         fused: Fused | None,
+        multiply: Multiply | None,
     ) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
-        loss, *gradients = _loss_and_gradients(x, weight, targets, scale, vocab, chunk, hidden, capped, frozen, fused)
+        loss, *gradients = _loss_and_gradients(
+            x, weight, targets, scale, vocab, chunk, hidden, capped, frozen, fused, multiply
+        )
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -172,7 +178,7 @@ class _ChunkedLoss(torch.autograd.Function):
         x_grad, weight_grad = ctx.saved_tensors
         (upstream,) = grads
         weight_grad = None if weight_grad is None else weight_grad * upstream.to(weight_grad.dtype)
-        return x_grad * upstream.to(x_grad.dtype), weight_grad, *[None] * 7
+        return x_grad * upstream.to(x_grad.dtype), weight_grad, *[None] * 8
 
 
 def chunked_loss(
@@ -185,6 +191,7 @@ def chunked_loss(
     hidden: float = float("-inf"),  # the score of the padded rows of the head
     capped: bool = True,  # whether the logits are softcapped; a head whose logits are not has no padded rows
     fused: Fused | None = None,
+    multiply: Multiply | None = None,  # with fused only: multiplies with the head instead of torch
 ) -> Tensor:  # () fp32
     """The sum over tokens of weight times cross-entropy in nats of the logits, with gradients.
 
@@ -193,4 +200,4 @@ def chunked_loss(
     scale = (targets >= 0).float()
     if weights is not None:
         scale = scale * weights.float()
-    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped, fused)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, targets, scale, vocab, min(chunk, x.size(0)), hidden, capped, fused, multiply)  # type: ignore[no-any-return]

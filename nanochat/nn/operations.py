@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from nanochat.nn import loss, plain_attention
 from nanochat.nn.lean import weighted_norm
-from nanochat.nn.loss import Fused
+from nanochat.nn.loss import Fused, Multiply
 from nanochat.nn.plain_attention import Masks
 from nanochat.nn.previous import shifted, with_offset
 from nanochat.nn.together import Unit
@@ -254,8 +254,10 @@ class Operations:
     ) -> Tensor:  # () fp32
         """See loss.chunked_loss."""
         x, targets, weights = self.with_targets(x, targets, weights)
-        fused = self.fused_loss(x)
-        return loss.chunked_loss(x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score, fused=fused)
+        fused, multiply = self.fused_loss(x), self.training_logits(x, head)
+        return loss.chunked_loss(
+            x, head, targets, vocab, weights, self.loss_chunk, self.hidden_score, fused=fused, multiply=multiply
+        )
 
     def with_targets(
         self,
@@ -273,6 +275,10 @@ class Operations:
             return x, targets, weights
         kept = wanted.logical_not().int().argsort(stable=True)[:count]
         return x[kept], targets[kept], None if weights is None else weights[kept]
+
+    def training_logits(self, x: Tensor, head: Tensor) -> Multiply | None:  # (N, C), (V', C) fp32 master
+        """What multiplies with the head in training, where fused_loss() takes part; None: torch does."""
+        return None
 
     def fused_loss(self, x: Tensor) -> Fused | None:  # (N, C) normed activations
         """What computes a chunk of a loss in one function; None: torch's operators do."""

@@ -153,7 +153,7 @@ class Stage:
         log(f"model: {shape.n_layer} layers, {shape.n_embd} channels, vocabulary {shape.vocab_size:,}, "
             f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token")  # fmt: skip
         if not part and isinstance(model, GPT) and (how := model.operations.coarser(self.compute.dtype)):
-            log(f"uncompiled layers multiply in {how}; NANOCHAT_INT8=0 lets them multiply in bfloat16")
+            log(f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone")
         sizes.check_disk(self.folder, kept, self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         if fill is not None:

@@ -3,11 +3,12 @@
 Activations are rounded to 8 bits token by token and matrices output by output, each with a factor of its own, wherever
 activations are multiplied with a matrix: forward, and for the gradient of the activations (SwitchBack, Wortsman et al.
 2023, arXiv:2304.13013). For the gradient of a matrix, a sum over tokens, each channel has a factor for every 256
-tokens. The head stays as it is: the gradient of its logits has a few large numbers and thousands of tiny ones.
-dev/LOG.md has what all this saves in time and costs in loss. Passes without gradients, such as validations, never use
-8 bits.
+tokens. The head's logits are made in 8 bits too, but not what follows from their gradient, which has a few large
+numbers and thousands of tiny ones. dev/LOG.md has what all this saves in time and costs in loss. Passes without
+gradients, such as validations, never use 8 bits.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -70,11 +71,15 @@ class Matrix8(Matrix):
 
     def times(self, x: Tensor) -> Tensor:
         """See Matrix.times."""
-        return self.training.product_int8(x, *self.training.pack_int8(self.weight, back=False))
+        return self.training.product_int8(x, *self._packed)
+
+    @functools.cached_property
+    def _packed(self) -> tuple[Tensor, Tensor]:
+        return self.training.pack_int8(self.weight, back=False)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Matrix.squared_relu."""
-        return self.training.product_int8(x, *self.training.pack_int8(self.weight, back=False), squared=True)
+        return self.training.product_int8(x, *self._packed, squared=True)
 
     def back(self, g: Tensor) -> Tensor:
         """See Matrix.back."""

@@ -11,13 +11,14 @@ from torch.compiler import is_compiling
 
 from nanochat.common import base_dir
 from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.loss import SOFTCAP, Fused
+from nanochat.nn.loss import SOFTCAP, Fused, Multiply
 from nanochat.nn.operations import Matrices, Operations, multiplied
 from nanochat.nn.plain_attention import by_products, one_query
 from nanochat.nn.together import Linear
 from nanochat.platforms import host
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.gradients import Trained
+from nanochat.platforms.cpu.int8 import Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 
@@ -25,6 +26,7 @@ from nanochat.platforms.cpu.training import training
 DECODED_KEYS, DECODED_NUMBERS = 256, 1 << 24
 FEW_ROWS = 32  # that are multiplied with a matrix faster by our own loop than by oneDNN, on one thread
 MEASURED = {"avx512f", "avx2"}  # on which kernels beat torch's compiler
+LOGIT_ROWS = 256  # of which the head's integers are worth making
 MANY_QUERIES = 8  # of a row, for which keys and values are laid out anew
 
 
@@ -287,6 +289,13 @@ class CpuOperations(Operations):
         """See Operations.log_totals."""
         kernels = self._fast(logits)
         return None if kernels is None else kernels.log_totals(logits)
+
+    def training_logits(self, x: Tensor, head: Tensor) -> Multiply | None:
+        """See Operations.training_logits. For few rows, making integers of the head would take longer than it saves."""
+        use = self._train(x)
+        if use is None or not use.int8 or x.dtype != torch.bfloat16 or len(x) < LOGIT_ROWS or not fits([head]):
+            return None
+        return Matrix8(use.training, [head]).times
 
     def fused_loss(self, x: Tensor) -> Fused | None:
         """See Operations.fused_loss. torch's compiler makes such a function itself."""

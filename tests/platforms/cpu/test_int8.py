@@ -181,6 +181,23 @@ def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
         assert torch.equal(quiet, model(tokens))
 
 
+def test_logits_of_the_head_are_made_in_8_bits_for_many_tokens_in_training_alone() -> None:
+    operations, head = CpuOperations(int8="asked"), drawn(320, 64, seed=2)
+    x, targets = drawn(512, 64).bfloat16(), torch.arange(512) % 300
+    assert CpuOperations().training_logits(x, head) is None and operations.training_logits(x[:255], head) is None
+    losses = []
+    for each in (operations, CpuOperations()):
+        near, master = x.clone().requires_grad_(), head.clone().requires_grad_()
+        total = each.loss(near, master, targets, 300, None)
+        total.backward()
+        losses.append((total.detach(), near.grad, master.grad))
+    assert not torch.equal(losses[0][0], losses[1][0])
+    for coarse, full in zip(*losses, strict=True):
+        assert coarse is not None and full is not None and float((coarse - full).norm() / full.norm()) < 0.03
+    with torch.no_grad():
+        assert operations.training_logits(x, head) is None
+
+
 @pytest.mark.parametrize(
     ("asked", "flags", "wanted"),
     [
