@@ -172,13 +172,13 @@ def test_gradients_of_a_model_are_near_those_of_fp32() -> None:
 def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
     for name, wanted in gradients(CpuOperations(), torch.float32).items():
         assert torch.equal(wanted, gradients(CpuOperations(int8="asked"), torch.float32)[name])
-    model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16, CpuOperations(int8="asked"))
-    model.init_weights(1)
-    tokens = torch.randint(0, 256, (2, 64))
-    with torch.no_grad():
-        quiet = model(tokens)
-        model.operations = CpuOperations()
-        assert torch.equal(quiet, model(tokens))
+    tokens, found = torch.randint(0, 256, (4, 64)), []
+    for operations in (CpuOperations(), CpuOperations(int8="asked")):
+        model = GPT(GPTConfig(64, 256, 2, 2, 2, 128, "L"), torch.bfloat16, operations)
+        model.init_weights(1)
+        with torch.no_grad():
+            found.append([model(tokens), model(tokens, tokens), model(tokens, tokens, "none")])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_logits_of_the_head_are_made_in_8_bits_for_many_tokens_in_training_alone() -> None:
