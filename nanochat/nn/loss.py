@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.nn.together import Multiply
+
 # Computes the weighted sum of the losses of a chunk, and overwrites its logits with the gradient: from logits (n, V')
 # before the softcap, targets (n,), weights (n,), the size of the vocabulary, and the cap, or 0.
 Fused = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
-
-Multiply = Callable[[Tensor], Tensor]  # (n, C) -> (n, V')
 
 SOFTCAP = 15.0  # 15 tanh(l / 15) squashes a logit l to (-15, 15)
 

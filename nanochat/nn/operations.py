@@ -16,10 +16,10 @@ from torch.compiler import is_compiling
 
 from nanochat.nn import loss, plain_attention
 from nanochat.nn.lean import weighted_norm
-from nanochat.nn.loss import Fused, Multiply
+from nanochat.nn.loss import Fused
 from nanochat.nn.plain_attention import Masks
 from nanochat.nn.previous import shifted, with_offset
-from nanochat.nn.together import Unit
+from nanochat.nn.together import Multiply, Unit
 
 KEPT_GRAIN = 256  # tokens
 Asked = Literal["auto", "fused", "plain"]  # which operators a user may ask for

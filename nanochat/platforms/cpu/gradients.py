@@ -23,9 +23,13 @@ class Trained:
     training: Training
     int8: bool = False  # whether products of bf16 activations are made in integers of 8 bits
 
+    def takes_int8(self, masters: Sequence[Tensor], x: Tensor) -> bool:
+        """Whether activations such as x are multiplied with these matrices in integers of 8 bits."""
+        return self.int8 and x.dtype == torch.bfloat16 and fits(masters)
+
     def matrix(self, masters: Sequence[Tensor], x: Tensor) -> Matrix:
         """What multiplies activations such as x with matrices (outputs, inputs) that lie below one another."""
-        if self.int8 and x.dtype == torch.bfloat16 and fits(masters):
+        if self.takes_int8(masters, x):
             return Matrix8(self.training, masters)
         return Matrix(self.kernels, masters, x.dtype)
 

@@ -40,7 +40,7 @@ class Matrix:
 
     def __init__(self, kernels: Kernels, masters: Sequence[Tensor], dtype: torch.dtype):
         """`masters` are (outputs, inputs) each."""
-        self.kernels, self.masters = kernels, masters
+        self.kernels = kernels
         self.weight = masters[0].new_empty(sum(map(len, masters)), masters[0].size(1), dtype=dtype)
         for part, master in zip(self.weight.split([*map(len, masters)]), masters, strict=True):
             part.copy_(master)

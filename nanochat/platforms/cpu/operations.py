@@ -11,14 +11,13 @@ from torch.compiler import is_compiling
 
 from nanochat.common import base_dir
 from nanochat.nn.blocked_attention import BlockedAttention
-from nanochat.nn.loss import SOFTCAP, Fused, Multiply
+from nanochat.nn.loss import SOFTCAP, Fused
 from nanochat.nn.operations import Matrices, Operations, multiplied
 from nanochat.nn.plain_attention import by_products, one_query
-from nanochat.nn.together import Linear
+from nanochat.nn.together import Linear, Multiply
 from nanochat.platforms import host
 from nanochat.platforms.cpu import gradients
 from nanochat.platforms.cpu.gradients import Trained
-from nanochat.platforms.cpu.int8 import Matrix8, fits
 from nanochat.platforms.cpu.kernels import EPSILON, SUFFIXES, Kernels, kernels
 from nanochat.platforms.cpu.training import training
 
@@ -293,9 +292,9 @@ class CpuOperations(Operations):
     def training_logits(self, x: Tensor, head: Tensor) -> Multiply | None:
         """See Operations.training_logits. For few rows, making integers of the head would take longer than it saves."""
         use = self._train(x)
-        if use is None or not use.int8 or x.dtype != torch.bfloat16 or len(x) < LOGIT_ROWS or not fits([head]):
+        if use is None or len(x) < LOGIT_ROWS or not use.takes_int8([head], x):
             return None
-        return Matrix8(use.training, [head]).times
+        return use.matrix([head], x).times
 
     def fused_loss(self, x: Tensor) -> Fused | None:
         """See Operations.fused_loss. torch's compiler makes such a function itself."""

@@ -1,6 +1,6 @@
 """Operations of training with compiled kernels against plain torch in fp64 on the same inputs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from nanochat.nn.together import Linear
 from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
-from nanochat.platforms.cpu.training import Training, training
+from nanochat.platforms.cpu.training import Training
 
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -22,21 +22,6 @@ FORMATS = [torch.float32, torch.bfloat16]
 FAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # how far a number may be from fp64's, relative to the largest
 FAST, SLOW = CpuOperations(), Operations()
 Work = Callable[[Operations, Sequence[Tensor]], Sequence[Tensor]]
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def made() -> Training:
-    found = training(host.use_compile_cache(base_dir()))
-    assert found is not None
-    return found
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

@@ -3,14 +3,13 @@
 import ctypes
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.platforms import host
@@ -18,25 +17,10 @@ from nanochat.platforms.cpu import int8, kernels
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.cpu.training import Training, training
+from nanochat.platforms.cpu.training import Training
 
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def made() -> Training:
-    found = training(host.use_compile_cache(base_dir()))
-    assert found is not None
-    return found
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ inline float row_of(const bf16 *x, int8_t *y, int64_t count, int32_t &total) {
 // where there are fewer than `padded` rows. Writes the columns' factors and the sums of their integers.
 template <class T>
 void columns_of(const T *x, int64_t stride, int64_t rows, int64_t padded, uint8_t *y, int64_t step, int32_t lift,
-                  float *factors, int32_t *totals) {
+                float *factors, int32_t *totals) {
     ints most{}, sums{};
     for (int64_t row = 0; row < rows; row++) most = larger(most, magnitudes(lanes(x + row * stride)));
     floats up;
