@@ -245,7 +245,7 @@ tinyworld | tinyworld-small)
     tokens=4800000
     # With an offset in the keys of every layer it answers fewer Chinese questions in new wordings. The rates fall in mid
     # alone, since they would only rise again after base. The mean of mid's and SFT's weights answers more (dev/LOG.md).
-    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=190 --offset_layers=1 --bigram_rows=0 --warmdown_ratio=0 --eval_every=95)
+    base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=190 --offset_layers=1 --warmdown_ratio=0 --eval_every=95)
     mid_flags=(--total_batch_size=4096 --num_iterations=690 --warmdown_ratio=1 --answers_only --eval_every=345)
     sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=230 --start_share=0.5 --eval_every=115)
     rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
@@ -253,7 +253,7 @@ tinyworld | tinyworld-small)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small$of_family
         tokens=2700000
-        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=200 --offset_layers=1 --bigram_rows=0 --warmdown_ratio=0)
+        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=200 --offset_layers=1 --warmdown_ratio=0)
         mid_flags=(--total_batch_size=4096 --num_iterations=330 --warmdown_ratio=1 --answers_only)
         sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110 --start_share=0.5)
     fi

@@ -35,8 +35,8 @@ class Config(BatchFlags, StageFlags):
     """attention windows, tiled over the layers: L sees the whole context, S a quarter of it. A Qwen3 has L only"""
     bigram_rows: int | Auto = "auto"
     """rows of a table of embeddings that pairs of neighbouring tokens share by a hash, which cost no FLOPs; 0: none;
-    auto: 32 for each entry of the vocabulary, at most 131,072, and none where the text is read more than twice.
-    A Qwen3 has none"""
+    auto: 32 for each entry of the vocabulary, at most 131,072; none for TinyWorld;
+    none where the text is read more than twice. A Qwen3 has none"""
     offset_layers: int | Auto = "auto"
     """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
     Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.

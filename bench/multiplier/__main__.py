@@ -57,7 +57,6 @@ from nanochat.runtime.progress import Progress
 
 HEAD_DIM = 64  # a model has 64 channels per layer, as upstream's dial gives
 EPOCHS = 4  # more passes over the rows than this would measure how a model learns them by heart
-DOCUMENTS = 5.0  # MB of English and as much of Chinese
 PIECE = 10_000  # characters
 HELD_OUT = 128  # rows
 # What base_train's flags can change in such a run; the other flags set other sizes, data and files.
@@ -109,6 +108,10 @@ class Config:
     """seeds of weights and row order; the interval needs at least three"""
     scales: tuple[float, ...] = (1.0, 2.0)
     """factors on upstream's learning rates to try first; more are tried until the best lies between two others"""
+    search: bool = True
+    """--no-search: take the first of --scales for all of upstream's runs, and try no other"""
+    megabytes: float = 5.0
+    """MB of English and as much of Chinese in the text documents: more for runs of thousands of steps"""
     out: Path | None = None
     """folder for the rows, a file for each run, the figures and the picture; default: multiplier in the base folder"""
 
@@ -132,6 +135,8 @@ def check(cfg: Config) -> None:
         if flag != "texts" and (min(given) <= 0 if least is None else min(given) < least):
             rule = "above 0" if least is None else f"at least {least}"
             raise refuse(f"--{flag} must be {rule}, got {' '.join(map(str, given))}")
+    if cfg.megabytes <= 0:
+        raise refuse(f"--megabytes must be above 0, got {cfg.megabytes:g}")
     if len(cfg.stretch) < 2 and len(cfg.steps) < 2:
         raise refuse("a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps")
     if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
@@ -185,7 +190,7 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
     return known[name], others
 
 
-def documents(folder: Path | None) -> Text:
+def documents(folder: Path | None, megabytes: float) -> Text:
     """Pieces of English and Chinese documents in turn, as many of each; UserError if the corpus has too few."""
     assert folder is not None
     parts = []
@@ -195,20 +200,22 @@ def documents(folder: Path | None) -> Text:
         spoken = [piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)]
         random.Random(0).shuffle(spoken)
         sizes = list(accumulate(len(piece.encode()) for piece in spoken))
-        if not sizes or sizes[-1] < 1e6 * DOCUMENTS:
+        if not sizes or sizes[-1] < 1e6 * megabytes:
             raise UserError(
-                f"{folder / kind}.txt must hold {DOCUMENTS:g} MB of text in the language, got "
+                f"{folder / kind}.txt must hold {megabytes:g} MB of text in the language, got "
                 f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus", 2
             )  # fmt: skip
-        parts.append(spoken[: bisect_left(sizes, 1e6 * DOCUMENTS) + 1])
+        parts.append(spoken[: bisect_left(sizes, 1e6 * megabytes) + 1])
     mixed = [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
-    return Text(mixed, f"{DOCUMENTS:g} MB each of Debian's documents in English and Chinese")
+    return Text(mixed, f"{megabytes:g} MB each of Debian's documents in English and Chinese")
 
 
 def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) -> Path:
     """The folder with the rows of a text, made if it is missing; UserError if they are too few for the longest run."""
     if not (folder / ABOUT).exists():
-        found = standard_library(500_000 if cfg.quick else None) if text == "code" else documents(cfg.corpus)
+        found = (
+            standard_library(500_000 if cfg.quick else None) if text == "code" else documents(cfg.corpus, cfg.megabytes)
+        )
         log(f"making rows of {found.about}")
         make_rows(folder, sizes.vocab_size, sizes.length, found)
     about = check_rows(folder, sizes.vocab_size, sizes.length)
@@ -248,7 +255,8 @@ def measure_one(
     def one(who: Entry, steps: int, seed: int) -> Run:
         return Run(text, depth, who, replace(plan, horizon=steps, seed=seed))
 
-    factors = {steps: tuned(runs, one(baseline, steps, cfg.seeds[0]), cfg.scales) for steps in sorted(cfg.steps)}
+    factors = {steps: tuned(runs, one(baseline, steps, cfg.seeds[0]), cfg.scales) if cfg.search else cfg.scales[0]
+               for steps in sorted(cfg.steps)}  # fmt: skip
     lengths = sorted({round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps))
     scale_of = {n: factors[max((s for s in factors if s <= n), default=min(factors))] for n in lengths}
     base: dict[int, list[Result]] = {n: [] for n in lengths}
@@ -321,7 +329,8 @@ def main(cfg: Config) -> None:
 def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry], out: Path) -> None:
     """Train and compare at every depth and on every text; the figures and the picture are written to `out`."""
     longest = max(round(steps * stretch) for steps in cfg.steps for stretch in (1.0, *cfg.stretch))
-    rows = {text: rows_of(text, cfg, sizes, out / "rows" / f"{text}-{sizes.vocab_size}-{sizes.length}", longest)
+    named = {"code": "code", "documents": f"documents-{cfg.megabytes:g}MB"}
+    rows = {text: rows_of(text, cfg, sizes, out / "rows" / f"{named[text]}-{sizes.vocab_size}-{sizes.length}", longest)
             for text in cfg.texts}  # fmt: skip
     peer = cfg.upstream.resolve() if cfg.upstream else None
     figures: list[Figure] = []
@@ -353,7 +362,7 @@ def total_of(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry]
     at least: the best one and its neighbours."""
     lengths = {round(steps * stretch) for steps in cfg.steps for stretch in cfg.stretch} | set(cfg.steps)
     tried = max(len(cfg.scales) + 1, 3) - 1  # the best one is the first seed's run
-    searched = tried * sum(cfg.steps) if baseline.variant.side == "upstream" else 0
+    searched = tried * sum(cfg.steps) if baseline.variant.side == "upstream" and cfg.search else 0
     steps = searched + len(cfg.seeds) * (sum(lengths) + len(others) * sum(cfg.steps))
     total = 0.0
     for depth in cfg.depths:

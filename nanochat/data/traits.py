@@ -25,6 +25,8 @@ class Traits:
     """Tokens of a row in pretraining where no length was asked for; None: the device decides."""
     step_tokens: int | None = None
     """Tokens of a step, over all ranks, where no batch size was asked for; None: the length of the run decides."""
+    pairs: bool = True
+    """Whether a table of embeddings for pairs of tokens helps where its size was left open."""
     documents_every: int = 0
     """In midtraining one row in so many comes from the corpus, so that the model does not forget it; 0: none."""
     answers_documents_every: int = 0
@@ -40,6 +42,7 @@ class Traits:
 TINYWORLD = Traits(
     row_tokens=256,
     step_tokens=8192,
+    pairs=False,  # a model that knows the pairs of few sentences understands other wordings of them less
     documents_every=4,
     answers_documents_every=8,
     chats=Drawing(

@@ -38,8 +38,9 @@ def model_config(
 ) -> GPTConfig | QwenConfig:  # fmt: skip
     """The shape of a model from its depth and the sizes that override what follows from the depth.
 
-    A GPT gets bigrams unless bigram_rows is 0; keep_bigrams() removes them where the text is read too often. A Qwen3
-    gets an MLP of 8/3 of its channels, so that it has about as many parameters in its layers as a GPT.
+    A GPT gets bigrams unless bigram_rows is 0 or the corpus has no use for them; keep_bigrams() removes them where the
+    text is read too often. A Qwen3 gets an MLP of 8/3 of its channels, so that it has about as many parameters in its
+    layers as a GPT.
     """
     given = {"depth": depth, "model_dim": model_dim, "head_dim": head_dim, "max_seq_len": max_seq_len}
     for flag, size in given.items():
@@ -62,6 +63,9 @@ def model_config(
     if kind == "gpt":
         offset = depth if offset_layers == "auto" else offset_layers
         pairs = table_rows(bigram_rows, vocab_size)
+        if bigram_rows == "auto" and not traits(corpus).pairs:
+            pairs = 0
+            log(f"bigram_rows: 0 (they teach little about {corpus})")
         return GPTConfig(length, vocab_size, depth, heads, heads, dim, window_pattern, pairs, offset)
     if bigram_rows not in (0, "auto"):
         raise UserError(f"a Qwen3 has no bigrams, got --bigram_rows={bigram_rows}: leave the flag out", exit_code=2)
@@ -81,7 +85,7 @@ def table_rows(asked: int | Auto, vocab_size: int) -> int:
 
 def keep_bigrams(shape: ModelConfig, asked: int | Auto, epochs: float) -> ModelConfig:
     """The shape, without bigrams if their number was left at auto and the text is read more than twice."""
-    if asked != "auto" or not isinstance(shape, GPTConfig):
+    if asked != "auto" or not isinstance(shape, GPTConfig) or not shape.bigram_rows:
         return shape
     rows = shape.bigram_rows if epochs <= EPOCHS_WITH_PAIRS else 0
     log(f"bigram_rows: {rows:,} (the text is read {epochs:,.2f} times)")

@@ -174,6 +174,10 @@ def test_the_comparison_finds_the_multiplier_of_its_runs(tmp_path: Path) -> None
     upstream = [run for run in runs.asked if run.entry.name == "upstream"]
     assert len(upstream) == 3 + 2 + 3 and {run.plan.seed for run in upstream[:3]} == {1}
     assert [len(line.ends) for line in lines] == [2, 1] and len(lines[0].curves) == 6
+    cfg = replace(cfg, search=False, scales=(4.0, 2.0))
+    before = len(runs.asked)
+    (fixed,), _ = bench.measure_one("code", 2, plan_in(tmp_path / "rows"), UPSTREAM, [Entry("ours", EAGER)], cfg, runs)
+    assert fixed.scale == 4.0 and {run.entry.variant.scale for run in runs.asked[before:]} == {4.0}
     words = bench.table(figures, "upstream")
     assert "code, d2, 6" in words and "x2" in words and "±" in words
     draw(lines, tmp_path / "picture.png")
@@ -194,6 +198,7 @@ def test_the_comparison_finds_the_multiplier_of_its_runs(tmp_path: Path) -> None
         ({"stretch": (1.0,)}, "two lengths of the baseline's runs"),
         ({"stretch": (1.0, 0.0)}, "--stretch must be above 0"),
         ({"scales": ()}, "got none"),
+        ({"megabytes": 0.0, "texts": ("code",)}, "--megabytes must be above 0, got 0"),
         ({}, "--texts documents needs --corpus DIR"),
         ({"texts": ("code",)}, "--baseline must be one of ours, none was given"),
         ({"texts": ("code",), "baseline": "theirs"}, "one of ours, got theirs; upstream needs --upstream"),
@@ -249,15 +254,14 @@ def test_a_text_too_short_for_the_runs_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_documents_are_pieces_of_both_languages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "DOCUMENTS", 0.02)
     monkeypatch.setattr(bench, "PIECE", 1000)
     english = "".join(f"The cat number {i} sleeps on the mat. " for i in range(1000))
     (tmp_path / "english.txt").write_text(english, encoding="utf-8")
     (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(200)), encoding="utf-8")
     with pytest.raises(UserError, match=r"chinese\.txt must hold 0\.02 MB.*got 0\.0 MB"):
-        bench.documents(tmp_path)
+        bench.documents(tmp_path, 0.02)
     (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(2000)), encoding="utf-8")
-    pieces = bench.documents(tmp_path).documents
+    pieces = bench.documents(tmp_path, 0.02).documents
     assert len(set(pieces)) == len(pieces) and all(100 <= len(piece) <= 1000 for piece in pieces)
     assert "cat" in pieces[0] and "猫" in pieces[1]
     for word in ("cat", "猫"):

@@ -54,12 +54,19 @@ def test_overrides_are_taken() -> None:
 def test_bigrams_follow_the_vocabulary_and_how_often_the_text_is_read(
     vocabulary: int, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = sizes.model_config(4, "auto", "auto", "auto", "L", vocabulary, "tinyworld", CPU)
+    config = sizes.model_config(4, "auto", "auto", "auto", "L", vocabulary, "fineweb", CPU)
     assert config.bigram_rows == rows
     assert sizes.keep_bigrams(config, "auto", 2.0) == config
     assert f"bigram_rows: {rows:,} (the text is read 2.00 times)" in capsys.readouterr().out
     assert sizes.keep_bigrams(config, "auto", 2.01) == replace(config, bigram_rows=0)
     assert sizes.keep_bigrams(config, rows, 99.0) == config  # asked for
+
+
+def test_a_corpus_of_few_facts_gets_no_bigrams_unless_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    config = shape(4, corpus="tinyworld")
+    assert config.bigram_rows == 0 and sizes.keep_bigrams(config, "auto", 1.0) is config
+    assert capsys.readouterr().out.count("bigram_rows: 0 (they teach little about tinyworld)") == 1
+    assert shape(4, corpus="tinyworld", bigram_rows=99).bigram_rows == 99
 
 
 def test_a_qwen3_has_no_bigrams() -> None:
