@@ -8,17 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.emulated_npu.worker import on_npu
+from tests.support.tensors import draw
 
 NPU = "npu:0"
 
 
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @on_npu()
 def test_arithmetic_gives_the_cpus_bits() -> None:
-    a, b = tensor(5, 7), tensor(7, 3, seed=1)
+    a, b = draw(5, 7), draw(7, 3, seed=1)
     for function in (lambda x, y: x @ y, lambda x, y: torch.softmax(x @ y, -1), lambda x, y: (x @ y).exp().cumsum(0)):
         assert torch.equal(function(a.to(NPU), b.to(NPU)).cpu(), function(a, b))
     got = a.to(NPU)
@@ -44,7 +41,7 @@ def test_gradients_are_the_cpus() -> None:
     for device in ("cpu", NPU):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(device)
-        F.cross_entropy(model(tensor(5, 8).to(device)), torch.arange(5, device=device) % 4).backward()
+        F.cross_entropy(model(draw(5, 8).to(device)), torch.arange(5, device=device) % 4).backward()
         grads.append([parameter.grad.cpu() for parameter in model.parameters()])  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -58,7 +55,7 @@ def test_a_tensor_can_be_printed() -> None:
 def test_convolution_and_its_gradients_are_the_cpus() -> None:
     results = []
     for device in ("cpu", NPU):
-        x, w = tensor(2, 3, 8, 8).to(device).requires_grad_(), tensor(4, 3, 3, 3, seed=1).to(device).requires_grad_()
+        x, w = draw(2, 3, 8, 8).to(device).requires_grad_(), draw(4, 3, 3, 3, seed=1).to(device).requires_grad_()
         y = F.conv2d(x, w, torch.ones(4, device=device), padding=1)
         y.square().sum().backward()
         results.append([t.detach().cpu() for t in (y, x.grad, w.grad)])  # type: ignore[union-attr]
@@ -79,12 +76,12 @@ def test_moving_a_module_keeps_its_parameters_and_tied_weights() -> None:
 @on_npu()
 def test_saved_tensors_load_on_the_device_or_elsewhere() -> None:
     file = io.BytesIO()
-    torch.save({"a": tensor(3).to("npu:1")}, file)
+    torch.save({"a": draw(3).to("npu:1")}, file)
     for where in (None, "cpu", "npu:0"):
         file.seek(0)
         loaded = torch.load(file, map_location=where)["a"]
         assert loaded.device == torch.device(where or "npu:1")
-        assert torch.equal(loaded.cpu(), tensor(3))
+        assert torch.equal(loaded.cpu(), draw(3))
 
 
 @on_npu()
@@ -255,7 +252,7 @@ def test_events_measure_time() -> None:
 
 @on_npu()
 def test_autocast_computes_matrix_products_in_half_precision() -> None:
-    a = tensor(4, 4).to(NPU)
+    a = draw(4, 4).to(NPU)
     with torch.autocast("npu", dtype=torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
         assert F.softmax(a @ a, -1).dtype == torch.float32
@@ -266,7 +263,7 @@ def test_autocast_computes_matrix_products_in_half_precision() -> None:
 def test_optimizers_and_grad_scaler_do_what_they_do_on_the_cpu() -> None:
     results = []
     for device in ("cpu", NPU):
-        weight = torch.nn.Parameter(tensor(6, 6).to(device))
+        weight = torch.nn.Parameter(draw(6, 6).to(device))
         optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
         scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=16.0, growth_interval=1)
         for bad in (False, True, False):

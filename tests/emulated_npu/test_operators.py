@@ -9,12 +9,9 @@ from torch import Tensor
 
 from tests.emulated_npu import log
 from tests.emulated_npu.worker import on_npu
+from tests.support.tensors import draw
 
 NPU = "npu:0"
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -63,13 +60,13 @@ def test_fusion_attention_is_softmax_attention(case: str, kv_heads: int) -> None
     elif "atten_mask" in options:
         options["atten_mask"] = causal_mask()
     shapes = [(2, queries, 4, 8), (2, keys, kv_heads, 8), (2, keys, kv_heads, 8)]
-    ours = [tensor(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    ours = [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     theirs = [t.detach().to(NPU).requires_grad_() for t in ours]
     expected = plain(*ours, rule(distance(queries, keys, True)))  # type: ignore[call-arg]
     with log.record() as seen:
         out, top, total, *_ = torch_npu.npu_fusion_attention(*theirs, 4, "BSND", scale=8**-0.5, **options)
-        out.backward(tensor(2, queries, 4, 8, seed=9).to(NPU))
-    expected.backward(tensor(2, queries, 4, 8, seed=9))
+        out.backward(draw(2, queries, 4, 8, seed=9).to(NPU))
+    expected.backward(draw(2, queries, 4, 8, seed=9))
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
@@ -82,7 +79,7 @@ def test_fusion_attention_is_softmax_attention(case: str, kv_heads: int) -> None
 def test_layouts_are_rearrangements(layout: str) -> None:
     import torch_npu
 
-    q, k, v = (tensor(2, 5, 4, 8, seed=i, dtype=torch.bfloat16).to(NPU) for i in range(3))
+    q, k, v = (draw(2, 5, 4, 8, seed=i, dtype=torch.bfloat16).to(NPU) for i in range(3))
     arrange = {
         "BSH": lambda x: x.flatten(2), "SBH": lambda x: x.flatten(2).transpose(0, 1),
         "BNSD": lambda x: x.transpose(1, 2), "TND": lambda x: x.flatten(0, 1),
@@ -149,7 +146,7 @@ def fused_operators_are_missing_on_310p() -> None:
 def test_decoding_sees_each_sequences_own_length() -> None:
     import torch_npu
 
-    q, k, v = (tensor(3, s, n, 16, seed=i, dtype=torch.float16) for i, (s, n) in enumerate([(1, 4), (9, 2), (9, 2)]))
+    q, k, v = (draw(3, s, n, 16, seed=i, dtype=torch.float16) for i, (s, n) in enumerate([(1, 4), (9, 2), (9, 2)]))
     lengths = [9, 1, 4]
     out, lse = torch_npu.npu_fused_infer_attention_score(
         q.to(NPU), k.to(NPU), v.to(NPU), num_heads=4, num_key_value_heads=2, scale=0.25, input_layout="BSND",
@@ -169,7 +166,7 @@ def test_decoding_refuses_fp32_gradients_and_tensors_of_lengths_and_ignores_a_lo
     import torch_npu
 
     infer = torch_npu.npu_fused_infer_attention_score
-    q, k = torch.ones(1, 1, 2, 16, device=NPU), tensor(1, 600, 2, 16).to(NPU)
+    q, k = torch.ones(1, 1, 2, 16, device=NPU), draw(1, 600, 2, 16).to(NPU)
     options: dict[str, Any] = {"num_heads": 2, "input_layout": "BSND"}
     with pytest.raises(RuntimeError, match="format"):
         infer(q, k, k, **options)
@@ -190,7 +187,7 @@ def test_decoding_refuses_fp32_gradients_and_tensors_of_lengths_and_ignores_a_lo
 def test_a_310p_decodes_in_fp16_without_grouped_heads() -> None:
     import torch_npu
 
-    q, k, v = (tensor(2, s, 2, 16, seed=i, dtype=torch.float16) for i, s in enumerate([1, 6, 6]))
+    q, k, v = (draw(2, s, 2, 16, seed=i, dtype=torch.float16) for i, s in enumerate([1, 6, 6]))
     on = [x.transpose(1, 2).to(NPU) for x in (q, k, v)]
     options: dict[str, Any] = {"num_heads": 2, "scale_value": 0.25, "input_layout": "BNSD"}
     out = torch_npu.npu_incre_flash_attention(*on, actual_seq_lengths=[6, 3], **options)
@@ -210,7 +207,7 @@ def test_a_310p_decodes_in_fp16_without_grouped_heads() -> None:
 def test_a_310p_reads_prompts_causally() -> None:
     import torch_npu
 
-    q, k, v = (tensor(2, 6, 2, 16, seed=i, dtype=torch.float16) for i in range(3))
+    q, k, v = (draw(2, 6, 2, 16, seed=i, dtype=torch.float16) for i in range(3))
     hidden = distance(6, 6, False) < 0
     out = torch_npu.npu_prompt_flash_attention(
         *(x.to(NPU) for x in (q, k, v)), atten_mask=hidden.to(NPU), num_heads=2, scale_value=0.25, input_layout="BSND"
@@ -220,7 +217,7 @@ def test_a_310p_reads_prompts_causally() -> None:
 
 @on_npu()
 def test_torchs_own_attention_is_fused_as_in_the_package() -> None:
-    q, k, v = (tensor(2, 4, 6, 8, seed=i) for i in range(3))
+    q, k, v = (draw(2, 4, 6, 8, seed=i) for i in range(3))
     masks: list[tuple[dict[str, Any], bool]] = [
         ({}, True), ({"is_causal": True}, True), ({"attn_mask": distance(6, 6, False) >= -1}, True),
         ({"attn_mask": torch.zeros(6, 6)}, False),
@@ -239,7 +236,7 @@ def test_torchs_own_attention_is_fused_as_in_the_package() -> None:
 def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
     import torch_npu
 
-    x, gamma = tensor(3, 5, 16, dtype=dtype).requires_grad_(), tensor(16, seed=1, dtype=dtype).requires_grad_()
+    x, gamma = draw(3, 5, 16, dtype=dtype).requires_grad_(), draw(16, seed=1, dtype=dtype).requires_grad_()
     there = [t.detach().to(NPU).requires_grad_() for t in (x, gamma)]
     expected = torch.nn.functional.rms_norm(x.float(), (16,), gamma.float(), 1e-6).to(dtype)
     with log.record() as seen:
@@ -262,7 +259,7 @@ def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
 def test_rotary_mul_rotates_pairs_of_channels(mode: str) -> None:
     import torch_npu
 
-    x = tensor(2, 5, 3, 8)
+    x = draw(2, 5, 3, 8)
     angle = torch.outer(torch.arange(5.0), 0.7 ** torch.arange(4.0))
     pairs = torch.complex(x[..., :4], x[..., 4:]) if mode == "half" else torch.view_as_complex(x.unflatten(-1, (4, 2)))
     turned = pairs * torch.polar(torch.ones_like(angle), angle)[None, :, None]
@@ -285,9 +282,9 @@ def test_rotary_mul_rotates_pairs_of_channels(mode: str) -> None:
 @on_npu()
 def test_a_product_of_16_bit_matrices_is_rounded_once(dtype: torch.dtype) -> None:
     a, b, c = (
-        tensor(2, 24, 96, dtype=dtype),
-        tensor(2, 96, 40, seed=1, dtype=dtype),
-        tensor(2, 24, 40, seed=2, dtype=dtype),
+        draw(2, 24, 96, dtype=dtype),
+        draw(2, 96, 40, seed=1, dtype=dtype),
+        draw(2, 24, 40, seed=2, dtype=dtype),
     )
     x, y, z = (t.to(NPU) for t in (a, b, c))
     a, b, c = (t.double() for t in (a, b, c))

@@ -8,10 +8,7 @@ from torch import Tensor
 
 from nanochat.nn import few_launches
 from nanochat.nn.loss import chunked_loss
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.support.tensors import draw
 
 
 def check(few: Callable[..., Tensor], plain: Callable[..., Tensor], *given: Tensor) -> None:

@@ -8,11 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.nn.lean import swiglu, weighted_norm
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.support.tensors import draw
 
 Function = Callable[[Tensor, Tensor], Tensor]
 CASES: dict[str, tuple[Function, Function, tuple[int, ...]]] = {

@@ -16,14 +16,11 @@ from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import by_products, cache_mask, one_query
 from nanochat.platforms.cpu import operations as cpu
 from nanochat.platforms.cpu.operations import CpuOperations
+from tests.support.tensors import draw
 
 CPU = torch.device("cpu")
 PLAIN = Operations()
 INF = float("inf")
-
-
-def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

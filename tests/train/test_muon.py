@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanochat.train.muon import Muon, equal_steps, equalize, orthogonalize, subtract, variance_shape
+from tests.support.tensors import draw
 
 # As printed in the Polar-Express paper (arXiv 2505.16932) for five steps.
 COEFFICIENTS = [
@@ -18,10 +19,6 @@ COEFFICIENTS = [
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
 SHAPES = [(12, 12), (8, 20), (20, 8), (1, 6), (6, 1), (5, 12)]
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass

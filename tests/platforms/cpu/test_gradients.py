@@ -14,6 +14,7 @@ from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.training import Training
+from tests.support.tensors import draw
 
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -24,14 +25,10 @@ FAST, SLOW = CpuOperations(), Operations()
 Work = Callable[[Operations, Sequence[Tensor]], Sequence[Tensor]]
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def linear(outputs: int, inputs: int, dtype: torch.dtype, seed: int) -> Linear:
     """A matrix whose fp32 master holds numbers of a format, so that a cast does not change them."""
     matrix = Linear(inputs, outputs)
-    matrix.weight.data = (drawn(outputs, inputs, dtype=dtype, seed=seed) * inputs**-0.5).to(dtype).float()
+    matrix.weight.data = (draw(outputs, inputs, dtype=dtype, seed=seed) * inputs**-0.5).to(dtype).float()
     return matrix
 
 
@@ -41,7 +38,7 @@ def results(work: Work, operations: Operations, inputs: Sequence[Tensor], matric
     parameters = list(matrices.parameters())
     found = work(operations, inputs)
     total = sum(
-        (y.double() * drawn(*y.shape, dtype=torch.bfloat16, seed=50 + i).double()).sum() for i, y in enumerate(found)
+        (y.double() * draw(*y.shape, dtype=torch.bfloat16, seed=50 + i).double()).sum() for i, y in enumerate(found)
     )
     return [y.detach() for y in found] + list(torch.autograd.grad(total, [*inputs, *parameters]))  # type: ignore[arg-type]
 
@@ -64,7 +61,7 @@ def compare(
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("channels", [7, 48, 513])
 def test_norms(dtype: torch.dtype, channels: int, threads: int) -> None:
-    x, y = (drawn(3, 211, channels, dtype=dtype, seed=seed) for seed in (1, 2))
+    x, y = (draw(3, 211, channels, dtype=dtype, seed=seed) for seed in (1, 2))
     none = nn.Module()
     compare(lambda _: lambda operations, x: [operations.norm(x[0])], [x], none)
     compare(lambda _: lambda operations, x: operations.norm_and_keep(x[0]), [x], none)
@@ -75,8 +72,8 @@ def test_norms(dtype: torch.dtype, channels: int, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_mixtures(dtype: torch.dtype, threads: int) -> None:
-    x, x0 = (drawn(3, 211, 70, dtype=dtype, seed=seed) for seed in (1, 2))
-    factors = drawn(2, dtype=dtype, seed=3)
+    x, x0 = (draw(3, 211, 70, dtype=dtype, seed=seed) for seed in (1, 2))
+    factors = draw(2, dtype=dtype, seed=3)
 
     def twice(operations: Operations, given: Sequence[Tensor]) -> list[Tensor]:
         x, x0, factors = given
@@ -94,13 +91,13 @@ def test_mixtures(dtype: torch.dtype, threads: int) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 67), (40, 50)])
 def test_smears_and_offsets(dtype: torch.dtype, rows: int, length: int, threads: int) -> None:
-    x, most = drawn(rows, length, 72, dtype=dtype), drawn(1, dtype=dtype, seed=2)
+    x, most = draw(rows, length, 72, dtype=dtype), draw(1, dtype=dtype, seed=2)
 
     def smeared(gate: nn.Module) -> Work:
         return lambda operations, given: [operations.smear(given[0], None, gate, given[1])]
 
     compare(smeared, [x, most], linear(1, 24, dtype, 3))
-    spread = drawn(rows, length, 3, 24, dtype=dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    spread = draw(rows, length, 3, 24, dtype=dtype).transpose(1, 2).contiguous().transpose(1, 2)
     compare(lambda _: lambda operations, given: [operations.offset_keys(given[0])], [spread], nn.Module())
 
 
@@ -111,7 +108,7 @@ def test_mlps(dtype: torch.dtype, threads: int) -> None:
         return lambda operations, given: [operations.mlp(given[0], into, out, (None, None))]
 
     matrices = nn.ModuleList([linear(100, 40, dtype, 2), linear(40, 100, dtype, 3)])
-    compare(inner, [drawn(3, 65, 40, dtype=dtype)], matrices)
+    compare(inner, [draw(3, 65, 40, dtype=dtype)], matrices)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -123,8 +120,8 @@ def test_heads(dtype: torch.dtype, heads: int, kv_heads: int, size: int, gated: 
     matrices = nn.ModuleList([linear(outputs, channels, dtype, i) for i, outputs in enumerate(sizes)])
     if gated:
         matrices.append(linear(kv_heads, 12, dtype, 9))
-    x, value = drawn(rows, length, channels, dtype=dtype), drawn(rows, length, kv_heads * size, dtype=dtype, seed=2)
-    angles = drawn(1, length, 1, size // 2, dtype=torch.float32, seed=3)
+    x, value = draw(rows, length, channels, dtype=dtype), draw(rows, length, kv_heads * size, dtype=dtype, seed=2)
+    angles = draw(1, length, 1, size // 2, dtype=torch.float32, seed=3)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     turned = (cos.double().square() + sin.double().square()).sqrt()  # 1, but for rounding, which a norm undoes
 
@@ -149,7 +146,7 @@ def test_heads(dtype: torch.dtype, heads: int, kv_heads: int, size: int, gated: 
 def test_attention(
     made: Training, dtype: torch.dtype, heads: int, kv_heads: int, size: int, length: int, window: int, threads: int
 ) -> None:
-    whole = drawn(2, length, heads + 2 * kv_heads, size, dtype=dtype)
+    whole = draw(2, length, heads + 2 * kv_heads, size, dtype=dtype)
     q, k, v = whole.split([heads, kv_heads, kv_heads], dim=2)  # not contiguous
     assert made.takes(q) or dtype == torch.bfloat16
     if not made.takes(q):
@@ -167,7 +164,7 @@ def test_attention(
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_attention_with_large_scores_overflows_nowhere(made: Training, dtype: torch.dtype) -> None:
-    q, k, v = (100 * drawn(2, 70, 2, 64, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    q, k, v = (100 * draw(2, 70, 2, 64, dtype=dtype, seed=seed) for seed in (1, 2, 3))
     if not made.takes(q):
         pytest.skip("the processor has no AVX512-BF16")
     y = FAST.attend(q.requires_grad_(), k, v, 70)
@@ -210,7 +207,7 @@ def test_a_model_learns_what_plain_torch_would_teach_it(dtype: torch.dtype, thre
 
 
 def test_without_compiled_kernels_and_in_other_formats_operators_are_torchs() -> None:
-    x = drawn(2, 3, 8, dtype=torch.float32).requires_grad_()
+    x = draw(2, 3, 8, dtype=torch.float32).requires_grad_()
     plain = CpuOperations(compiles=False)
     assert plain._train(x) is None and FAST._train(x) is not None
     assert FAST._train(x.half()) is None and FAST._train(x, x.bfloat16()) is None
@@ -221,7 +218,7 @@ def test_without_compiled_kernels_and_in_other_formats_operators_are_torchs() ->
 
 
 def test_square_sums(threads: int) -> None:
-    tensors = [drawn(*shape, dtype=torch.float32) for shape in ((3,), (70, 5000), (4097,), ())]
+    tensors = [draw(*shape, dtype=torch.float32) for shape in ((3,), (70, 5000), (4097,), ())]
     wanted = torch.stack([x.double().square().sum() for x in tensors])
     assert torch.allclose(FAST.square_sums(tensors).double(), wanted, rtol=1e-6)
     turned = [tensors[1].mT]  # not contiguous

@@ -18,6 +18,7 @@ from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.cpu.training import Training
+from tests.support.tensors import draw
 
 if compiler() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
@@ -38,10 +39,6 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     return Training(ctypes.CDLL(str(library)))
 
 
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def rounded(x: Tensor) -> Tensor:  # (..., N)
     """Rows of numbers, rounded to 8 bits in fp64."""
     factor = 127 / x.double().abs().amax(-1, keepdim=True)
@@ -59,13 +56,13 @@ def apart(x: Tensor, wanted: Tensor) -> float:
 def test_products_are_those_of_rounded_numbers(
     made: Training, threads: int, rows: int, outputs: int, inputs: int
 ) -> None:
-    x, weight = drawn(rows, inputs).bfloat16(), drawn(outputs, inputs, seed=2)
+    x, weight = draw(rows, inputs).bfloat16(), draw(outputs, inputs, seed=2)
     y = made.product_int8(x, *made.pack_int8(weight, back=False))
     wanted = rounded(x) @ rounded(weight).mT
     assert y.dtype == torch.bfloat16 and apart(y, wanted) < 0.006  # bf16 rounds the result
     squared = made.product_int8(x, *made.pack_int8(weight, back=False), squared=True)
     assert apart(squared, wanted.relu().square()) < 0.012
-    g = drawn(rows, outputs, seed=3).bfloat16()
+    g = draw(rows, outputs, seed=3).bfloat16()
     back = made.product_int8(g, *made.pack_int8(weight, back=True))
     assert apart(back, rounded(g) @ rounded(weight.mT).mT) < 0.006
 
@@ -75,7 +72,7 @@ def test_products_are_those_of_rounded_numbers(
 def test_gradients_of_matrices_are_those_of_rounded_numbers(
     made: Training, threads: int, tokens: int, outputs: int, inputs: int
 ) -> None:
-    g, x = drawn(tokens, outputs).bfloat16(), drawn(tokens, inputs, seed=2).bfloat16()
+    g, x = draw(tokens, outputs).bfloat16(), draw(tokens, inputs, seed=2).bfloat16()
     g[:, 3], x[tokens // 2] = 0, x[tokens // 2] * 50
     wanted = torch.zeros(outputs, inputs, dtype=torch.float64)
     for first in range(0, tokens, 256):  # the tokens that share factors
@@ -85,18 +82,18 @@ def test_gradients_of_matrices_are_those_of_rounded_numbers(
 
 
 def test_every_processor_computes_the_same_numbers(made: Training, plain: Training) -> None:
-    x, weight = drawn(205, 192).bfloat16(), drawn(64, 192, seed=2)
+    x, weight = draw(205, 192).bfloat16(), draw(64, 192, seed=2)
     for squared in (False, True):
         mine, other = (each.product_int8(x, *each.pack_int8(weight, False), squared) for each in (made, plain))
         assert torch.equal(mine, other)
-    g = drawn(205, 64, seed=3).bfloat16()
+    g = draw(205, 64, seed=3).bfloat16()
     assert torch.equal(made.gradient_int8(g, x), plain.gradient_int8(g, x))
     for mine, other in zip(made.pack_int8(weight, back=True), plain.pack_int8(weight, back=True), strict=True):
         assert torch.equal(mine, other)
 
 
 def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: Training) -> None:
-    x, weight = drawn(400, 64).bfloat16(), drawn(256, 64, seed=2)
+    x, weight = draw(400, 64).bfloat16(), draw(256, 64, seed=2)
     whole, slope = made.product_int8(x, *made.pack_int8(weight, back=False)), made.gradient_int8(x, x)
     assert torch.equal(whole[7:8], made.product_int8(x[7:8], *made.pack_int8(weight, back=False)))
     before = torch.get_num_threads()
@@ -111,7 +108,7 @@ def test_a_row_does_not_depend_on_the_others_and_threads_change_nothing(made: Tr
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain: Training, value: float) -> None:
     for use in (made, plain):
-        x, weight = drawn(30, 64).bfloat16(), drawn(64, 64, seed=2)
+        x, weight = draw(30, 64).bfloat16(), draw(64, 64, seed=2)
         x[3, 5], x[4] = value, 0
         weight[9] = 0
         for squared in (False, True):
@@ -124,7 +121,7 @@ def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain
         assert y[:, 2].isnan().all() and y[:, 3].isfinite().all()
         back = use.product_int8(x[5:], *use.pack_int8(weight, back=True))
         assert back[:, 7].isnan().all() and back[:, 6].isfinite().all()
-        slope = use.gradient_int8(torch.cat([drawn(300, 32), x[:, :32].float()]).bfloat16(), drawn(330, 32).bfloat16())
+        slope = use.gradient_int8(torch.cat([draw(300, 32), x[:, :32].float()]).bfloat16(), draw(330, 32).bfloat16())
         assert slope[5].isnan().all() and slope[torch.arange(32) != 5].isfinite().all()
 
 
@@ -135,7 +132,7 @@ def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
     with torch.no_grad():
         for block in model.blocks:  # matrices that begin as zeros would hide the others' gradients
             for i, matrix in enumerate((block.attn.c_proj, block.mlp.c_proj)):
-                matrix.weight.copy_(drawn(*matrix.weight.shape, seed=5 + i) * 0.05)
+                matrix.weight.copy_(draw(*matrix.weight.shape, seed=5 + i) * 0.05)
     tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(4))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -166,8 +163,8 @@ def test_fp32_models_and_passes_without_gradients_never_use_8_bits() -> None:
 
 
 def test_logits_of_the_head_are_made_in_8_bits_for_many_tokens_in_training_alone() -> None:
-    operations, head = CpuOperations(int8="asked"), drawn(320, 64, seed=2)
-    x, targets = drawn(512, 64).bfloat16(), torch.arange(512) % 300
+    operations, head = CpuOperations(int8="asked"), draw(320, 64, seed=2)
+    x, targets = draw(512, 64).bfloat16(), torch.arange(512) % 300
     assert CpuOperations().training_logits(x, head) is None and operations.training_logits(x[:255], head) is None
     losses = []
     for each in (operations, CpuOperations()):

@@ -21,6 +21,7 @@ from nanochat.platforms.cpu.operations import CpuOperations, _Packed
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 from tests.support.qwens import tiny_qwen
+from tests.support.tensors import draw
 from tests.support.tiny_model import tiny_gpt
 
 if compiler() is None:
@@ -38,10 +39,6 @@ def made() -> Kernels:
     return found
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def near(mine: Tensor, wanted: Tensor) -> bool:
     """Whether a result has the shape of the slow one and is close to it."""
     assert mine.shape == wanted.shape and mine.dtype in FORMATS
@@ -51,7 +48,7 @@ def near(mine: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("channels", [7, 48, 513])
 def test_norms_of_sums(made: Kernels, dtype: torch.dtype, channels: int) -> None:
-    x, added, weight = drawn(3, 2, channels, dtype=dtype), drawn(3, 2, channels, dtype=dtype, seed=2), drawn(
+    x, added, weight = draw(3, 2, channels, dtype=dtype), draw(3, 2, channels, dtype=dtype, seed=2), draw(
         channels, dtype=torch.float32, seed=3)  # fmt: skip
     slow, both = Operations(), x + added
     for scale in (None, weight):
@@ -66,9 +63,9 @@ def test_norms_of_sums(made: Kernels, dtype: torch.dtype, channels: int) -> None
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("size", "rotated"), [(16, 16), (20, 12), (64, 64)])
 def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: int, rotated: int) -> None:
-    whole = drawn(2, 3, 5, size, dtype=dtype)
-    x, weight = whole[:, :, :4], drawn(4, size, dtype=torch.float32, seed=2)
-    cos, sin = (drawn(rows, 3, 1, rotated // 2, dtype=dtype, seed=3) for rows in (2, 2))
+    whole = draw(2, 3, 5, size, dtype=dtype)
+    x, weight = whole[:, :, :4], draw(4, size, dtype=torch.float32, seed=2)
+    cos, sin = (draw(rows, 3, 1, rotated // 2, dtype=dtype, seed=3) for rows in (2, 2))
     slow = Operations()
 
     def wanted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,7 +75,7 @@ def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: i
 
     assert near(made.turn(x, weight, cos, sin, 1e-6, 1.5), wanted(x, cos, sin))
     assert near(made.turn(x, weight, cos[:1], sin[:1], 1e-6, 1.5), wanted(x, cos[:1], sin[:1]))  # one row for all
-    spread = drawn(2, 5, 3, size, dtype=dtype).transpose(1, 2)[:, :, :4]  # heads that do not lie side by side
+    spread = draw(2, 5, 3, size, dtype=dtype).transpose(1, 2)[:, :, :4]  # heads that do not lie side by side
     assert near(made.turn(spread, weight, cos, sin, 1e-6, 1.5), wanted(spread, cos, sin))
 
 
@@ -88,9 +85,9 @@ def test_heads_are_normed_and_rotated(made: Kernels, dtype: torch.dtype, size: i
 def test_a_token_is_written_and_attends(
     made: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int
 ) -> None:
-    whole = drawn(3, 1, heads + 2 * kv_heads, size, dtype=dtype)
+    whole = draw(3, 1, heads + 2 * kv_heads, size, dtype=dtype)
     q, k, v = whole[:, :, :heads], whole[:, :, heads : heads + kv_heads], whole[:, :, heads + kv_heads :]
-    held_k, held_v = (drawn(5, 9, kv_heads, size, dtype=dtype, seed=seed)[1:4] for seed in (2, 3))
+    held_k, held_v = (draw(5, 9, kv_heads, size, dtype=dtype, seed=seed)[1:4] for seed in (2, 3))
     places = torch.tensor([[8], [3], [0]])
     wanted_k, wanted_v = held_k.clone(), held_v.clone()
     wanted_k[torch.arange(3)[:, None], places], wanted_v[torch.arange(3)[:, None], places] = k, v
@@ -107,11 +104,11 @@ def test_a_token_is_written_and_attends(
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 64), (2, 1, 128)])
 @pytest.mark.parametrize(("count", "window"), [(16, 500), (23, 500), (130, 500), (130, 70), (40, 3)])
 def test_many_queries_attend(made: Kernels, heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
-    whole = drawn(3, count, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    whole = draw(3, count, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
     q, k, v = whole[:, :, :heads], whole[:, :, heads : heads + kv_heads], whole[:, :, heads + kv_heads :]
     if not made.takes_many(q):
         pytest.skip("the processor has no AVX512-BF16")
-    held_k, held_v = (drawn(3, 210, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    held_k, held_v = (draw(3, 210, kv_heads, size, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
     slow = Operations()
     for firsts in (torch.tensor([0, 0, 0]), torch.tensor([5, 80, 0]), torch.tensor([64, 63, 1])):
         places = firsts[:, None] + torch.arange(count)
@@ -127,7 +124,7 @@ def test_many_queries_attend(made: Kernels, heads: int, kv_heads: int, size: int
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_softcaps_and_totals(made: Kernels, dtype: torch.dtype) -> None:
-    whole = 9 * drawn(5, 3, 200, dtype=dtype)
+    whole = 9 * draw(5, 3, 200, dtype=dtype)
     x = whole[..., :170]
     capped = made.softcap(x, 15.0)
     assert capped.dtype == torch.float32
@@ -144,9 +141,9 @@ def test_softcaps_and_totals(made: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("cap", [15.0, 0.0])
 def test_losses_and_their_gradients(made: Kernels, dtype: torch.dtype, cap: float) -> None:
-    raw = (6 * drawn(20, 192, dtype=dtype)).requires_grad_()
+    raw = (6 * draw(20, 192, dtype=dtype)).requires_grad_()
     targets = torch.randint(170, (20,), generator=torch.Generator().manual_seed(2))
-    weights = drawn(20, dtype=torch.float32, seed=3)
+    weights = draw(20, dtype=torch.float32, seed=3)
     weights[4:8], targets[4:6] = 0, -1
     wide = raw.double()
     logits = (cap * torch.tanh(wide / cap) if cap else wide)[:, :170]
@@ -166,8 +163,8 @@ def test_losses_and_their_gradients(made: Kernels, dtype: torch.dtype, cap: floa
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_gates_and_sums(made: Kernels, dtype: torch.dtype) -> None:
-    x = 20 * drawn(3, 2, 70, dtype=dtype)
-    x0, a, b = drawn(3, 2, 70, dtype=dtype, seed=2), drawn(1, dtype=dtype)[0], drawn(1, dtype=dtype, seed=2)[0]
+    x = 20 * draw(3, 2, 70, dtype=dtype)
+    x0, a, b = draw(3, 2, 70, dtype=dtype, seed=2), draw(1, dtype=dtype)[0], draw(1, dtype=dtype, seed=2)[0]
     gate, up = x.double().chunk(2, dim=2)
     assert near(made.swiglu(x), torch.nn.functional.silu(gate) * up)
     assert near(made.squared_relu(x), x.double().relu().square())
@@ -182,14 +179,14 @@ def test_numbers_that_are_not_finite_stay_so(made: Kernels) -> None:
 
 
 def test_threads_change_no_result(made: Kernels) -> None:
-    x, added = drawn(64, 1, 8192, dtype=torch.float32), drawn(64, 1, 8192, dtype=torch.float32, seed=2)
-    held_k, held_v = (drawn(64, 256, 2, 64, dtype=torch.float32, seed=seed) for seed in (3, 4))
+    x, added = draw(64, 1, 8192, dtype=torch.float32), draw(64, 1, 8192, dtype=torch.float32, seed=2)
+    held_k, held_v = (draw(64, 256, 2, 64, dtype=torch.float32, seed=seed) for seed in (3, 4))
     places = torch.arange(192, 256)[:, None]
     q, k = x[..., :128].unflatten(2, (2, 64)), added[..., :128].unflatten(2, (2, 64))
-    cos = drawn(64, 1, 1, 32, dtype=torch.float32, seed=5)
+    cos = draw(64, 1, 1, 32, dtype=torch.float32, seed=5)
 
-    heads = drawn(6, 150, 3, 64, dtype=torch.bfloat16, seed=6)
-    weights, targets = drawn(64, dtype=torch.float32, seed=7), torch.arange(64)
+    heads = draw(6, 150, 3, 64, dtype=torch.bfloat16, seed=6)
+    weights, targets = draw(64, dtype=torch.float32, seed=7), torch.arange(64)
 
     def work() -> list[Tensor]:
         logits = x[:, 0].clone()
@@ -298,7 +295,7 @@ def test_plain_kernels_use_torchs_operators_and_held_models_have_gradients() -> 
     assert plain._kernels is None
     operations = CpuOperations()
     operations.hold(tiny_gpt(320, 64))
-    x = drawn(2, 1, 8, dtype=torch.float32).requires_grad_()
+    x = draw(2, 1, 8, dtype=torch.float32).requires_grad_()
     operations.norm(x).sum().backward()
     assert x.grad is not None
 
@@ -306,7 +303,7 @@ def test_plain_kernels_use_torchs_operators_and_held_models_have_gradients() -> 
 @pytest.mark.skipif(not LAID_OUT, reason="oneDNN lays out no bf16 here")
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (128, 96), (320, 1024), (100, 48), (64, 7)])
 def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, outputs: int, inputs: int) -> None:
-    weight = drawn(outputs, inputs, dtype=torch.bfloat16)
+    weight = draw(outputs, inputs, dtype=torch.bfloat16)
     held = _Packed(weight, made)
     fits = "avx512_bf16" in host.cpu_flags() and outputs % 64 == 0 and inputs % 2 == 0
     assert (held._place is not None) == fits
@@ -314,7 +311,7 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
     try:
         torch.set_num_threads(1)
         for rows in (1, 2, 3, 4, 5, 7, 8, 32, 33):
-            x = drawn(rows, 1, inputs, dtype=torch.bfloat16, seed=rows)
+            x = draw(rows, 1, inputs, dtype=torch.bfloat16, seed=rows)
             y = held(x)
             assert near(y, torch.nn.functional.linear(x.double(), weight.double()))
             assert rows > 32 or not fits or torch.equal(y[:1], held(x[:1])), "a row depends on no other row"
@@ -328,7 +325,7 @@ def test_few_rows_are_multiplied_with_what_onednn_laid_out(made: Kernels, output
 def test_a_layout_that_is_not_known_is_left_to_onednn(made: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     if not LAID_OUT:
         pytest.skip("oneDNN lays out no bf16 here")
-    weight = drawn(64, 32, dtype=torch.bfloat16)
+    weight = draw(64, 32, dtype=torch.bfloat16)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     other = weight.clone()
     other[-1, -1] += 1
