@@ -10,7 +10,7 @@ that share nothing show what the machine itself leaves of twice the speed: both 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -50,6 +50,8 @@ class Config:
     model: Literal["gpt", "qwen3", "qwen3.5"] = "gpt"
     """what is trained; gpt: a GPT of four layers, as base_train does. The others: the shapes of bench.finetune, as
     scripts.finetune trains them"""
+    bigram_rows: int = 131_072
+    """rows of a GPT's table of pairs, by default as many as base_train gives it; 0: none"""
     lora_rank: int = 8
     """rank of the adapter of a Qwen; 0: it is trained in full"""
     compile: bool | None = None
@@ -59,7 +61,7 @@ class Config:
 def task(cfg: Config, ranks: int, mode: Sharding | None, compiled: bool) -> Task:
     """What `ranks` ranks train by these flags."""
     if cfg.model == "gpt":
-        return Task(ranks, mode, compiled=compiled)
+        return Task(ranks, mode, compiled=compiled, shape=replace(D4, bigram_rows=cfg.bigram_rows))
     shape = QwenConfig(**{**SHAPES[cfg.model], "sequence_len": 512})
     return Task(ranks, mode, compiled=compiled, shape=shape, lora_rank=cfg.lora_rank, tokens=TUNED)
 

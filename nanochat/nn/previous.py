@@ -23,6 +23,8 @@ FACTORS = (2654435, 40503)  # of the token before and of the token: odd, so that
 class Bigrams(Embedding):
     """A table of `rows` embeddings; UserError if there are none."""
 
+    few_rows = True  # a step reads few of them, so ranks need not exchange the others; see parallel.shard()
+
     def __init__(self, rows: int, channels: int):
         if rows < 1:
             raise UserError(f"bigram_rows must be at least 1, or 0 for none, got {rows}", exit_code=2)

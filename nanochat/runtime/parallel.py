@@ -64,6 +64,11 @@ def place_of(tensor: Tensor) -> Place:
     return Place(place.shards, place.shard, place.shard_group, mesh.size(0), mesh.get_local_rank(0), mesh.get_group(0))
 
 
+def copies(tensor: Tensor, compute: Compute) -> int:
+    """How many ranks hold the same rows of a parameter as this one."""
+    return place_of(tensor).replicas if is_sharded(tensor) else compute.world_size
+
+
 def ranks_per_host(compute: Compute) -> int:
     """How many ranks the launcher started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", compute.world_size))
@@ -91,7 +96,8 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     gradients in every pass (ZeRO-3), so that no rank ever holds either whole. `groups` are the modules whose parameters
     are gathered and reduced together, from model.shard_groups(). Parameters stay fp32 masters: they are gathered in the
     compute dtype, and gradients are reduced in fp32 while the backward pass is still running. Frozen parameters, such
-    as those below adapters, stay whole on every rank unless the mode is "full".
+    as those below adapters, stay whole on every rank unless the mode is "full". A table of which a step reads few rows
+    stays whole on CPUs, where ranks exchange these rows alone; see average_rows().
     """
     if compute.world_size == 1:
         return
@@ -111,7 +117,9 @@ def shard(model: nn.Module, groups: list[nn.Module], compute: Compute, mode: Sha
     # Frozen parameters need no gradients, so only --shard=full splits them. Small ones stay whole, since sharding would
     # cast them, and norms are fp32 on one device.
     whole = {p for p in model.parameters() if not p.requires_grad and (mode != "full" or p.dim() == 1)}
-    for module in [*groups, model]:
+    if compute.platform.is_host:
+        whole |= {p for module in model.modules() if getattr(module, "few_rows", False) for p in module.parameters()}
+    for module in [*(group for group in groups if not whole.issuperset(group.parameters())), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=mode == "full", ignored_params=whole)
     setattr(model, _EVERY_PASS, mode == "full")
 
@@ -125,6 +133,42 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
     if _is_fsdp(model) and not getattr(model, _EVERY_PASS):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+
+
+@torch.no_grad()
+def average_rows(model: nn.Module, compute: Compute) -> None:
+    """Average over the ranks the gradients of tables that all of them hold whole; see shard(). What crosses the network
+    are the rows that a rank met. Every rank gets the same sparse gradient, so that all tables stay the same."""
+    if compute.world_size == 1:
+        return
+    for _, table in trained(model):
+        if not is_sharded(table):
+            table.grad = _averaged(table, compute.world_size)
+
+
+def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
+    indices, values = met(table.grad) if table.grad is not None else (torch.empty(0).long(), table[:0])
+    lengths = [int(length) for length in _gathered(torch.tensor([len(indices)]), ranks)]
+    at, numbers = torch.zeros(max(lengths), dtype=torch.int64), table.new_zeros(max(lengths), *table.shape[1:])
+    at[: len(indices)], numbers[: len(indices)] = indices, values
+    parts = zip(_gathered(at, ranks), _gathered(numbers, ranks), lengths, strict=True)
+    rows, sums = map(torch.cat, zip(*((at[:length], part[:length]) for at, part, length in parts), strict=True))
+    return torch.sparse_coo_tensor(rows[None], sums / ranks, table.shape, check_invariants=False).coalesce()
+
+
+def _gathered(tensor: Tensor, ranks: int) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
+    """The rows of a gradient that are not zero, and what stands there."""
+    if g.is_sparse:
+        g = g.coalesce()
+        return g.indices()[0], g.values()
+    rows = g.any(dim=1).nonzero()[:, 0]
+    return rows, g[rows]
 
 
 def _reshard(model: nn.Module) -> None:

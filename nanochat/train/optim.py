@@ -9,10 +9,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.device import local
+from nanochat.device import is_sharded, local
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
-from nanochat.runtime.parallel import place_of, trained
+from nanochat.runtime.parallel import met, place_of, trained
 from nanochat.train import schedule
 from nanochat.train.muon import Muon
 
@@ -119,7 +119,7 @@ class RowAdam(torch.optim.Optimizer):
             for table in group["params"]:
                 if table.grad is None:
                     continue
-                held, (rows, g) = self.held(table), _met(table.grad)
+                held, (rows, g) = self.held(table), met(table.grad)
                 held["step"] += 1
                 held["age"] += 1
                 square = held["exp_avg_sq"][rows] * (beta ** held["age"][rows])[:, None]
@@ -135,15 +135,6 @@ class RowAdam(torch.optim.Optimizer):
             self.state[table] = {"step": torch.zeros(()), "exp_avg_sq": torch.zeros_like(table),
                                  "age": torch.zeros(len(table))}  # fmt: skip
         return self.state[table]
-
-
-def _met(g: Tensor) -> tuple[Tensor, Tensor]:  # (R, C) -> (n,), (n, C)
-    """The rows of a gradient that are not zero, and what stands there."""
-    if g.is_sparse:
-        g = g.coalesce()
-        return g.indices()[0], g.values()
-    rows = g.any(dim=1).nonzero()[:, 0]
-    return rows, g[rows]
 
 
 class Optimizers:
@@ -168,6 +159,7 @@ class Optimizers:
                 alone = role == "bigram" and _sparse(model, parameters)
                 (by_row if alone else groups).append({"params": parameters, **shared, "eps": has.eps})
         self.names = {parameter: name for members in named.values() for name, parameter in members}
+        self.place = max(map(place_of, self.names), key=lambda place: place.shards * place.replicas)
         self.adamw = torch.optim.AdamW(groups, fused=True)
         self.rows = RowAdam(by_row, {}) if by_row else None
         self.muon = None
@@ -223,9 +215,12 @@ class Optimizers:
 
     def saved(self) -> State:
         """The part of state() that this rank writes; replicas, which hold the same tensors, share the work."""
-        state, place = self.state(), place_of(next(iter(self.names)))
+        state, place = self.state(), self.place
         alike = [name for name in state if not name.endswith(".variance")]
         mine = set(alike[place.replica :: place.replicas])
+        if place.shard:  # the first shard writes what every rank holds whole
+            whole = tuple(f"{name}." for parameter, name in self.names.items() if not is_sharded(parameter))
+            mine = {name for name in mine if not name.startswith(whole)}
         return {name: part for name, part in state.items() if name in mine or name not in alike}
 
     def _adamw_state(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -258,7 +253,7 @@ class Optimizers:
 
 
 def _sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:
-    """Make embeddings give sparse gradients, if RowAdam can step them: whole on one rank, which is a CPU."""
+    """Make embeddings give sparse gradients, if RowAdam can step them: where this rank, a CPU, holds them whole."""
     place = place_of(tables[0])
     if place.shards * place.replicas > 1 or not tables[0].is_cpu:
         return False

@@ -15,7 +15,6 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, local
 from nanochat.runtime import parallel, signals
-from nanochat.runtime.parallel import place_of, trained
 from nanochat.train.fit import memory
 from nanochat.train.optim import Optimizers
 
@@ -187,15 +186,17 @@ def _update(
         # one sum is squeezed, because the gradient of found[0] would first be written into zeros of its size
         (found.squeeze(0) if len(found) == 1 else found[0]).mul(factor).backward()
         sums += found.detach()
+    parallel.average_rows(model, compute)
     mark("gradient norm")
-    gradients = [_numbers(p) for p in model.parameters() if p.grad is not None]
+    moved = [p for p in model.parameters() if p.grad is not None]
+    gradients = [_numbers(p) for p in moved]
     figures = torch.cat((compute.operations.square_sums(gradients), sums, *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
     squares, summed, bad = host.split([count, len(sums), len(host) - count - len(sums)])
+    copies = torch.tensor([parallel.copies(p, compute) for p in moved])  # ranks that hold the same gradients
     norm_square, overflows, loss_total, *others = parallel.total(
-        [float(squares.sum()), float(bad.sum()), *summed.tolist()], compute
+        [float((squares / copies).sum()), float(bad.sum()), *summed.tolist()], compute
     )
-    norm_square /= place_of(next(trained(model))[1]).replicas  # replicas hold the same gradients
     mean, norm = loss_total / max(step.num_targets, 1), math.sqrt(max(norm_square, 0.0)) / scale.value
     mark("optimizer")
     finite = math.isfinite(mean) and math.isfinite(norm_square) and not overflows

@@ -42,6 +42,31 @@ def train(compute: Compute, passes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# --- tables that every rank holds whole ------------------------------------------------------------
+
+
+def average(compute: Compute, dense: bool) -> dict[str, Any]:
+    """The gradient of the table of bigrams on each rank after an exchange; the last rank met no row."""
+    model, _ = make(compute)
+    assert model.bigrams is not None
+    table = model.bigrams.weight
+    assert not device.is_sharded(table) and device.is_sharded(model.wte.weight)
+    if compute.rank < compute.world_size - 1:
+        rows, values = torch.tensor([[5, 2, 5]]), torch.full((3, table.size(1)), compute.rank + 1.0)
+        grad = torch.sparse_coo_tensor(rows, values, table.shape)
+        table.grad = grad.to_dense() if dense else grad
+    parallel.average_rows(model, compute)
+    assert table.grad is not None and table.grad.is_sparse
+    return {"rows": table.grad.indices().tolist(), "values": table.grad.values()[:, 0].tolist()}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_ranks_average_the_rows_that_any_of_them_met(dense: bool) -> None:
+    for found in run_ranks(3, average, dense):
+        assert found["rows"] == [[2, 5]]
+        assert found["values"] == pytest.approx([1.0, 2.0])  # (1 + 2) / 3, and twice as much
+
+
 # --- Muon alone ----------------------------------------------------------------------------------
 
 MATRICES = [(3, 12)] * 2 + [(54, 54)] * 3 + [(216, 54), (54, 216)] + [(1, 8)] * 5

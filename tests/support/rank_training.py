@@ -13,7 +13,7 @@ from nanochat.train.optim import Optimizers, Rates
 
 CPU = Compute(torch.device("cpu"), "cpu", "gloo", 0, 0, 1, torch.float32, "test")
 # Numbers of rows that ranks cannot divide evenly: gates have 3, matrices 54 and 216, scalars 1 and 3.
-CONFIG = GPTConfig(sequence_len=16, vocab_size=70, n_layer=3, n_head=3, n_kv_head=3, n_embd=54)
+CONFIG = GPTConfig(sequence_len=16, vocab_size=70, n_layer=3, n_head=3, n_kv_head=3, n_embd=54, bigram_rows=41)
 ROWS = 8
 
 

@@ -67,7 +67,9 @@ class Matrix8(Matrix):
 
     def __init__(self, training: Training, masters: Sequence[Tensor]):
         self.training = training
-        self.weight = (torch.cat([*masters]) if len(masters) > 1 else masters[0]).detach().contiguous()
+        # Several ranks gather masters as bf16, and --shard=full frees what it gathered before the gradient is made
+        alone = len(masters) == 1 and masters[0].dtype == torch.float32
+        self.weight = (masters[0] if alone else torch.cat([*masters])).detach().contiguous()
 
     def times(self, x: Tensor) -> Tensor:
         """See Matrix.times."""
@@ -75,7 +77,7 @@ class Matrix8(Matrix):
 
     @functools.cached_property
     def _packed(self) -> tuple[Tensor, Tensor]:
-        return self.training.pack_int8(self.weight, back=False)
+        return self.training.pack_int8(self.weight.float(), back=False)
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Matrix.squared_relu."""
@@ -83,7 +85,7 @@ class Matrix8(Matrix):
 
     def back(self, g: Tensor) -> Tensor:
         """See Matrix.back."""
-        return self.training.product_int8(g, *self.training.pack_int8(self.weight, back=True))
+        return self.training.product_int8(g, *self.training.pack_int8(self.weight.float(), back=True))
 
     def slope(self, g: Tensor, x: Tensor) -> Tensor:
         """See Matrix.slope."""
@@ -94,4 +96,4 @@ def fits(masters: Sequence[Tensor]) -> bool:
     """Whether Matrix8 can multiply with these matrices, forward and back."""
     inputs = masters[0].size(1)
     whole = sum(map(len, masters)) % OUTPUTS == 0 and inputs % OUTPUTS == 0
-    return whole and all(master.dtype == torch.float32 for master in masters)
+    return whole and all(master.dtype in (torch.float32, torch.bfloat16) for master in masters)

@@ -14,6 +14,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.cpu import int8, kernels
+from nanochat.platforms.cpu.gradients import Product
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
@@ -123,6 +124,23 @@ def test_what_is_not_finite_gives_nan_and_zeros_give_zeros(made: Training, plain
         assert back[:, 7].isnan().all() and back[:, 6].isfinite().all()
         slope = use.gradient_int8(torch.cat([draw(300, 32), x[:, :32].float()]).bfloat16(), draw(330, 32).bfloat16())
         assert slope[5].isnan().all() and slope[torch.arange(32) != 5].isfinite().all()
+
+
+def test_matrices_of_bf16_as_ranks_gather_them_are_multiplied_in_8_bits_and_may_be_freed(made: Training) -> None:
+    use = CpuOperations(int8="asked")._trained
+    assert use is not None
+    x, weight = draw(64, 96).bfloat16(), draw(32, 96, seed=2).bfloat16().requires_grad_()
+    assert use.takes_int8([weight], x) and not use.takes_int8([weight.double()], x)
+    y = Product.apply(use, x.requires_grad_(), weight)
+    wanted = made.product_int8(x.detach(), *made.pack_int8(weight.detach().float(), back=False))
+    assert torch.equal(y, wanted)
+    g = draw(64, 32, seed=3).bfloat16()
+    back = made.product_int8(g, *made.pack_int8(weight.detach().float(), back=True))
+    with torch.no_grad():
+        weight.zero_()  # what --shard=full gathered is gone before the gradient is made
+    y.backward(g)
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    assert torch.equal(x.grad, back) and torch.equal(weight.grad, made.gradient_int8(g, x.detach()).bfloat16())
 
 
 def gradients(operations: Operations, dtype: torch.dtype) -> dict[str, Tensor]:
