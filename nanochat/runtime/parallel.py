@@ -64,11 +64,6 @@ def place_of(tensor: Tensor) -> Place:
     return Place(place.shards, place.shard, place.shard_group, mesh.size(0), mesh.get_local_rank(0), mesh.get_group(0))
 
 
-def copies(tensor: Tensor, compute: Compute) -> int:
-    """How many ranks hold the same rows of a parameter as this one."""
-    return place_of(tensor).replicas if is_sharded(tensor) else compute.world_size
-
-
 def ranks_per_host(compute: Compute) -> int:
     """How many ranks the launcher started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", compute.world_size))
@@ -148,17 +143,18 @@ def average_rows(model: nn.Module, compute: Compute) -> None:
 
 def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
     indices, values = met(table.grad) if table.grad is not None else (torch.empty(0).long(), table[:0])
-    lengths = [int(length) for length in _gathered(torch.tensor([len(indices)]), ranks)]
+    lengths = [int(length) for length in gathered(torch.tensor([len(indices)]), ranks)]
     at, numbers = torch.zeros(max(lengths), dtype=torch.int64), table.new_zeros(max(lengths), *table.shape[1:])
     at[: len(indices)], numbers[: len(indices)] = indices, values
-    parts = zip(_gathered(at, ranks), _gathered(numbers, ranks), lengths, strict=True)
+    parts = zip(gathered(at, ranks), gathered(numbers, ranks), lengths, strict=True)
     rows, sums = map(torch.cat, zip(*((at[:length], part[:length]) for at, part, length in parts), strict=True))
     return torch.sparse_coo_tensor(rows[None], sums / ranks, table.shape, check_invariants=False).coalesce()
 
 
-def _gathered(tensor: Tensor, ranks: int) -> list[Tensor]:
+def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
+    """The tensors of one shape that the `ranks` ranks of a group hold, in order; without a group, those of all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(parts, tensor)
+    dist.all_gather(parts, tensor, group=group)
     return parts
 
 

@@ -18,7 +18,7 @@ from nanochat.device import local
 from nanochat.nn.operations import Operations
 from nanochat.nn.together import as_stack, place_together
 from nanochat.platforms.base import Platform
-from nanochat.runtime.parallel import place_of
+from nanochat.runtime.parallel import gathered, place_of
 
 # (a, b, c) of five steps X <- a X + (b A + c A A) X with A = X X^T, for a safety factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
@@ -290,8 +290,7 @@ class Muon(torch.optim.Optimizer):
         share = -(-count // replicas)
         padded = mine.new_zeros(share, stack.rows, stack.cols, dtype=self.dtype)
         padded[: mine.size(0)] = mine
-        parts = [torch.empty_like(padded) for _ in range(replicas)]
-        dist.all_gather(parts, padded, group=self.place.replica_group)
+        parts = gathered(padded, replicas, self.place.replica_group)
         return torch.stack(parts, dim=1).flatten(0, 1)[:count].float()  # replica i % replicas had matrix i
 
     def _to_rows(self, whole: Tensor, stack: _Stack) -> Tensor:

@@ -35,7 +35,7 @@ def test_everything_that_is_missing_is_named_in_one_message(
         preflight.check(Config(**{**SMALL, "data": "fineweb", "shards": 40}), on_cpu())
     said = str(refused.value)
     assert refused.value.exit_code == 2
-    for part in ("FineWeb-Edu, 41 shards", "HuggingFaceTB/smol-smoltalk", "has 1.0 GB free", "writes up to 8.",
+    for part in ("FineWeb-Edu, 41 shards", "HuggingFaceTB/smol-smoltalk", "has 1.0 GB free", "writes up to 8.3 GB",
                  "hf download cais/mmlu --repo-type dataset --local-dir mmlu", "--data tinyworld"):  # fmt: skip
         assert part in said
     assert "openai/gsm8k: not here" in capsys.readouterr().out
