@@ -152,7 +152,7 @@ def _averaged(table: Tensor, ranks: int) -> Tensor:  # (R, C)
 
 
 def gathered(tensor: Tensor, ranks: int, group: ProcessGroup | None = None) -> list[Tensor]:
-    """The tensors of one shape that the `ranks` ranks of a group hold, in order; without a group, those of all ranks."""
+    """The tensors of one shape that the `ranks` ranks of a group hold, in order; without a group, those of all."""
     parts = [torch.empty_like(tensor) for _ in range(ranks)]
     dist.all_gather(parts, tensor, group=group)
     return parts

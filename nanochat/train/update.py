@@ -15,6 +15,7 @@ from nanochat import device
 from nanochat.common import UserError
 from nanochat.device import Compute, is_sharded, local
 from nanochat.runtime import parallel, signals
+from nanochat.runtime.parallel import place_of
 from nanochat.train.fit import memory
 from nanochat.train.optim import Optimizers
 
@@ -193,8 +194,9 @@ def _update(
     figures = torch.cat((compute.operations.square_sums(gradients), sums, *device.overflows(compute)))
     host, count = figures.cpu().double(), len(gradients)  # the one time that the host waits for the device
     squares, summed, bad = host.split([count, len(sums), len(host) - count - len(sums)])
-    # how many ranks hold the same gradients
-    copies = torch.tensor([optimizers.place.replicas if is_sharded(p) else compute.world_size for p in moved])
+    # how many ranks hold the same gradients; whatever is sharded has as many replicas
+    replicas = next((place_of(p).replicas for p in moved if is_sharded(p)), 1)
+    copies = torch.tensor([replicas if is_sharded(p) else compute.world_size for p in moved])
     norm_square, overflows, loss_total, *others = parallel.total(
         [float((squares / copies).sum()), float(bad.sum()), *summed.tolist()], compute
     )
