@@ -25,7 +25,7 @@ same seed both sides read the same order of rows. Each seed gives one multiplier
 and its standard error, and the JSON object the interval of 95 % by Student's t as well.
 
 A run's curve is a file in --out that is named by all of its settings, code included. Typed again, the command trains
-only what is missing; a run that was stopped starts again from its first step.
+only what is missing; a run that was stopped goes on where it was last saved, which it is every 100 steps.
 """
 
 import json

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nanochat.runtime.progress import Progress
 
 MEASURED = 4  # times that a run measures the held-out rows, the last time at its end
 TURN = 20  # steps between two reports of progress
+KEEP = 100  # steps after which a run is saved, so that one which was stopped loses no more than these
 GIGA = 1e9
 # The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
 OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
@@ -88,6 +89,22 @@ class Result:
     def point(self, cost: str) -> Point:
         """The end of the run; `cost` is flops or seconds."""
         return Point((self.flops if cost == "flops" else self.seconds)[-1], self.end)
+
+
+@dataclass
+class Course:
+    """How far a run has come, and what was measured on the way."""
+
+    spent: float = 0.0  # CPU seconds of the steps
+    flops: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    bits_per_byte: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """The steps taken."""
+        return len(self.losses)
 
 
 class Plain(ast.NodeTransformer):
@@ -162,40 +179,44 @@ class Runs:
             result = Result(**read_json(path))
             self.progress.advance(0 if path in self._seen else run.flops / GIGA, skipped=True)
         else:
-            result = self._train(run)
+            kept = path.with_suffix(".part")
+            result = self._train(run, kept)
             write_json(path, asdict(result))
+            kept.unlink(missing_ok=True)
             self.trained += 1
             self.progress.say(f"{path.name}: {result.end:.4f} bits per byte, {result.seconds[-1]:.1f} CPU s")
         self._seen.add(path)
         return result
 
-    def _train(self, run: Run) -> Result:
+    def _train(self, run: Run, kept: Path) -> Result:
+        """Train a run from its start, or from where `kept` saved it."""
         share = run.flops / run.steps
-        stops = sorted({round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0})
-        flops: list[float] = []
-        seconds: list[float] = []
-        bits: list[float] = []
-        losses: list[float] = []
-        spent, done = 0.0, 0
+        stops = {round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)}
+        course = Course()
         with workers([run.entry.variant], run.plan, self.peer) as (worker,):
             ready = worker.answer()
-            for stop in stops:
-                while done < stop:
-                    steps = min(TURN, stop - done)
-                    answer = worker.ask(steps)
-                    spent, done = spent + sum(answer["seconds"]), done + steps
-                    losses += answer["losses"]
-                    self.progress.advance(steps * share / GIGA)
-                flops.append(share * done)
-                seconds.append(spent)
-                bits.append(worker.bits_per_byte())
+            if kept.exists():
+                course = Course(**worker.resume(kept))
+                self.progress.advance(course.done * share / GIGA, skipped=True)
+            while course.done < run.steps:
+                steps = min(min(stop for stop in stops if stop > course.done) - course.done, TURN)
+                answer = worker.ask(steps)
+                course.losses += answer["losses"]
+                course.spent += sum(answer["seconds"])
+                self.progress.advance(steps * share / GIGA)
+                if course.done in stops:
+                    course.flops.append(share * course.done)
+                    course.seconds.append(course.spent)
+                    course.bits_per_byte.append(worker.bits_per_byte())
+                if course.done // KEEP > (course.done - steps) // KEEP and course.done < run.steps:
+                    worker.keep(kept, asdict(course))
         return Result(
             settings(run, self.peer),
             ready["parameters"],
-            flops,
-            seconds,
-            bits,
-            losses,
+            course.flops,
+            course.seconds,
+            course.bits_per_byte,
+            course.losses,
             torch.__version__,
             host.cpu_model(),
         )

@@ -1,8 +1,10 @@
 """Runs one side of bench.train in its own process; PYTHONPATH decides whose `nanochat` it imports.
 
 The first argument is the task as JSON. The process prints a line when it is ready, and then answers each line of its
-input with a line of JSON. A number N asks for N steps: the answer has the CPU seconds and loss of each step, and the
-peak memory. `bpb` asks for the bits per byte of the held-out rows. Only bench.train starts this file.
+input with a line; all lines are JSON. A number N asks for N steps: the answer has the CPU seconds and loss of each
+step, and the peak memory. "bpb" asks for the bits per byte of the held-out rows. {"keep": FILE, "about": A} saves the
+training in a file, and {"resume": FILE} continues from there and answers with A. Only bench.train and bench.multiplier
+start this file.
 """
 
 import json
@@ -26,11 +28,14 @@ SHORT_DECAY = 0.05  # Muon's weight decay where only speed is measured: about a 
 @dataclass(frozen=True)
 class Side:
     """What is measured. `step(number, batch)` trains on a batch as step `number` and returns the loss in nats.
-    `losses(batch)` gives the loss of each target, (B, T), without gradients."""
+    `losses(batch)` gives the loss of each target, (B, T), without gradients. `state()` is everything that a later step
+    depends on, and `restore(state)` takes it."""
 
     step: Callable[[int, Batch], float]
     losses: Callable[[Batch], Tensor]
     parameters: int
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]
     compile_seconds: float = 0.0
 
 
@@ -51,9 +56,8 @@ def batch_of(rows: np.ndarray) -> Batch:
     return cells[:, :-1].contiguous(), cells[:, 1:].contiguous()
 
 
-def batches(rows: np.ndarray, size: int) -> Iterator[Batch]:
-    """Batches of `size` rows in their order, repeated without end."""
-    first = 0
+def batches(rows: np.ndarray, size: int, first: int) -> Iterator[Batch]:
+    """Batches of `size` rows in their order from row `first` on, repeated without end."""
     while True:
         yield batch_of(rows[np.arange(first, first + size) % len(rows)])
         first += size
@@ -114,8 +118,19 @@ def ours(task: dict[str, Any]) -> Side:
         work = dataloader.Step(0, batch[1].numel(), list(passes))
         return update(fast, optimizers, work, scale, compute).loss
 
+    def state() -> dict[str, Any]:
+        held = {name: tensor for name, (tensor, _, _) in optimizers.state().items()}
+        return {"model": model.state_dict(), "optimizers": held}
+
+    @torch.no_grad()
+    def restore(saved: dict[str, Any]) -> None:
+        model.load_state_dict(saved["model"])
+        for name, (tensor, _, _) in optimizers.state().items():
+            tensor.copy_(saved["optimizers"][name])
+        optimizers.restored()
+
     parameters = sum(p.numel() for p in model.parameters())
-    return Side(step, lambda batch: model(*batch, "none"), parameters, compile_seconds)
+    return Side(step, lambda batch: model(*batch, "none"), parameters, state, restore, compile_seconds)
 
 
 def upstream(task: dict[str, Any]) -> Side:
@@ -153,7 +168,14 @@ def upstream(task: dict[str, Any]) -> Side:
     def losses(batch: Batch) -> Tensor:
         return model(*batch, loss_reduction="none")
 
-    return Side(step, losses, sum(p.numel() for p in model.parameters()))
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def restore(saved: dict[str, Any]) -> None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    return Side(step, losses, sum(p.numel() for p in model.parameters()), state, restore)
 
 
 def upstream_decay(shape: dict[str, Any], tokens_per_step: int) -> float:
@@ -196,7 +218,8 @@ def matmuls(task: dict[str, Any]) -> Side:
                 torch.mm(gradient.mT, x)
         return 0.0
 
-    return Side(step, lambda batch: torch.zeros(batch[1].shape), sum(w.numel() * count for _, w, _, count in work))
+    parameters = sum(w.numel() * count for _, w, _, count in work)
+    return Side(step, lambda batch: torch.zeros(batch[1].shape), parameters, dict, lambda saved: None)
 
 
 def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any]], None]) -> None:
@@ -209,7 +232,19 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
     train, held_out = rows[: len(rows) - task["held_out"]], rows[len(rows) - task["held_out"] :]
     if task["seed"] is not None:  # every side draws the same order from a seed
         train = train[np.random.default_rng(task["seed"]).permutation(len(train))]
-    coming, number = batches(train, task["rows_per_step"]), 0
+    coming, number = batches(train, task["rows_per_step"], 0), 0
+
+    def keep(path: str, about: Any) -> None:
+        torch.save({"about": about, "number": number, "state": side.state()}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def resume(path: str) -> Any:
+        nonlocal coming, number
+        saved = torch.load(path, weights_only=True)
+        side.restore(saved["state"])
+        number = saved["number"]
+        coming = batches(train, task["rows_per_step"], number * task["rows_per_step"])
+        return saved["about"]
 
     def take(steps: int) -> tuple[list[float], list[float]]:
         nonlocal number
@@ -224,10 +259,15 @@ def serve(task: dict[str, Any], requests: TextIO, reply: Callable[[dict[str, Any
     _, first = take(task["warmup"])
     reply({"ready": True, "parameters": side.parameters, "losses": first, "compile_seconds": side.compile_seconds})
     for line in requests:
-        if line.strip() == "bpb":
+        request = json.loads(line)
+        if request == "bpb":
             reply({"bpb": bits_per_byte(side, held_out, token_bytes, task["rows_per_step"])})
             continue
-        seconds, losses = take(int(line))
+        if isinstance(request, dict):
+            about = keep(request["keep"], request["about"]) if "keep" in request else resume(request["resume"])
+            reply({"about": about})
+            continue
+        seconds, losses = take(request)
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         reply({"seconds": seconds, "losses": losses, "peak_bytes": peak})

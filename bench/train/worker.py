@@ -129,16 +129,24 @@ class Worker:
 
     def ask(self, steps: int) -> dict[str, Any]:
         """Take `steps` steps; the answer has their CPU seconds and losses, and the peak memory in bytes."""
-        return self._say(str(steps))
+        return self._say(steps)
 
     def bits_per_byte(self) -> float:
         """The current bits per byte of the held-out rows."""
         return self._say("bpb")["bpb"]
 
-    def _say(self, line: str) -> dict[str, Any]:
+    def keep(self, path: Path, about: dict[str, Any]) -> None:
+        """Save the training in a file, with what resume() is to give back."""
+        self._say({"keep": str(path), "about": about})
+
+    def resume(self, path: Path) -> dict[str, Any]:
+        """Continue the training that keep() saved; returns what was saved with it."""
+        return self._say({"resume": str(path)})["about"]
+
+    def _say(self, request: int | str | dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # answer() reports why the process has ended
-            print(line, file=self._process.stdin, flush=True)
+            print(json.dumps(request), file=self._process.stdin, flush=True)
         return self.answer()
 
     def close(self) -> None:

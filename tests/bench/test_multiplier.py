@@ -16,9 +16,10 @@ from bench.multiplier.__main__ import Config, Sizes
 from bench.multiplier.curves import Point, cost_to_reach, improving, interval, multiplier
 from bench.multiplier.picture import Line, draw
 from bench.multiplier.runs import Entry, Result, Run, Runs, tuned
+from bench.train import worker as training
 from bench.train.rows import Text, make_rows
 from bench.train.side import batches
-from bench.train.worker import ROOT, Plan, Variant, flops_per_token
+from bench.train.worker import ROOT, Plan, Variant, Worker, flops_per_token
 from nanochat.common import UserError, write_json
 from nanochat.gpt import GPTConfig
 from nanochat.runtime.progress import Progress
@@ -85,7 +86,7 @@ def test_a_seed_decides_the_order_of_rows_and_nothing_else_does() -> None:
     """The order is drawn by numpy from the seed alone, so both sides read the same."""
     rows = np.arange(40).reshape(10, 4)
     drawn = [rows[np.random.default_rng(seed).permutation(10)] for seed in (1, 1, 2)]
-    first = [next(batches(order, 4))[0].tolist() for order in drawn]
+    first = [next(batches(order, 4, 0))[0].tolist() for order in drawn]
     assert first[0] == first[1] != first[2]
 
 
@@ -100,7 +101,7 @@ class Counting(Runs):
         self.asked: list[Run] = []
         self.best = best
 
-    def _train(self, run: Run) -> Result:
+    def _train(self, run: Run, kept: Path) -> Result:
         self.asked.append(run)
         upstream = run.entry.variant.side == "upstream"
         off = abs(math.log2(run.entry.variant.scale / self.best)) / 100 if upstream else 0.0
@@ -291,6 +292,39 @@ def test_a_checkout_s_own_code_is_what_runs(tmp_path: Path) -> None:
     assert changed.end == pytest.approx(flagged.end, abs=1e-6) and abs(changed.end - ours.end) > 1e-4
     assert ours.losses[0] == changed.losses[0] and len(ours.losses) == 6 and len(ours.bits_per_byte) == 4
     assert runs(Run("code", 2, Entry("ours", EAGER), plan)) == ours and runs.trained == 3
+
+
+@pytest.mark.parametrize("entry", [Entry("ours", EAGER), UPSTREAM], ids=["ours", "upstream"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "TURN", 1)
+    monkeypatch.setattr(running, "KEEP", 2)
+    peer, plan = fake_upstream(tmp_path / "upstream"), plan_in(tmp_path / "rows")
+    run = Run("code", 2, entry, replace(plan, horizon=8))
+
+    def train(name: str, most: int) -> Result:
+        """The run, of which this process takes at most `most` steps."""
+        steps = iter(range(most))
+
+        class Stopped(Worker):
+            def ask(self, steps_: int) -> dict[str, Any]:
+                if next(steps, None) is None:
+                    raise KeyboardInterrupt
+                return super().ask(steps_)
+
+        monkeypatch.setattr(training, "Worker", Stopped)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return Runs(tmp_path / name, peer, Progress("test", None, "GFLOPs", shown=False))(run)
+
+    whole = train("whole", 8)
+    with pytest.raises(KeyboardInterrupt):
+        train("parts", 5)
+    assert [path.suffix for path in (tmp_path / "parts").iterdir()] == [".part"]
+    again = train("parts", 4)  # the steps after the fourth, the last that was saved
+    assert again.losses == whole.losses and again.bits_per_byte == whole.bits_per_byte and len(whole.losses) == 8
+    assert len(again.seconds) == 4 and again.seconds == sorted(again.seconds)
+    assert [path.suffix for path in (tmp_path / "parts").iterdir()] == [".json"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ OURS, THEIRS = Variant("ours", "bfloat16", True), Variant("upstream", "bfloat16"
 
 def test_bits_per_byte_counts_text_and_no_special_token() -> None:
     """Tokens 1 and 2 have 1 and 3 bytes, token 0 has none; each target costs one bit more than its id."""
-    side = Side(lambda number, batch: 0.0, lambda batch: (batch[1] + 1.0).flatten() * math.log(2), 0)
+    side = Side(lambda number, batch: 0.0, lambda batch: (batch[1] + 1.0).flatten() * math.log(2), 0, dict, print)
     rows = np.array([[1, 2, 0, 1], [0, 0, 2, 2], [2, 1, 1, 1]], np.uint16)
     nats, size = [3 + 2, 3 + 3, 2 + 2 + 2], [3 + 1, 3 + 3, 3]
     for rows_per_pass in (1, 2, 3):

@@ -53,7 +53,7 @@ class GPT(torch.nn.Module):
 
     def setup_optimizer(self, unembedding_lr, embedding_lr, matrix_lr, weight_decay, scalar_lr):
         print("asked:", unembedding_lr, embedding_lr, matrix_lr, round(weight_decay, 4), scalar_lr)
-        return torch.optim.SGD(self.parameters(), lr=matrix_lr / 0.02)
+        return torch.optim.SGD(self.parameters(), lr=matrix_lr / 0.02, momentum=0.1)
 
     def forward(self, idx, targets, kv_cache=None, loss_reduction="mean"):
         logits = self.table(idx).flatten(0, 1)
