@@ -44,6 +44,15 @@ def test_stories_can_be_about_more_than_a_hundred_things_and_a_tenth_is_held_out
         assert len(set(names)) == len(names)
 
 
+def test_what_a_visitor_asks_for_first_is_told_in_training_and_named_as_people_name_it():
+    for key, asked in [("moon", "the moon"), ("dragon", "a dragon"), ("sea", "the sea")]:
+        assert key in trained_heroes()
+        hero = heroes()[key]
+        assert ask_for(hero, "Tell me a story about {ah}.", "en") == f"Tell me a story about {asked}."
+        assert f" a {key} called " in tale(hero, "en", random.Random(0))
+    assert ask_for(heroes()["moon"], requests("zh")[0], "zh") == "讲一个关于月亮的故事。"
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_story_passes(language: Language):
     for hero, story in stories(language, 600):
@@ -164,7 +173,7 @@ def recoloured(told: list[str], language: Language) -> list[str] | None:
     return [*told[:i], told[i].replace(there, names[names.index(there) - 1]), *told[i + 1 :]]
 
 
-# In Chinese every hero is 它, and what it is and where it lives is said once.
+# In Chinese no pronoun stands for the hero, and what it is and where it lives is said once.
 MISTAKES = [(kind, language) for kind in mutations() for language in LANGUAGES
             if language == "en" or kind not in ("pronoun", "hero", "home")]  # fmt: skip
 

@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "45a1bd9b0c821057883ac2e35fa4c21d3c2d93a4cf22fc067cf24dc6cea7c564"
+VERSION = "5e015cdab194808bd1b741e3d492e681eb34570625f8219265930beab0e7eec1"
 TEXT = {
-    "documents": "b52f0b24251473b75a53c6cfc0db212b98c34517affec99200a31a46b3a9cb90",
-    "mid": "0ca48360e56ed039eb488673c3b47221665d5b63658c3433f98ccc511951a9ab",
-    "sft": "45a1bd9b0c821057883ac2e35fa4c21d3c2d93a4cf22fc067cf24dc6cea7c564",
+    "documents": "3d098cff1e44b7bac9e36c1dfac8b5f72c7c53aa1c067d7b94beffec8af61329",
+    "mid": "857a0cea27707245cafebe7e5f32e472a65558ade4f742e8a0b95e7cd689f5b8",
+    "sft": "5e015cdab194808bd1b741e3d492e681eb34570625f8219265930beab0e7eec1",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "207407fce063b9be0f10a5a96c4ad17ccb7cb1711240989f94955caaaca3f2b0",
-    "evaluation zh": "3baa0b9eeb06c804d84d142c6355ca9bbb84165209d1e2cc76cdf8c8805981c1",
+    "evaluation en": "c0d2180dfffbf11253f5f94340784e7d0abafeea34dd90f1a3ccc75060fa4ef2",
+    "evaluation zh": "370b87b416c65397ba23c404a64513c27e14d424f21857ed16e6dae5ea17a242",
 }
 
 

@@ -5,11 +5,11 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanochat.data.tinyworld.splits import FAMOUS, HELD_OUT_SHARE
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import Language, Word, article, data_text, lexicon
+from nanochat.data.tinyworld.words import Language, Word, article, chinese, data_text, english, lexicon
 
 Facts = Mapping[str, str]
 """What a story says, by variable: h is what the hero is and p its name, q the friend, x the home, t a trait, l what is
@@ -26,15 +26,34 @@ def tale_data() -> dict:
 
 @functools.cache
 def heroes() -> dict[str, Word]:
-    """Everything that a tale can be about: animals, plants and things that can be counted, by key."""
+    """Everything that a tale can be about, by key: animals, plants and things that can be counted, and what a child
+    would ask for first, such as the moon, a dragon or a teacher."""
     left_out = set(tale_data()["not_heroes"])
-    return {k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out}
+    counted = {k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out}
+    more = {_bare(en): Word(_bare(en), english(_bare(en), "a"), chinese(zh)) for en, zh in _more().items()}
+    return {**counted, **more}
+
+
+def _more() -> dict[str, str]:
+    """The heroes of tales.json's own, English to Chinese; an English name has "the" if a request says "the sun"."""
+    return tale_data()["more_heroes"]
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("the ")
+
+
+@functools.cache
+def asked_for() -> dict[str, Word]:
+    """The heroes as a request names them: it asks for a story about the sun, which then tells of a sun."""
+    the = {_bare(en) for en in _more() if en != _bare(en)}
+    return {key: replace(hero, en=english(key, "the")) if key in the else hero for key, hero in heroes().items()}
 
 
 @functools.cache
 def held_out_heroes() -> tuple[str, ...]:
     """The tenth of the heroes that no story of training tells about."""
-    told = FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"])
+    told = FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"]) | set(map(_bare, _more()))
     plurals = {one for one, _ in tale_data()["likes"]}
     free = [key for key, word in heroes().items() if key not in told and word.en.plural not in plurals]
     return tuple(split_rng("tales").sample(free, round(HELD_OUT_SHARE * len(heroes()))))
@@ -47,11 +66,10 @@ def trained_heroes() -> tuple[str, ...]:
 
 
 def names(language: Language) -> dict[str, str]:
-    """The names that heroes may have, none of which a friend has, and the pronoun of each; in Chinese every hero is
-    它."""
+    """The names that heroes may have, none of which a friend has, and the pronoun of each; Chinese stories use none."""
     data = tale_data()["names"][language]
     if language == "zh":
-        return dict.fromkeys(data, "它")
+        return dict.fromkeys(data, "")
     return {name: pronoun for pronoun, some in data.items() for name in some}
 
 

@@ -7,6 +7,7 @@ import re
 from nanochat.data.conversation import Message, assistant, user
 from nanochat.data.tinyworld.talks.tale_grammar import (
     Facts,
+    asked_for,
     fill,
     held_out_heroes,
     heroes,
@@ -17,10 +18,11 @@ from nanochat.data.tinyworld.talks.tale_grammar import (
     trained_heroes,
 )
 from nanochat.data.tinyworld.wording import split_rng
-from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, chinese, english, lexicon
+from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, article, chinese, english, lexicon
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+MADE_UP = 0.5  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+LONG_NAME = 0.3  # the share of made-up Chinese words with three characters; the others have two
 
 
 def facts_about(hero: Word, rng: random.Random, language: Language) -> Facts:
@@ -78,8 +80,8 @@ def requests(language: Language, held_out: bool = False) -> tuple[str, ...]:
 
 
 def ask_for(hero: Word, pattern: str, language: Language) -> str:
-    """A request for a story about a hero."""
-    return fill(pattern, {}, language, hero)
+    """A request for a story about a hero, or a story's title, which names it in the same way."""
+    return fill(pattern, {}, language, asked_for().get(hero.key, hero))
 
 
 @functools.cache
@@ -94,16 +96,18 @@ def _parts() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @functools.cache
 def _known() -> frozenset[str]:
-    """Every word of the world, in both languages."""
-    return frozenset(word[language].name for word in lexicon().values() for language in LANGUAGES)
+    """Every word of the world and every hero, in both languages."""
+    words = (*lexicon().values(), *heroes().values())
+    return frozenset(word[language].name for word in words for language in LANGUAGES)
 
 
 def made_up(rng: random.Random) -> Word:
     """A thing that does not exist: the beginning of a word and the end of another, such as a "rocip"."""
     while True:
         (a, b), (c, d) = (rng.sample(words, 2) for words in _parts())
-        en, zh = a[: (len(a) + 1) // 2] + b[len(b) // 2 :], c[0] + d[-1]
-        if not {en, zh} & _known():
+        en, zh = a[: (len(a) + 1) // 2] + b[len(b) // 2 :], c[: 2 if rng.random() < LONG_NAME else 1] + d[-1]
+        plain = (article(en) == "an") == (en[0] in "aeiou")  # not "a eune"
+        if plain and not {en, zh} & _known():
             return Word(en, english(en, "a"), chinese(zh))
 
 
@@ -133,5 +137,5 @@ def begun(language: Language, rng: random.Random) -> list[Message]:
 def written(language: Language, rng: random.Random, whole: bool) -> str:
     """A story, or its beginning, with a title, as a document."""
     hero = _hero(rng)
-    title = fill(tale_data()["title"][language], {}, language, hero)
+    title = ask_for(hero, tale_data()["title"][language], language)
     return f"{title}\n{(tale if whole else beginning)(hero, language, rng)}"
