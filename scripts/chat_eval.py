@@ -17,6 +17,7 @@ from nanochat.checkpoint_manager.load import Loaded, load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, log, read_json, run, warn
 from nanochat.data.conversation import Part, Task
+from nanochat.data.traits import Drawing, traits
 from nanochat.device import DTYPES, Compute, with_compute
 from nanochat.evals.chat import Score, by_group, chat_core, evaluate, words
 from nanochat.evals.records import Records, fingerprint, records_dir
@@ -38,17 +39,18 @@ class Config:
     """Stage of the model. Default: the latest one, in the order rl > sft > mid > base."""
     task_name: Annotated[str | None, arg(aliases=["-a"])] = None
     """Tasks to evaluate, with | between their names. Default: the tasks that suit the corpus of the model."""
-    temperature: Annotated[float, arg(aliases=["-t"])] = 0.0
-    """Randomness of the replies: 0 always takes the likeliest token. Raise it for several samples."""
+    temperature: Annotated[float | None, arg(aliases=["-t"])] = None
+    """Randomness of the replies: 0 always takes the likeliest token. Raise it for several samples.
+    Default: 0, but stories are drawn as a chat draws them, since all would be one story otherwise."""
     max_new_tokens: Annotated[int, arg(aliases=["-m"])] = 512
     """Longest reply, in tokens."""
     num_samples: Annotated[int, arg(aliases=["-n"])] = 1
     """Replies to each problem; a problem counts as right if one of them is. Needs a temperature above 0."""
     top_k: Annotated[int, arg(aliases=["-k"])] = 50
     """Sample from the k likeliest tokens; 0 samples from all."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
-    Chats with a TinyWorld model take 0.5, at temperature 1."""
+    Default: 0, and for stories as in a chat. Chats with a TinyWorld model take 0.5, at temperature 1."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Problems or replies to compute together on each device. Lower it if the device runs out of memory."""
     model_tag: Annotated[str | None, arg(aliases=["-g"])] = None
@@ -127,6 +129,14 @@ class Listener:
                 log(f"  wrong: {question!r} -> {words(parts)!r}, expected {words(self.task[i].messages[-1].parts)!r}")
 
 
+def sampling_for(task: Task, cfg: Config, corpus: str | None) -> Sampling:
+    """How replies are drawn: as the flags say, else greedily, or as a chat draws them if the task asks for that."""
+    chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
+    temperature = chat.temperature if cfg.temperature is None else cfg.temperature
+    min_p = chat.min_p if cfg.min_p is None else cfg.min_p
+    return Sampling(temperature, cfg.top_k or None, cfg.max_new_tokens, min_p=min_p)
+
+
 def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a task for the report."""
     groups = {name: {"right": right, "total": total} for name, (right, total) in by_group(task, score).items()}
@@ -175,6 +185,8 @@ def measure(
         "model": loaded.weights,
         "settings": {
             **how,
+            "temperature": sampling.temperature,
+            "min_p": sampling.min_p,
             "shots": getattr(task, "shots", 0),
             "dtype": str(compute.dtype),
             **({"graphs": True} if cfg.graphs else {}),
@@ -199,7 +211,7 @@ def measure(
 
 def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     """Evaluate the tasks one after another, and add their figures to the report."""
-    if cfg.num_samples > 1 and cfg.temperature == 0:
+    if cfg.num_samples > 1 and not cfg.temperature:
         raise UserError(
             "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all samples are equal", 2
         )
@@ -207,12 +219,13 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
     if cfg.graphs:
         graphs.check_device(compute)
-    sampling = Sampling(cfg.temperature, cfg.top_k or None, cfg.max_new_tokens, min_p=cfg.min_p)
+    Sampling(cfg.temperature or 0.0, cfg.top_k or None, cfg.max_new_tokens, min_p=cfg.min_p or 0.0)  # refuses early
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     loaded.model.operations.hold(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
-    tasks, broken = choose_tasks(cfg.task_name, loaded.meta["config"]["corpus"], cfg.unsafe_exec, cfg.shots)
+    corpus = loaded.meta["config"]["corpus"]
+    tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, cfg.shots)
     how = {
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
@@ -229,7 +242,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     for task in [task for task in tasks if task.name not in there]:
         start, listener = time.monotonic(), Listener(task, cfg.show)
         try:
-            score = measure(cfg, task, loaded, sampling, how, listener, compute)
+            score = measure(cfg, task, loaded, sampling_for(task, cfg, corpus), how, listener, compute)
         except UserError as why:
             if len(tasks) == 1:
                 raise

@@ -15,6 +15,8 @@ class TinyWorld:
 
     name: str
     problems: Sequence[tinyworld.Problem]
+    drawn: bool = False
+    """Whether replies are to be drawn as a chat draws them: the likeliest words tell the same story each time."""
     kind: Literal["generative"] = "generative"
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
 
 
 def _make(name: str, problems: Callable[[], Sequence[tinyworld.Problem]]) -> TinyWorld:
-    return TinyWorld(name, problems())
+    return TinyWorld(name, problems(), drawn=name.startswith("storytelling"))
 
 
 def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:

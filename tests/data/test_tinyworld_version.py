@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "5e015cdab194808bd1b741e3d492e681eb34570625f8219265930beab0e7eec1"
+VERSION = "61c42d2899d22dee4ebd704c68d45527d335af2744fa260ab9ddc34d83fe30ae"
 TEXT = {
-    "documents": "3d098cff1e44b7bac9e36c1dfac8b5f72c7c53aa1c067d7b94beffec8af61329",
-    "mid": "857a0cea27707245cafebe7e5f32e472a65558ade4f742e8a0b95e7cd689f5b8",
-    "sft": "5e015cdab194808bd1b741e3d492e681eb34570625f8219265930beab0e7eec1",
+    "documents": "fd8914f8d55ffeb1e2dbc9422d1399788afa265da1532c72fc6245b89db2b080",
+    "mid": "e4b941cf82d7c8cb036918bb8fe9a2ebbcd5315e0466947b30bc55b8dfdc85ab",
+    "sft": "61c42d2899d22dee4ebd704c68d45527d335af2744fa260ab9ddc34d83fe30ae",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "c0d2180dfffbf11253f5f94340784e7d0abafeea34dd90f1a3ccc75060fa4ef2",
-    "evaluation zh": "370b87b416c65397ba23c404a64513c27e14d424f21857ed16e6dae5ea17a242",
+    "evaluation en": "f9a3868bee219de73670f1f7badcad3d2b994249405b603a89922fc754c42ad6",
+    "evaluation zh": "7b83178b6a133f520ddd9bfd848cd0f3b827946ec31e6f3c913b6f70303e3732",
 }
 
 

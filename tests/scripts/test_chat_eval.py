@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nanochat.common import UserError, read_json
-from nanochat.data.conversation import Part
+from nanochat.data.conversation import Part, Task
+from nanochat.data.traits import traits
 from nanochat.evals.chat import words
 from nanochat.evals.records import read_records
 from nanochat.report.samples import read_samples
@@ -131,6 +132,21 @@ def test_min_p_leaves_out_unlikely_tokens_and_is_among_the_settings_of_an_answer
 
     likeliest = replies()
     assert replies(temperature=1.0, min_p=1.0) == likeliest != replies(temperature=1.0)
+
+
+def test_stories_are_drawn_as_a_chat_draws_them_unless_a_flag_says_otherwise():
+    made = tinyworld.measures()
+    story, question = made["storytelling_en"](), made["tinyworld_en"]()
+
+    def drawn(task: Task, corpus: str | None = "tinyworld", **flags: float) -> tuple[float, float]:
+        found = chat_eval.sampling_for(task, Config(**flags), corpus)  # type: ignore[arg-type]
+        return found.temperature, found.min_p
+
+    chats = traits("tinyworld").chats
+    assert drawn(story) == (chats.temperature, chats.min_p) == (1.0, 0.5)
+    assert drawn(question) == (0.0, 0.0)
+    assert drawn(story, corpus="fineweb") == (0.6, 0.0)
+    assert drawn(story, temperature=0.0, min_p=0.1) == (0.0, 0.1) == drawn(question, min_p=0.1)
 
 
 def test_the_command_line_takes_upstreams_letters(monkeypatch, base_folder):

@@ -179,7 +179,7 @@ SFT_SHARES = {
     "about_itself": 0.04,
     "request": 0.02,
     "tale": 0.08,
-    "beginning": 0.05,
+    "beginning": 0.03,
     "dialogue": 0.04,
 }
 

@@ -26,12 +26,16 @@ def tale_data() -> dict:
 
 @functools.cache
 def heroes() -> dict[str, Word]:
-    """Everything that a tale can be about, by key: animals, plants and things that can be counted, and what a child
-    would ask for first, such as the moon, a dragon or a teacher."""
-    left_out = set(tale_data()["not_heroes"])
-    counted = {k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out}
+    """Everything that a tale can be about, by key: what can be counted, and what people ask for first, such as the
+    moon, a dragon or a teacher."""
     more = {_bare(en): Word(_bare(en), english(_bare(en), "a"), chinese(zh)) for en, zh in _more().items()}
-    return {**counted, **more}
+    return {**_counted(), **more}
+
+
+def _counted() -> dict[str, Word]:
+    """The animals, plants and things of the world that can be counted and can be heroes."""
+    left_out = set(tale_data()["not_heroes"])
+    return {k: w for k, w in lexicon().items() if w.en.plural and w.zh.counted and k not in left_out}
 
 
 def _more() -> dict[str, str]:
@@ -52,11 +56,11 @@ def asked_for() -> dict[str, Word]:
 
 @functools.cache
 def held_out_heroes() -> tuple[str, ...]:
-    """The tenth of the heroes that no story of training tells about."""
-    told = FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"]) | set(map(_bare, _more()))
+    """The tenth of the things that can be counted of which no story of training tells."""
+    counted, told = _counted(), FAMOUS | set(tale_data()["friends"]) | set(tale_data()["props"])
     plurals = {one for one, _ in tale_data()["likes"]}
-    free = [key for key, word in heroes().items() if key not in told and word.en.plural not in plurals]
-    return tuple(split_rng("tales").sample(free, round(HELD_OUT_SHARE * len(heroes()))))
+    free = [key for key, word in counted.items() if key not in told and word.en.plural not in plurals]
+    return tuple(split_rng("tales").sample(free, round(HELD_OUT_SHARE * len(counted))))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from nanochat.data.tinyworld.wording import split_rng
 from nanochat.data.tinyworld.words import LANGUAGES, Language, Word, article, chinese, english, lexicon
 
 WITHOUT_TOPIC = 0.05  # the share of requests that leave the hero open
-MADE_UP = 0.5  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
+MADE_UP = 0.4  # the share whose hero does not exist, so that a model learns to copy whatever it was asked for
 LONG_NAME = 0.3  # the share of made-up Chinese words with three characters; the others have two
 
 
