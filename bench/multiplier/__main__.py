@@ -20,9 +20,10 @@ and the tokens alone and are the same for both sides, and in CPU seconds of the 
 Both sides read the same rows of the same tokenizer in the same order, 4,096 tokens a step, and are measured in bits per
 byte of rows that nothing trained on. Upstream's rule for the batch would make its learning rates far too low at so few
 tokens, so its rates are multiplied by a factor that is searched for at each --steps with the first seed, as bench.train
-does; all of upstream's runs then use the best. Ours follows base_train's rules as they are. Seeds are paired: with the
-same seed both sides read the same order of rows. Each seed gives one multiplier; the table shows their geometric mean
-and its standard error, and the JSON object the interval of 95 % by Student's t as well.
+does; all of upstream's runs then use the best. Ours follows base_train's rules as they are: a run that reads its text
+more than twice has no table of pairs. Seeds are paired: with the same seed both sides read the same order of rows. Each
+seed gives one multiplier; the table shows their geometric mean and its standard error, and the JSON object the interval
+of 95 % by Student's t as well.
 
 A run's curve is a file in --out that is named by all of its settings, code included. Typed again, the command trains
 only what is missing; a run that was stopped goes on where it was last saved, which it is every 100 steps.

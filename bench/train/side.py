@@ -94,6 +94,7 @@ def ours(task: dict[str, Any]) -> Side:
     offset = task["shape"]["n_layer"] if cfg.offset_layers == "auto" else cfg.offset_layers
     pairs = sizes.table_rows(cfg.bigram_rows, task["shape"]["vocab_size"])
     config = GPTConfig(**{**task["shape"], "bigram_rows": pairs, "offset_layers": offset})
+    config = sizes.keep_bigrams(config, cfg.bigram_rows, task["epochs"])
     model = GPT(config, compute.dtype, operations=compute.operations)
     model.init_weights(seed_of(task))
     shape, steps = (task["pass_rows"], config.sequence_len), task["steps"]

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from bench.train.rows import ROWS, TOKEN_BYTES
+from bench.train.rows import ABOUT, ROWS, TOKEN_BYTES
 from bench.upstream import shape_for
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, read_json
 from nanochat.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,6 +53,12 @@ class Plan:
     held_out: int = HELD_OUT  # rows at the end of the file that nothing trains on
     seed: int | None = None  # of the weights and of the rows' order; None: seed 42, and the order of the file
     pass_rows: int | None = None  # rows of a pass of our side; None: one pass computes the whole step, as upstream's do
+
+    @property
+    def epochs(self) -> float:
+        """How often a run of `horizon` steps reads its text."""
+        read = (self.horizon or 0) * self.rows_per_step
+        return read / (read_json(self.rows / ABOUT)["rows"] - self.held_out)
 
 
 def flops_per_token(shape: GPTConfig) -> int:
@@ -99,6 +105,7 @@ class Worker:
             "warmup": plan.warmup,
             "seed": plan.seed,
             "flags": list(variant.flags),
+            "epochs": plan.epochs,
         }
         own_root = ROOT if variant.checkout is None else variant.checkout.resolve()
         home = peer if variant.side == "upstream" and peer is not None else own_root

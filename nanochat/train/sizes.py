@@ -4,7 +4,7 @@ Says before the first step what a run needs: memory, disk, time, and how often i
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from nanochat import device
 from nanochat.common import UserError, log, tr, warn
@@ -19,6 +19,7 @@ from nanochat.train import schedule
 from nanochat.train.fit.memory import reachable
 from nanochat.train.flags import Auto
 
+Shape = TypeVar("Shape", bound=ModelConfig)
 Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
 WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for
 
@@ -83,7 +84,7 @@ def table_rows(asked: int | Auto, vocab_size: int) -> int:
     return min(PAIRS * vocab_size, MOST_PAIRS) if asked == "auto" else asked
 
 
-def keep_bigrams(shape: ModelConfig, asked: int | Auto, epochs: float) -> ModelConfig:
+def keep_bigrams(shape: Shape, asked: int | Auto, epochs: float) -> Shape:
     """The shape, without bigrams if their number was left at auto and the text is read more than twice."""
     if asked != "auto" or not isinstance(shape, GPTConfig) or not shape.bigram_rows:
         return shape

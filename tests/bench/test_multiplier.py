@@ -294,6 +294,17 @@ def test_a_checkout_s_own_code_is_what_runs(tmp_path: Path) -> None:
     assert runs(Run("code", 2, Entry("ours", EAGER), plan)) == ours and runs.trained == 3
 
 
+def test_a_run_that_reads_its_text_more_than_twice_has_no_pairs_as_in_base_train(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "rows")
+    long = replace(plan, horizon=math.ceil(2.1 / plan.epochs * 6))
+    assert 0 < plan.epochs <= 2 < long.epochs
+    parameters = []
+    for one in (plan, long):
+        with training.workers([EAGER], one, None) as (worker,):
+            parameters.append(worker.answer()["parameters"])
+    assert parameters[0] - parameters[1] == 32 * TINY.vocab_size * TINY.n_embd
+
+
 @pytest.mark.parametrize("entry", [Entry("ours", EAGER), UPSTREAM], ids=["ours", "upstream"])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
