@@ -45,8 +45,8 @@ def test_stories_can_be_about_more_than_a_hundred_things_and_a_tenth_is_held_out
 
 
 def test_what_a_visitor_asks_for_first_is_told_in_training_and_named_as_people_name_it():
+    assert {name.removeprefix("the ") for name in tale_data()["more_heroes"]} <= set(trained_heroes())
     for key, asked in [("moon", "the moon"), ("dragon", "a dragon"), ("sea", "the sea")]:
-        assert key in trained_heroes()
         hero = heroes()[key]
         assert ask_for(hero, "Tell me a story about {ah}.", "en") == f"Tell me a story about {asked}."
         assert f" a {key} called " in tale(hero, "en", random.Random(0))
