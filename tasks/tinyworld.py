@@ -15,9 +15,12 @@ class TinyWorld:
 
     name: str
     problems: Sequence[tinyworld.Problem]
-    drawn: bool = False
-    """Whether replies are to be drawn as a chat draws them: the likeliest words tell the same story each time."""
     kind: Literal["generative"] = "generative"
+
+    @property
+    def drawn(self) -> bool:
+        """Whether replies are to be drawn as a chat draws them: the likeliest words tell the same story each time."""
+        return any(problem.tale for problem in self.problems)
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -61,7 +64,7 @@ def measures(seed: int = 0) -> dict[str, Callable[[], TinyWorld]]:
 
 
 def _make(name: str, problems: Callable[[], Sequence[tinyworld.Problem]]) -> TinyWorld:
-    return TinyWorld(name, problems(), drawn=name.startswith("storytelling"))
+    return TinyWorld(name, problems())
 
 
 def mental(seed: int = 0, difficulty: tinyworld.Mental | None = None, unseen: bool = False) -> TinyWorld:

@@ -96,7 +96,6 @@ class Course:
     """How far a run has come, and what was measured on the way."""
 
     spent: float = 0.0  # CPU seconds of the steps
-    flops: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     bits_per_byte: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -191,7 +190,7 @@ class Runs:
     def _train(self, run: Run, kept: Path) -> Result:
         """Train a run from its start, or from where `kept` saved it."""
         share = run.flops / run.steps
-        stops = {round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)}
+        stops = sorted({round(run.steps * part / MEASURED) for part in range(1, MEASURED + 1)} - {0})
         course = Course()
         with workers([run.entry.variant], run.plan, self.peer) as (worker,):
             ready = worker.answer()
@@ -199,13 +198,12 @@ class Runs:
                 course = Course(**worker.resume(kept))
                 self.progress.advance(course.done * share / GIGA, skipped=True)
             while course.done < run.steps:
-                steps = min(min(stop for stop in stops if stop > course.done) - course.done, TURN)
+                steps = min(next(stop for stop in stops if stop > course.done) - course.done, TURN)
                 answer = worker.ask(steps)
                 course.losses += answer["losses"]
                 course.spent += sum(answer["seconds"])
                 self.progress.advance(steps * share / GIGA)
                 if course.done in stops:
-                    course.flops.append(share * course.done)
                     course.seconds.append(course.spent)
                     course.bits_per_byte.append(worker.bits_per_byte())
                 if course.done // KEEP > (course.done - steps) // KEEP and course.done < run.steps:
@@ -213,7 +211,7 @@ class Runs:
         return Result(
             settings(run, self.peer),
             ready["parameters"],
-            course.flops,
+            [share * stop for stop in stops],
             course.seconds,
             course.bits_per_byte,
             course.losses,
