@@ -74,8 +74,9 @@ class Config:
     """HumanEval: run the model's programs even if this machine cannot isolate them. They can then read your files."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
-    graphs: bool = False
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
+    graphs: bool | None = None
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on one GPU. An NPU needs
+    TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
@@ -203,7 +204,7 @@ def measure(
         return Score(**{**before, "grades": tuple(map(tuple, before["grades"]))})
     score = evaluate(
         task, loaded.model, loaded.tokenizer, compute, sampling, cfg.num_samples, cfg.max_problems, cfg.batch_size,
-        listener.hear if compute.main else None, records.add, cfg.graphs,
+        listener.hear if compute.main else None, records.add, bool(cfg.graphs),
     )  # fmt: skip
     records.finish({**asdict(score), "replies": listener.samples})
     return score
@@ -217,8 +218,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         )
     if cfg.dtype != "auto":
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
-    if cfg.graphs:
-        graphs.check_device(compute)
+    cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
     Sampling(cfg.temperature or 0.0, cfg.top_k or None, cfg.max_new_tokens, min_p=cfg.min_p or 0.0)  # refuses early
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     loaded.model.operations.hold(loaded.model)

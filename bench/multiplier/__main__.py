@@ -111,8 +111,8 @@ class Config:
     """factors on upstream's learning rates to try first; more are tried until the best lies between two others"""
     search: bool = True
     """--no-search: take the first of --scales for all of upstream's runs, and try no other"""
-    megabytes: float = 5.0
-    """MB of English and as much of Chinese in the text documents: more for runs of thousands of steps"""
+    megabytes: tuple[float, ...] = (5.0,)
+    """MB of English and of Chinese in the text documents, or one number for both: more for runs of thousands of steps"""
     out: Path | None = None
     """folder for the rows, a file for each run, the figures and the picture; default: multiplier in the base folder"""
 
@@ -136,8 +136,10 @@ def check(cfg: Config) -> None:
         if flag != "texts" and (min(given) <= 0 if least is None else min(given) < least):
             rule = "above 0" if least is None else f"at least {least}"
             raise refuse(f"--{flag} must be {rule}, got {' '.join(map(str, given))}")
-    if cfg.megabytes <= 0:
-        raise refuse(f"--megabytes must be above 0, got {cfg.megabytes:g}")
+    if len(cfg.megabytes) not in (1, 2) or min(cfg.megabytes) <= 0:
+        raise refuse(
+            f"--megabytes must be one or two numbers above 0, got {' '.join(map('{:g}'.format, cfg.megabytes))}"
+        )
     if len(cfg.stretch) < 2 and len(cfg.steps) < 2:
         raise refuse("a curve needs two lengths of the baseline's runs; give two numbers to --stretch or to --steps")
     if "documents" in cfg.texts and cfg.corpus is None and not cfg.quick:
@@ -191,24 +193,26 @@ def entries(cfg: Config, ours: Variant, compiled: bool) -> tuple[Entry, list[Ent
     return known[name], others
 
 
-def documents(folder: Path | None, megabytes: float) -> Text:
-    """Pieces of English and Chinese documents in turn, as many of each; UserError if the corpus has too few."""
+def documents(folder: Path | None, megabytes: Sequence[float]) -> Text:
+    """Pieces of English and Chinese documents in turn, that many MB of each language, or of both if there is only one
+    number; UserError if the corpus has too few."""
     assert folder is not None
-    parts = []
-    for kind in ("english", "chinese"):
+    parts, wanted = [], {"english": megabytes[0], "chinese": megabytes[-1]}
+    for kind, size in wanted.items():
         whole = corpus.read_kind(folder, kind)
         pieces = dict.fromkeys(text[at : at + PIECE] for text in whole for at in range(0, len(text), PIECE))
         spoken = [piece for piece in pieces if len(piece) >= PIECE // 10 and corpus.speaks(kind, piece)]
         random.Random(0).shuffle(spoken)
         sizes = list(accumulate(len(piece.encode()) for piece in spoken))
-        if not sizes or sizes[-1] < 1e6 * megabytes:
+        if not sizes or sizes[-1] < 1e6 * size:
             raise UserError(
-                f"{folder / kind}.txt must hold {megabytes:g} MB of text in the language, got "
+                f"{folder / kind}.txt must hold {size:g} MB of text in the language, got "
                 f"{sizes[-1] / 1e6 if sizes else 0:.1f} MB; make a larger corpus with python -m bench.corpus", 2
             )  # fmt: skip
-        parts.append(spoken[: bisect_left(sizes, 1e6 * megabytes) + 1])
+        parts.append(spoken[: bisect_left(sizes, 1e6 * size) + 1])
     mixed = [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
-    return Text(mixed, f"{megabytes:g} MB each of Debian's documents in English and Chinese")
+    each = " and ".join(f"{size:g} MB of {kind.capitalize()}" for kind, size in wanted.items())
+    return Text(mixed, f"Debian's documents, {each}")
 
 
 def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) -> Path:
@@ -330,7 +334,7 @@ def main(cfg: Config) -> None:
 def measure(cfg: Config, sizes: Sizes, baseline: Entry, others: Sequence[Entry], out: Path) -> None:
     """Train and compare at every depth and on every text; the figures and the picture are written to `out`."""
     longest = max(round(steps * stretch) for steps in cfg.steps for stretch in (1.0, *cfg.stretch))
-    named = {"code": "code", "documents": f"documents-{cfg.megabytes:g}MB"}
+    named = {"code": "code", "documents": f"documents-{'+'.join(map('{:g}'.format, cfg.megabytes))}MB"}
     rows = {text: rows_of(text, cfg, sizes, out / "rows" / f"{named[text]}-{sizes.vocab_size}-{sizes.length}", longest)
             for text in cfg.texts}  # fmt: skip
     peer = cfg.upstream.resolve() if cfg.upstream else None

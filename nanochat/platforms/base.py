@@ -74,6 +74,7 @@ class Platform:
     pass_tokens: int | None = None  # tokens of a pass that suit the device; None: as many as its memory holds
     split_tokens = 10 << 20  # tokens of a split to measure bits per byte on
     evaluation_rows = 32  # rows of a pass without gradients
+    replays_replies = False  # whether decoding steps are replayed as captured graphs unless the user says otherwise
 
     def __init__(self, index: int = 0):
         """`index` is the number of the device among those that this process sees; opens nothing."""

@@ -1,26 +1,26 @@
-"""Sliding-window attention on GPUs: FlashAttention where it is installed, else FlexAttention where a model is compiled.
+"""Sliding-window attention on GPUs: FlashAttention 4 or 3 where a package has it, else the FlashAttention within torch.
 
-torch's own attention takes a window only as a mask, which its fast kernel refuses.
+torch's scaled_dot_product_attention takes a window only as a mask, which its fast kernels refuse.
 """
 
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from nanochat.common import UserError
+from nanochat.common import UserError, warn
 from nanochat.nn.few_launches import square_sums
 from nanochat.nn.operations import Operations
 
-BLOCK = 128  # queries and keys that FlexAttention looks at together
 HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
-LIBRARIES = {9: ("flash_attn_interface", "flash_attn"), 8: ("flash_attn",)}  # by the generation: Hopper, Ampere
-MOST_MASKS = 16  # of FlexAttention: more shapes than training has, and evaluation must not collect masks without end
+KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # FlashAttention 4 then reads the kernels that it wrote before
+FOUR, THREE = "flash_attn.cute", "flash_attn_interface"  # the modules of FlashAttention 4 and 3
+PACKAGES = {9: (FOUR, THREE), 10: (FOUR,)}  # the fastest first, by the generation: Hopper, Blackwell
 
 
 class NvidiaOperations(Operations):
@@ -37,20 +37,17 @@ class NvidiaOperations(Operations):
         UserError where NANOCHAT_FLASH_KERNEL asks for a kernel of the hub that cannot be had.
         """
         super().__init__(stacks_matrices=not plain)
-        self.flash: Callable[..., Any] | None = None
-        self.flex = False
-        # FlexAttention's block masks by (T, window, device), which are made before anything is compiled.
-        self.block_masks: dict[tuple[int, int, int], Any] = {}
-        if plain:
+        self.flash: Callable[..., Any] | None = None  # of a package, called as FlashAttention 3 is
+        self.of_rows: Callable[..., Any] | None = None  # torch's, for rows of different lengths
+        if plain or generation < 8:
             return
-        libraries = LIBRARIES.get(generation, ())
-        library = next((name for name in libraries if importlib.util.find_spec(name) is not None), "")
         if name := os.environ.get(HUB):
             self.flash, self.name = _of_hub(name), name
-        elif library:
-            self.flash, self.name = importlib.import_module(library).flash_attn_func, library
-        elif generation >= 8:
-            self.flex, self.name = True, "FlexAttention where compiled, else torch's own"
+        elif found := _of_package(PACKAGES.get(generation, ())):
+            self.flash, self.name = found
+        else:
+            self.of_rows = windows_of_torch()
+            self.name = "torch's own" if self.of_rows is None else "torch's FlashAttention"
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:  # (number of gradients,) fp32
         """See Operations.square_sums."""
@@ -65,38 +62,32 @@ class NvidiaOperations(Operations):
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See Operations.attend."""
-        out = self.attend_fast(q, k, v, window, scale)
-        return super().attend(q, k, v, window, scale) if out is None else out
-
-    def attend_fast(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor | None:
-        """attend() by a library; None where torch's own attention is to do it."""
-        if self.flash is not None and q.element_size() == 2 and q.size(3) % 8 == 0:
-            sizes = (window, 0) if window < k.size(1) - 1 else (-1, -1)
+        fits, cuts = q.element_size() == 2 and q.size(3) % 8 == 0, window < k.size(1) - 1
+        if self.flash is not None and fits:
+            sizes = (window, 0) if cuts else (-1, -1)
             out = self.flash(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
             return out[0] if isinstance(out, tuple) else out  # some versions return the sums of the softmax too
-        if not self.flex or window >= k.size(1) - 1 or q.size(3) not in (16, 32, 64, 128, 256):
-            return None
-        return self._flex(q, k, v, window, scale)
+        if self.of_rows is not None and fits and cuts:
+            return self._by_rows(q, k, v, window, scale)
+        return super().attend(q, k, v, window, scale)
 
-    def _flex(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor | None:
-        """attend() by FlexAttention; None outside compiled code, since FlexAttention needs a compiler.
+    def _by_rows(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+        """attend() by torch's attention for rows of different lengths, which takes windows; here all have one."""
+        assert self.of_rows is not None
+        B, T, H, _ = q.shape
+        k, v = (x.repeat_interleave(H // x.size(2), dim=2) if x.size(2) < H else x for x in (k, v))
+        starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return self.of_rows(*rows, starts, starts, T, T, scale=scale, window_size=(window, 0)).view_as(q)
 
-        The first pass of a shape, before compilation, makes the block mask: (T/128)^2 numbers instead of T x T.
-        """
-        key = (q.size(1), window, q.device.index or 0)
-        if not is_compiling():
-            if key not in self.block_masks and len(self.block_masks) < MOST_MASKS:
-                with torch.inference_mode(False):  # a mask made while sampling must serve training too
-                    self.block_masks[key] = block_mask(q.size(1), window, q.device)
-            return None
-        if key not in self.block_masks:
-            return None
-        from torch.nn.attention.flex_attention import flex_attention
 
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-        grouped = k.size(1) != q.size(1)
-        out: Any = flex_attention(q, k, v, block_mask=self.block_masks[key], scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2)
+def windows_of_torch() -> Callable[..., Any] | None:
+    """torch's attention for rows of different lengths; None for torch before 2.11, where it takes no windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 def _of_hub(name: str) -> Callable[..., Any]:
@@ -109,24 +100,21 @@ def _of_hub(name: str) -> Callable[..., Any]:
         ) from failure
 
 
-def block_mask(length: int, window: int, device: torch.device) -> Any:
-    """FlexAttention's description of a causal band: the blocks of keys that queries see in part, and see whole."""
-    from torch.nn.attention.flex_attention import BlockMask
+def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None:
+    """The attention of the first of the modules that is installed and works, and its name; None if there is none."""
+    for module in modules:
+        try:
+            if importlib.util.find_spec(module) is None:
+                continue
+            if module == FOUR:
+                os.environ.setdefault(KEEP, "1")
+                from nanochat.platforms.nvidia_flash4 import flash_attn_func
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key <= window)
-
-    number = torch.arange(-(-length // BLOCK), device=device)
-    queries, keys = number[:, None], number[None]
-    touched = (keys <= queries) & (keys >= (queries * BLOCK - window).clamp_min(0) // BLOCK)
-    whole = (keys < queries) & ((queries - keys) * BLOCK + BLOCK - 1 <= window) & ((queries + 1) * BLOCK <= length)
-
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """For each block of queries: how many blocks of keys it has, (1, 1, Q), and their numbers, those first,
-        (1, 1, Q, K)."""
-        order = blocks.int().argsort(dim=1, descending=True, stable=True)
-        return blocks.sum(dim=1).int()[None, None], order.int()[None, None]
-
-    return BlockMask.from_kv_blocks(
-        *listed(touched & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
-    )
+                return flash_attn_func, "FlashAttention 4"
+            return importlib.import_module(module).flash_attn_func, "FlashAttention 3"
+        except ModuleNotFoundError as failure:
+            if failure.name != module.partition(".")[0]:  # the package is there, and lacks one that it needs
+                warn(f"{module} is installed, but cannot be used: {failure}")
+        except (ImportError, AttributeError, OSError) as failure:
+            warn(f"{module} is installed, but cannot be used: {failure}")
+    return None

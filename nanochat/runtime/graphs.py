@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanochat.common import UserError, log, tr
 from nanochat.device import Compute
+from nanochat.platforms.base import Platform
 
 
 def check(compute: Compute, compile: bool | None = None) -> None:
@@ -36,6 +37,15 @@ def check_device(compute: Compute) -> None:
     """UserError if the device captures no graphs."""
     if why := compute.platform.graphs_missing():
         raise UserError(tr("--graphs was asked for, but cannot be used: {why}. Leave --graphs out.", why=why))
+
+
+def for_replies(asked: bool | None, compute: Compute) -> Platform | None:
+    """What replays the decoding steps of replies, if --graphs asks for it or, without --no-graphs, one device gains by
+    it; None where every operator is launched by itself. UserError if --graphs cannot be used."""
+    if asked:
+        check_device(compute)
+    gains = compute.platform.replays_replies and compute.world_size == 1
+    return compute.platform if asked or (asked is None and gains) else None
 
 
 class _Pass(nn.Module):

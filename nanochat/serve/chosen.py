@@ -40,8 +40,9 @@ class ModelFlags:
     weights: Literal["auto", "int8"] = "auto"
     """Number format of the matrices. auto: the same as the computation. int8: half the memory, on a CPU that uses bf16.
     Qwen models only; replies change a little."""
-    graphs: bool = False
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. An NPU needs TASK_QUEUE_ENABLE=1."""
+    graphs: bool | None = None
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs. An NPU needs
+    TASK_QUEUE_ENABLE=1."""
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096, since memory grows with it."""
 
@@ -55,7 +56,7 @@ class Chosen:
     others: list[str]
     latest: str = ""
     parameters: int = 0  # how many the model has
-    captures: Platform | None = None  # what replays decoding steps, with --graphs
+    captures: Platform | None = None  # what replays decoding steps, if they are to be replayed
 
 
 def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None = None) -> Chosen:
@@ -63,9 +64,7 @@ def choose(flags: ModelFlags, dtype: str, compute: Compute, adapter: Path | None
     folder merged into it. UserError if the flags do not go together or the model cannot be loaded."""
     if dtype != "auto":
         compute = replace(compute, dtype=DTYPES[dtype], dtype_reason="--dtype")
-    if flags.graphs:
-        graphs.check_device(compute)
-    captures = compute.platform if flags.graphs else None
+    captures = graphs.for_replies(flags.graphs, compute)
     given = bool(flags.source or flags.model_tag or flags.step)
     if flags.model is None and adapter is not None:
         raise UserError(NEEDS_BASE, exit_code=2)
@@ -103,10 +102,11 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
 
 def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
     """The name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. `flags` are
-    those of the first model. UserError if the value cannot be read or loaded."""
+    those of the first model. No step is captured, since the threads of several models would disturb that. UserError if
+    the value cannot be read or loaded."""
     name, equals, place = words.partition("=")
     if equals and name and place:
-        own = ModelFlags(model=Path(place).expanduser(), weights=flags.weights, context=flags.context)
+        own = ModelFlags(model=Path(place).expanduser(), weights=flags.weights, graphs=False, context=flags.context)
         return name, choose(own, dtype, compute)
     stage, _, rest = words.partition("/")
     tag, _, step = rest.partition("/")
@@ -117,7 +117,7 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
             exit_code=2,
         )
     source, number = cast(Source, stage), int(step) if step else None
-    own = ModelFlags(source, tag, number, weights=flags.weights, context=flags.context)
+    own = ModelFlags(source, tag, number, weights=flags.weights, graphs=False, context=flags.context)
     return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
 
 

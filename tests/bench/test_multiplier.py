@@ -199,7 +199,8 @@ def test_the_comparison_finds_the_multiplier_of_its_runs(tmp_path: Path) -> None
         ({"stretch": (1.0,)}, "two lengths of the baseline's runs"),
         ({"stretch": (1.0, 0.0)}, "--stretch must be above 0"),
         ({"scales": ()}, "got none"),
-        ({"megabytes": 0.0, "texts": ("code",)}, "--megabytes must be above 0, got 0"),
+        ({"megabytes": (8.0, 0.0), "texts": ("code",)}, "--megabytes must be one or two numbers above 0, got 8 0"),
+        ({"megabytes": (1.0, 2.0, 3.0)}, "--megabytes must be one or two numbers above 0, got 1 2 3"),
         ({}, "--texts documents needs --corpus DIR"),
         ({"texts": ("code",)}, "--baseline must be one of ours, none was given"),
         ({"texts": ("code",), "baseline": "theirs"}, "one of ours, got theirs; upstream needs --upstream"),
@@ -260,9 +261,9 @@ def test_documents_are_pieces_of_both_languages(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "english.txt").write_text(english, encoding="utf-8")
     (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(200)), encoding="utf-8")
     with pytest.raises(UserError, match=r"chinese\.txt must hold 0\.02 MB.*got 0\.0 MB"):
-        bench.documents(tmp_path, 0.02)
+        bench.documents(tmp_path, [0.02])
     (tmp_path / "chinese.txt").write_text("".join(f"第{i}只猫睡在垫子上。" for i in range(2000)), encoding="utf-8")
-    pieces = bench.documents(tmp_path, 0.02).documents
+    pieces = bench.documents(tmp_path, [0.02, 0.02]).documents
     assert len(set(pieces)) == len(pieces) and all(100 <= len(piece) <= 1000 for piece in pieces)
     assert "cat" in pieces[0] and "猫" in pieces[1]
     for word in ("cat", "猫"):
