@@ -26,7 +26,7 @@ from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -75,8 +75,8 @@ class Config:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], arg(aliases=["-d"])] = "auto"
     """Number format of the computation. auto: the device's best. Use float32 to compare devices."""
     graphs: bool | None = None
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on one GPU. An NPU needs
-    TASK_QUEUE_ENABLE=1."""
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on one GPU.
+    An NPU needs TASK_QUEUE_ENABLE=1."""
     device_type: str = ""
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 

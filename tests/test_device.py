@@ -19,7 +19,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute, choose, compute_init
 from nanochat.platforms import host
 from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from tests.support.tiny_model import pretend
 
 ROOT = Path(__file__).resolve().parent.parent

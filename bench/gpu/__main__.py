@@ -5,7 +5,8 @@ python -m bench.gpu --depth 20 --rows 8 --no-compile
 
 Each run is a process that has the device to itself. The sides take turns, ours first and last, so that a device that
 heats up slows both. Both sides train compiled models on random tokens, because speed does not depend on the tokens.
-Upstream uses FlashAttention 3 where its package can load it; NANOCHAT_FLASH_KERNEL makes ours use the same kernel.
+Upstream uses FlashAttention 3 where its package can load it, and masks windows elsewhere; NANOCHAT_FLASH_KERNEL makes
+ours use the same kernel. The lines say what either side attends with.
 """
 
 import json

@@ -112,7 +112,7 @@ class Config:
     search: bool = True
     """--no-search: take the first of --scales for all of upstream's runs, and try no other"""
     megabytes: tuple[float, ...] = (5.0,)
-    """MB of English and of Chinese in the text documents, or one number for both: more for runs of thousands of steps"""
+    """MB of English and of Chinese in the text documents, or one number for both; longer runs need more"""
     out: Path | None = None
     """folder for the rows, a file for each run, the figures and the picture; default: multiplier in the base folder"""
 

@@ -41,8 +41,8 @@ class ModelFlags:
     """Number format of the matrices. auto: the same as the computation. int8: half the memory, on a CPU that uses bf16.
     Qwen models only; replies change a little."""
     graphs: bool | None = None
-    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs. An NPU needs
-    TASK_QUEUE_ENABLE=1."""
+    """Replay every decoding step as one captured launch, on an NPU or a GPU. Default: on GPUs.
+    An NPU needs TASK_QUEUE_ENABLE=1."""
     context: int | None = None
     """Longest chat in tokens. Default: the context of the model, but at most 4,096, since memory grows with it."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from nanochat.common import UserError
 from nanochat.platforms.ascend import Ascend
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime import graphs
 from tests.support.tiny_model import on_cpu, pretend
 

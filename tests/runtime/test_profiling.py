@@ -12,7 +12,7 @@ import torch
 
 from nanochat.common import UserError, read_json
 from nanochat.device import Compute
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.report.__main__ import generate
 from nanochat.report.sections import training_section
 from nanochat.runtime import profiling

@@ -14,7 +14,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime.parallel import Sharding
 from nanochat.train import sizes
 from nanochat.train.sizes import Batch

@@ -9,7 +9,7 @@ import torch
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.platforms.cpu.platform import Cpu
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.train.fit import memory
 from tests.support.tiny_model import on_cpu, pretend
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,9 @@ def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None
                 continue
             if module == FOUR:
                 os.environ.setdefault(KEEP, "1")
-                from nanochat.platforms.nvidia_flash4 import flash_attn_func
+                # said of every kernel that the package writes, about an argument that is None in all of them
+                warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
+                from nanochat.platforms.nvidia.flash4 import flash_attn_func
 
                 return flash_attn_func, "FlashAttention 4"
             return importlib.import_module(module).flash_attn_func, "FlashAttention 3"

@@ -1,14 +1,15 @@
 """NVIDIA GPUs: their peaks by name, and messages for a GPU that cannot be opened or is in use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nanochat.common import log
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.base import Chip, Platform
-from nanochat.platforms.nvidia_attention import NvidiaOperations
+from nanochat.platforms.nvidia.attention import NvidiaOperations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
 PEAKS = {
@@ -87,6 +88,13 @@ class Nvidia(Platform):
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """An empty CUDA graph."""
         return torch.cuda.CUDAGraph()
+
+    def graphed(self, call: torch.nn.Module, samples: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        """See Platform.graphed."""
+        # torch waits for the stream on which the passes before the capture made gradients, and need not say so
+        if quiet := getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None):
+            quiet(False)
+        return super().graphed(call, samples)
 
     def peak_flops(self) -> tuple[float, str] | None:
         """The data sheet's dense bf16 peak of a known GPU."""

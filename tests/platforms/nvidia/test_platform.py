@@ -8,8 +8,8 @@ import torch
 
 from nanochat import device
 from nanochat.common import UserError
-from nanochat.platforms import nvidia
-from nanochat.platforms.nvidia import Nvidia
+from nanochat.platforms.nvidia import platform as nvidia
+from nanochat.platforms.nvidia.platform import Nvidia
 from tests.support.tiny_model import on_cpu, pretend
 
 

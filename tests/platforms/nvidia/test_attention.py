@@ -15,8 +15,8 @@ from torch.nn.attention import varlen
 
 from nanochat.common import UserError
 from nanochat.nn.operations import Operations
-from nanochat.platforms.nvidia import Nvidia
-from nanochat.platforms.nvidia_attention import NvidiaOperations
+from nanochat.platforms.nvidia.attention import NvidiaOperations
+from nanochat.platforms.nvidia.platform import Nvidia
 from tests.support.tensors import draw
 
 TORCHS, ROWS = "torch's own", "torch's FlashAttention"

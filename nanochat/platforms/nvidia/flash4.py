@@ -1,4 +1,4 @@
-"""FlashAttention 4 (the package flash-attn-4) as one operator of torch, so that models which use it can be compiled.
+"""FlashAttention 4 (the package flash-attn-4) as operators of torch, so that models which use it can be compiled.
 
 The package writes its kernels when they are first called, which takes twenty seconds, and keeps them. Its own function
 is no operator: torch's compiler would look into it.
@@ -47,16 +47,19 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+class _FlashAttention(torch.autograd.Function):
+    """Both operators as one function with a gradient."""
 
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        out, sums = _forward(q, k, v, window, scale)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.window, ctx.scale = window, scale
+        return out
 
-def _gradients(ctx: Any, gradient: Tensor, of_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward(gradient, *ctx.saved_tensors, ctx.window, ctx.scale), None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(grads[0], *ctx.saved_tensors, ctx.window, ctx.scale), None, None
 
 
 def flash_attn_func(
@@ -70,4 +73,4 @@ def flash_attn_func(
     """Causal attention, called as FlashAttention 3 is."""
     assert causal
     scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    return _forward(q, k, v, window_size[0], scale)[0]
+    return _FlashAttention.apply(q, k, v, window_size[0], scale)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: the platform, and attention by the fastest library that is there."""
