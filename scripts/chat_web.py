@@ -279,7 +279,9 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
     folders = adapter_folders([*cfg.adapter, *(words for words in cfg.also if words not in also)], cfg.model)
     if cfg.graphs and also:
         raise UserError("--graphs serves one model and its adapters: leave out --graphs, or the models of --also", 2)
-    first = choose(replace(cfg, graphs=False) if also else cfg, cfg.dtype, compute)
+    if also:  # the threads of several models would disturb a capture
+        cfg = replace(cfg, graphs=False)
+    first = choose(cfg, cfg.dtype, compute)
     loaded = first.loaded
     name = loaded.tag if loaded.stage == PUBLISHED else f"nanochat-{loaded.stage}-{loaded.tag}"
     if name in folders:

@@ -102,11 +102,12 @@ def _held(flags: ModelFlags, loaded: Loaded, compute: Compute) -> int:
 
 def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> tuple[str, Chosen]:
     """The name and the model that a value of --also asks for: STAGE/TAG, STAGE/TAG/STEP or NAME=FOLDER. `flags` are
-    those of the first model. No step is captured, since the threads of several models would disturb that. UserError if
-    the value cannot be read or loaded."""
+    those of the first model. UserError if the value cannot be read or loaded."""
     name, equals, place = words.partition("=")
     if equals and name and place:
-        own = ModelFlags(model=Path(place).expanduser(), weights=flags.weights, graphs=False, context=flags.context)
+        own = ModelFlags(
+            model=Path(place).expanduser(), weights=flags.weights, graphs=flags.graphs, context=flags.context
+        )
         return name, choose(own, dtype, compute)
     stage, _, rest = words.partition("/")
     tag, _, step = rest.partition("/")
@@ -117,7 +118,7 @@ def choose_also(words: str, flags: ModelFlags, dtype: str, compute: Compute) -> 
             exit_code=2,
         )
     source, number = cast(Source, stage), int(step) if step else None
-    own = ModelFlags(source, tag, number, weights=flags.weights, graphs=False, context=flags.context)
+    own = ModelFlags(source, tag, number, weights=flags.weights, graphs=flags.graphs, context=flags.context)
     return "-".join(filter(None, ("nanochat", stage, tag, step))), choose(own, dtype, compute)
 
 

@@ -101,11 +101,16 @@ def _of_hub(name: str) -> Callable[..., Any]:
         ) from failure
 
 
+def _installed(module: str) -> bool:
+    package = module.rpartition(".")[0]
+    return (not package or _installed(package)) and importlib.util.find_spec(module) is not None
+
+
 def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None:
     """The attention of the first of the modules that is installed and works, and its name; None if there is none."""
     for module in modules:
         try:
-            if importlib.util.find_spec(module) is None:
+            if not _installed(module):
                 continue
             if module == FOUR:
                 os.environ.setdefault(KEEP, "1")
@@ -115,9 +120,6 @@ def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None
 
                 return flash_attn_func, "FlashAttention 4"
             return importlib.import_module(module).flash_attn_func, "FlashAttention 3"
-        except ModuleNotFoundError as failure:
-            if failure.name != module.partition(".")[0]:  # the package is there, and lacks one that it needs
-                warn(f"{module} is installed, but cannot be used: {failure}")
         except (ImportError, AttributeError, OSError) as failure:
             warn(f"{module} is installed, but cannot be used: {failure}")
     return None
