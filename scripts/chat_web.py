@@ -320,7 +320,7 @@ def chat_web(cfg: Config, compute: Compute, listener: socket.socket) -> None:
 
 def show_runs(cfg: Config, listener: socket.socket) -> None:
     """Show the training runs without a model until Ctrl-C."""
-    log(f"训练记录 / training runs under: {harmless(str(base_dir()))}")
+    log(f"训练过程 / training runs under: {harmless(str(base_dir()))}")
     if not cfg.runs_only:
         log("还没有训练好的模型，因此只显示训练过程 / no model is trained yet, so there are only the runs to see")
     serve_until_stopped(cfg, create_runs_app(base_dir(), hosts_of(cfg), key_of(cfg)), listener)

@@ -119,7 +119,7 @@ def check(cfg: Config, compute: Compute) -> None:
     tokens = cfg.tokens or 12 * counts["scaling"]
     peak, _ = device.peak_flops(compute)
     each = model.flops_per_token()
-    seconds = expected_seconds(tokens, each, peak * cfg.devices)
+    seconds = expected_seconds(tokens, each, peak * cfg.devices, compute.platform.usual_mfu())
     log(tr("time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
            "come on top", time=duration(seconds), tokens=tokens, flops=tokens * each))  # fmt: skip
     if problems:

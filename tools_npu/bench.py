@@ -155,7 +155,7 @@ def save(figures: dict[str, float], link: float | None, cards: int, chip: str, d
     calibration.save(bench, calibration.path_of())
     name = calibration.NAME
     english = f"{name} in the base folder; nanochat.planner uses it. To share it: python check_npu.py --share"
-    chinese = f"已写入基础目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
+    chinese = f"已写入数据目录下的 {name}，nanochat.planner 会使用。要分享：python check_npu.py --share"
     return Line("bench file", PASS, english, chinese)
 
 

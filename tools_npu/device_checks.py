@@ -28,7 +28,7 @@ UPDATE = ("update CANN and torch_npu; until then set NANOCHAT_KERNELS=plain",
 UNKNOWN = ("nothing if the lines below pass: training tries each fused operator of this chip first",
            "如果下面各项都通过，不用处理：训练会先逐个试用这种芯片的融合算子")  # fmt: skip
 IN_CHINESE = {
-    "data sheet": "数据手册",
+    "data sheet": "产品手册",
     "estimate": "估计值",
     "one die": "单个 die",
     ", ": "，",
@@ -236,7 +236,7 @@ def check_speed(out: Output, chip: Any, dtype: Any) -> None:
         for word, other in IN_CHINESE.items():
             source = source.replace(word, other)
         english = f", {share:.0f} % of {chip.tflops:g} ({chip.source})"
-        chinese = f"，是峰值 {chip.tflops:g} 的 {share:.0f} %（{source}）"
+        chinese = f"，是峰值 {chip.tflops:g} 的 {share:.0f}%（{source}）"
     slow = known and tflops < 0.4 * chip.tflops
     out.line(Line("matmul speed", WARN if slow else PASS, f"{tflops:.3g} TFLOP/s in {short}, {size}^3{english}",
                   f"{short} {tflops:.3g} TFLOP/s，{size}^3{chinese}",

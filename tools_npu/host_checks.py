@@ -188,7 +188,7 @@ def card_state(name: str, card: host.Card, holders: Sequence[host.Holder]) -> It
         who = ", ".join(f"{holder.pid} {holder.name} {holder.used_mb} MB".replace("  ", " ") for holder in holders)
         told = f"in use: {card.used_mb} of {card.total_mb} MB, AICore {card.aicore} %; {who or 'process unknown'}"
         yield Line(name, WARN, told,
-                   f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore} %；{who or '占用者未知'}",
+                   f"已被占用：{card.used_mb}/{card.total_mb} MB，AICore {card.aicore}%；{who or '占用者未知'}",
                    "python check_npu.py --processes", {"used_mb": used})  # fmt: skip
     if card.celsius >= 85:
         yield Line(name, WARN, f"hot: {card.celsius} °C", f"温度过高：{card.celsius} °C",

@@ -18,6 +18,7 @@ from nanochat import device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.runtime import graphs
 from nanochat.train.optim import Optimizers, Rates
+from nanochat.train.sizes import table_rows
 from nanochat.train.update import LossScale, update
 
 
@@ -34,6 +35,15 @@ class Batch:
         self.num_targets = shape.sequence_len
 
 
+def shape_of(task: dict[str, Any]) -> GPTConfig:
+    """The model that base_train makes of this depth and width."""
+    heads, pairs = task["width"] // 128, table_rows("auto", task["vocab_size"])
+    return GPTConfig(
+        task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"],
+        bigram_rows=pairs, offset_layers=task["depth"],
+    )  # fmt: skip
+
+
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Take a step to fill the caches, one more to capture Muon's if it is captured, and count the next."""
     from tests.emulated_npu import log
@@ -42,8 +52,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     # Only rank 0 logs, and the output here must be numbers only.
     compute = replace(device.compute_init("npu", task["kernels"]), rank=1)
     compute.operations.stacks_matrices |= task["stacked"]
-    heads = task["width"] // 128
-    shape = GPTConfig(task["length"], task["vocab_size"], task["depth"], heads, heads, task["width"])
+    shape = shape_of(task)
     model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     model.init_weights()
     model.to(compute.device)

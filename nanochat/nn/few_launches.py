@@ -126,6 +126,33 @@ def add_values(
     return _AddValues.apply(v, value, logits)  # type: ignore[no-any-return]
 
 
+class _OffsetKeys(torch.autograd.Function):
+    """previous.with_offset() on whole sequences. Its gradient is the same, with the token after."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, none: Tensor) -> Tensor:
+        ctx.save_for_backward(none)
+        return _OffsetKeys.moved(k, none, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _OffsetKeys.moved(grads[0], *ctx.saved_tensors, back=True), None
+
+    @staticmethod
+    def moved(k: Tensor, none: Tensor, back: bool) -> Tensor:
+        fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)
+        slow = torch.cat((slow[:, 1:], none) if back else (none, slow[:, :-1]), dim=1)
+        return torch.stack((fast, slow), dim=-2).flatten(-3)
+
+
+def offset_keys(
+    k: Tensor,  # (B, T, H, D)
+    none: Tensor,  # (B, 1, H, 2, D / 4) zeros of k's dtype and device, kept by the caller
+) -> Tensor:  # (B, T, H, D)
+    """Keys, half of each from the token before, with two operators in either direction."""
+    return _OffsetKeys.apply(k, none)  # type: ignore[no-any-return]
+
+
 def _chunk_loss(
     x: Tensor,  # (n, C)
     head: Tensor,  # (V', C) in x's dtype

@@ -49,12 +49,12 @@ class Run:
         rates = rates_of(self.chip)
         assert rates is not None, self.card
         rates = replace(rates, matmul=SHAPES * EIGHT_BITS) if self.eight_bits else rates
-        size = size_of(self.depth, 32_768, self.pattern)
+        size = size_of(self.depth, 32_768, self.pattern, upstream=True)
         return step_of(size, self.rows, self.passes, self.ranks, rates, self.program).tokens_per_second
 
     def mfu(self, tokens_per_second: float) -> float:
         """The share of the 16-bit peak, with the FLOPs that the run's own code counts."""
-        flops = self.flops or size_of(self.depth, 32_768, self.pattern).flops_per_token
+        flops = self.flops or size_of(self.depth, 32_768, self.pattern, upstream=True).flops_per_token
         return tokens_per_second * flops / (self.ranks * self.chip.tflops * 1e12)
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.train.sizes import table_rows
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ class Size:
 
 
 @cache
-def size_of(depth: int, vocab_size: int, window_pattern: str = "SSSL") -> Size:
-    """The model of a depth with upstream's context of 2,048."""
+def size_of(depth: int, vocab_size: int, window_pattern: str = "SSSL", upstream: bool = False) -> Size:
+    """The model of a depth with upstream's context of 2,048, as base_train makes it, or as upstream does."""
     if depth < 1 or vocab_size < 1:
         raise UserError(f"depth and vocab_size must be at least 1, got {depth} and {vocab_size}", exit_code=2)
     head = 128 if depth >= 8 else 64
     dim = -(-depth * 64 // head) * head
-    shape = GPTConfig(2048, vocab_size, depth, dim // head, dim // head, dim, window_pattern)
+    pairs, offset = (0, 0) if upstream else (table_rows("auto", vocab_size), depth)
+    shape = GPTConfig(2048, vocab_size, depth, dim // head, dim // head, dim, window_pattern, pairs, offset)
     with torch.device("meta"):
         model = GPT(shape)
     counts = model.parameter_counts()
-    tables = counts["embedding"] + counts["value_embedding"]
+    tables = sum(counts.get(role, 0) for role in ("embedding", "value_embedding", "bigram"))
     return Size(shape, model.flops_per_token(), counts["matrix"], tables, counts["total"], counts["scaling"])
 
 

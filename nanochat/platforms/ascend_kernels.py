@@ -116,6 +116,12 @@ class AscendChunked(AscendPlain):
         """See Operations.mix."""
         return few_launches.mix(x, x0, a, b)
 
+    def offset_keys(self, k: Tensor) -> Tensor:
+        """See Operations.offset_keys."""
+        shape, dtype, device = (k.size(0), 1, k.size(2), 2, k.size(3) // 4), k.dtype, k.device
+        none = self.kept.get(("zeros", shape, dtype, device), lambda: torch.zeros(shape, dtype=dtype, device=device))
+        return few_launches.offset_keys(k, none)
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """See Operations.squared_relu."""
         dtype, device = x.dtype, x.device

@@ -231,6 +231,10 @@ class Platform:
         self.synchronize()
         return int(self.module.max_memory_reserved())
 
+    def usual_mfu(self) -> float:
+        """The share of the peak that training usually reaches, to tell its time before a step was measured."""
+        return 0.4
+
     def peak_flops(self) -> tuple[float, str] | None:
         """FLOP/s by the data sheet, and their source; None where no data sheet is known."""
         return None

@@ -13,7 +13,6 @@ from nanochat.runtime.progress import duration
 from nanochat.train.update import Outcome
 
 BAD_STEPS = 10  # skipped updates in a row after which a run stops
-EXPECTED_MFU = 0.4  # share of the peak that steps are expected to reach before the first one was measured
 STATE = ("smooth_loss", "smooth_weight", "seconds", "cpu_seconds", "bad_in_a_row", "skipped")  # kept in checkpoints
 
 
@@ -22,9 +21,9 @@ def due(step: int, every: int, last: bool) -> bool:
     return every > 0 and (last or (step > 0 and step % every == 0))
 
 
-def expected_seconds(tokens: float, flops_per_token: int, peak: float) -> float:
-    """Seconds to train on `tokens` tokens at EXPECTED_MFU of `peak`, the FLOP/s over all ranks."""
-    return tokens * flops_per_token / (EXPECTED_MFU * peak)
+def expected_seconds(tokens: float, flops_per_token: int, peak: float, mfu: float) -> float:
+    """Seconds to train on `tokens` tokens at the share `mfu` of `peak`, the FLOP/s over all ranks."""
+    return tokens * flops_per_token / (mfu * peak)
 
 
 @dataclass
@@ -35,6 +34,7 @@ class Meter:
     tokens_per_step: int
     flops_per_token: int
     peak: float  # FLOP/s over all ranks
+    usual_mfu: float  # share of the peak that steps are expected to reach before the first one was measured
     smooth_loss: float = 0.0  # exponential average, not yet debiased
     smooth_weight: float = 0.0
     seconds: float = 0.0  # spent in steps, over all runs of this stage
@@ -50,7 +50,10 @@ class Meter:
         """A new meter, or the one that a checkpoint's state holds."""
         peak, source = device.peak_flops(compute)
         log(f"mfu is measured against {peak / 1e12:.3g} TFLOP/s a rank ({source})")
-        return Meter(steps, tokens_per_step, flops_per_token, peak * compute.world_size, **state.get("meter", {}))
+        return Meter(
+            steps, tokens_per_step, flops_per_token, peak * compute.world_size, compute.platform.usual_mfu(),
+            **state.get("meter", {}),
+        )  # fmt: skip
 
     def tick(self, step: int, outcome: Outcome, seconds: float, cpu_seconds: float, lrm: float) -> dict[str, Any]:
         """Take in a step (counted from 1) and return its line for metrics.jsonl.
@@ -99,10 +102,10 @@ class Meter:
 
     def expected(self, step: int) -> float:
         """Seconds left after `step` updates, before this process has taken a step: at the pace of the earlier run, or
-        at EXPECTED_MFU."""
+        at the usual MFU of such a device."""
         if step:
             return (self.steps - step) * self.seconds / step
-        return expected_seconds(self.steps * self.tokens_per_step, self.flops_per_token, self.peak)
+        return expected_seconds(self.steps * self.tokens_per_step, self.flops_per_token, self.peak, self.usual_mfu)
 
     def eta(self, step: int) -> float:
         """Seconds left, at the pace of the last twenty steps."""

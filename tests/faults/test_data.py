@@ -217,7 +217,7 @@ def test_no_flipped_bit_of_a_shard_changes_what_is_read():
     """T17. Injects: 400 single flipped bits, one at a time, half of them in the last 1,500 bytes, in a parquet shard
     whose SHA-256 nobody knows. Must follow: each is refused with the shard's name, or changes no document.
 
-    注入：在一个没有记录 SHA-256 的 parquet 分片中逐一翻转 400 个比特，其中一半在最后 1500 个字节。必须：每一次要么
+    注入：在一个没有记录 SHA-256 的 parquet 分片中逐一翻转 400 个比特，其中一半在最后 1,500 个字节。必须：每一次要么
     拒绝并指出分片的名字，要么不改变任何文档。
     """
     path = shards(web(), "train")[0]

@@ -155,7 +155,7 @@ def test_a_wrong_start_is_refused_with_the_difference(fresh: Path, pool: Pool, w
     """T19. Injects: a run resumes with another tokenizer, another shape of the model, another seed. Must follow: every
     rank refuses before the first step and names the difference; no file of the run changes.
 
-    注入：换了词表、模型形状或种子之后继续训练。必须：每个进程都在第一步之前拒绝并说明差别；训练留下的文件一个也不变。
+    注入：换了分词器、模型形状或种子之后继续训练。必须：每个进程都在第一步之前拒绝并说明差别；训练留下的文件一个也不变。
     """
     change, says = WRONG[what]
     pool.run(2, base_stage, {"stop_at": 2})

@@ -359,8 +359,8 @@ def killed_while_removing(compute: Compute, folder: Path) -> None:
 
 
 def test_a_kill_while_old_steps_are_removed(tmp_path: Path, pool: Pool) -> None:
-    """T18. Injects: kill -9 in the middle of removing an old step. Must follow: the new step is whole and is gone on
-    from, bit for bit; the half that is left of the old one counts as no step and is removed.
+    """T18. Injects: kill -9 in the middle of removing an old step. Must follow: the new step is whole, and the run
+    resumes from it, bit for bit; the half that is left of the old one counts as no step and is removed.
 
     注入：正在删除旧的一步时 kill -9。必须：新的一步完整，并由它逐位继续；旧的一步剩下的一半不算检查点，并被清除。
     """

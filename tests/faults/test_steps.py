@@ -77,7 +77,7 @@ def test_a_spike_on_one_rank_is_skipped_on_all(pool: Pool) -> None:
     """T15. Injects: the gradients of one rank of two are 1,000 times too large in one step. Must follow: both ranks
     skip the step, as more than six sigma above the last 128, before anything is touched, and take the next one alike.
 
-    注入：两个进程之一在某一步的梯度大了 1000 倍。必须：两个进程都因为它高出最近 128 步六个标准差以上而跳过这一步，
+    注入：两个进程之一在某一步的梯度大了 1,000 倍。必须：两个进程都因为它高出最近 128 步六个标准差以上而跳过这一步，
     什么都不改变，并照常进行下一步。
     """
     one, two = pool.run(2, one_bad_step, 1000.0, True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanochat.nn import few_launches
 from nanochat.nn.loss import chunked_loss
+from nanochat.nn.previous import shifted, with_offset
 from tests.support.tensors import draw
 
 
@@ -55,6 +56,16 @@ def test_a_small_matrix_on_the_first_channels_beside_a_large_one_on_all() -> Non
         return torch.cat((x[..., :5] @ small.mT, x @ large.mT), dim=-1)
 
     check(few, plain, draw(2, 3, 8), draw(4, 5, seed=1), draw(6, 8, seed=2))
+
+
+def test_keys_with_an_offset() -> None:
+    for batch, length, heads, channels in ((2, 5, 3, 8), (1, 1, 1, 4)):
+        none = torch.zeros(batch, 1, heads, 2, channels // 4)
+        check(
+            lambda k, none=none: few_launches.offset_keys(k, none),
+            lambda k: with_offset(k, shifted(k)),
+            draw(batch, length, heads, channels),
+        )
 
 
 def test_gated_values_are_added() -> None:

@@ -32,6 +32,12 @@ class Tally:
     failed: int = 0
 
 
+def _joined(text: str) -> str:
+    """A Chinese sentence in one line: where a line breaks between Chinese and Latin letters stands a space."""
+    text = re.sub(r"(?<=[A-Za-z0-9])\n\s*(?=[\u4e00-\u9fff])|(?<=[\u4e00-\u9fff])\n\s*(?=[A-Za-z0-9])", " ", text)
+    return re.sub(r"\n\s*", "", text)
+
+
 def read(docstring: str | None) -> Fault | None:
     """Read the docstring of a fault test, or return None for any other. Without Chinese, English is used for both."""
     english = ENGLISH.match(docstring or "")
@@ -39,7 +45,7 @@ def read(docstring: str | None) -> Fault | None:
         return None
     injects, follows = (" ".join(text.split()) for text in english.groups()[1:])
     chinese = CHINESE.search(docstring or "")
-    theirs = [re.sub(r"\n\s*", "", text.strip()) for text in chinese.groups()] if chinese else [injects, follows]
+    theirs = [_joined(text.strip()) for text in chinese.groups()] if chinese else [injects, follows]
     return Fault(int(english[1]), (injects, theirs[0]), (follows, theirs[1]))
 
 

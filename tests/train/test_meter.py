@@ -11,6 +11,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.device import Compute
+from nanochat.platforms import host
 from nanochat.train.meter import Meter, SaveClock, step_line, step_note
 from nanochat.train.update import Outcome
 
@@ -68,7 +69,9 @@ def test_no_saves_by_time_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def meter(**changes: Any) -> Meter:
-    return Meter(**{"steps": 100, "tokens_per_step": 1000, "flops_per_token": 10**6, "peak": 1e9, **changes})
+    return Meter(
+        **{"steps": 100, "tokens_per_step": 1000, "flops_per_token": 10**6, "peak": 1e9, "usual_mfu": 0.4, **changes}
+    )
 
 
 # --- the meter -----------------------------------------------------------------------------------
@@ -142,6 +145,16 @@ def test_the_time_of_a_run_is_expected_from_the_peak_and_on_resuming_from_its_pa
     # 1,000 tokens of 1 MFLOP at 40 % of 1 GFLOP/s take 2.5 s
     assert meter().expected(0) == pytest.approx(250)
     assert meter(seconds=40.0).expected(20) == pytest.approx(160)
+
+
+def test_a_new_run_is_expected_at_the_pace_that_its_device_usually_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_PEAK_TFLOPS", "0.001")
+    expected = {}
+    for flags in (set(), {"avx2"}):
+        monkeypatch.setattr(host, "cpu_flags", lambda flags=flags: frozenset(flags))
+        expected[frozenset(flags)] = Meter.start(100, 1000, 10**6, CPU, {}).expected(0)
+    assert expected[frozenset()] == pytest.approx(250)
+    assert expected[frozenset({"avx2"})] < 200  # kernels in C++
 
 
 LINE = {

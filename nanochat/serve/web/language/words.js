@@ -193,7 +193,7 @@ const CHAT = {
     set_top_p: "Top-p",
     set_top_p_help: "只从概率之和达到这个值的最可能词元里选。",
     set_min_p: "Min-p",
-    set_min_p_help: "概率低于最可能词元的这个比例的词元不选。",
+    set_min_p_help: "以最可能词元的概率乘以这个比例为下限，低于它的词元不选。",
     set_max_tokens: "最长回答",
     set_max_tokens_help: "回答超过这么多词元就截断，之后可以让它继续。",
     set_seed: "随机种子",
