@@ -100,8 +100,9 @@ def evaluate_tasks(cfg: Config, loaded: Loaded, compute: Compute) -> tuple[dict[
     broken: list[str] = []
     for name in names:
         try:
-            task = makers[name]()
-            facts = {"shots": task.shots, "data": fingerprint(task, limit)}
+            with parallel.together(name, compute):
+                task = makers[name]()
+                facts = {"shots": task.shots, "data": fingerprint(task, limit)}
             records = answers(name, facts, cfg, loaded, compute)
             before = records.finished()
             if parallel.least(int(before is not None), compute) and before is not None:

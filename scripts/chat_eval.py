@@ -181,7 +181,9 @@ def measure(
     compute: Compute,
 ) -> Score | None:  # fmt: skip
     """The score of a task, and a record of every answer in a file. The score of an earlier call for the same is read
-    from its file; ranks other than 0 then get None."""
+    from its file; ranks other than 0 then get None. UserError on every rank if the task is broken on one of them."""
+    with parallel.together(task.name, compute):
+        data = fingerprint(task, cfg.max_problems) if compute.main else ""
     about = {
         "model": loaded.weights,
         "settings": {
@@ -192,7 +194,7 @@ def measure(
             "dtype": str(compute.dtype),
             **({"graphs": True} if cfg.graphs else {}),
         },
-        "data": fingerprint(task, cfg.max_problems) if compute.main else "",
+        "data": data,
     }
     records = Records(records_dir(loaded.stage, loaded.tag, loaded.step), task.name, about, compute)
     before = records.finished() if compute.main and not cfg.again else None

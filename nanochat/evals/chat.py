@@ -95,10 +95,8 @@ def evaluate(
     samples = 1 if task.kind == "choice" else samples
     mine = range(compute.rank, total, compute.world_size)
     room = model.config.sequence_len - (0 if task.kind == "choice" else 1)  # a written reply needs a position
-    prompts: dict[int, list[int]] = {}
     grades: dict[int, list[float]] = {}
-    broken: UserError | None = None
-    try:
+    with parallel.together(task.name, compute):
         prompts = {i: _prompt(task, i, tokenizer, room) for i in mine}
         fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) <= room}
         with contextlib.suppress(signals.Stopped):
@@ -107,10 +105,6 @@ def evaluate(
             else:
                 grades = _write(task, fitting, model, tokenizer, sampling, samples, batch_size, compute, heard, keep,
                                 graphs)  # fmt: skip
-    except UserError as failure:
-        broken = failure
-    if parallel.least(int(broken is None), compute) == 0:  # ranks refuse a task together
-        raise broken or UserError(f"{task.name} is broken on another rank, whose message says why")
     signals.check(compute)  # ranks measure at their own pace, and stop together
     too_long = sum(len(prompt) > room for prompt in prompts.values())
     table = [0.0] * (total * samples)

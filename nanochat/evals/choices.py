@@ -107,9 +107,8 @@ def evaluate_choices(
     if total < 1:
         raise UserError(f"{task.name} has no question to evaluate, got a limit of {limit} on {len(task)} questions", 2)
     mine, room = range(compute.rank, total, compute.world_size), model.config.sequence_len
-    right, fewer, too_long, guesses = [0, 0, 0], 0, 0, 0.0
-    broken: UserError | None = None
-    try:
+    right, fewer, too_long = [0, 0, 0], 0, 0
+    with parallel.together(task.name, compute):
         asked = {i: task.cloze(i) for i in mine}
         guesses = sum(1 / len(one.choices) for one in asked.values())
         rows: dict[int, list[PromptRow]] = {}
@@ -129,10 +128,6 @@ def evaluate_choices(
             right = [count + (one == asked[i].answer) for count, one in zip(right, picked, strict=True)]
             if records:
                 records.add(i, _record(identify(task, i), asked[i], some, scores, picked))
-    except UserError as failure:
-        broken = failure
-    if parallel.least(int(broken is None), compute) == 0:  # ranks refuse a task together
-        raise broken or UserError(f"{task.name} is broken on another rank, whose message says why")
     *shares, guesses, fewer, too_long = parallel.total([*map(float, right), guesses, fewer, too_long], compute)
     acc, by_bytes, by_tokens = (share / total for share in shares)
     score = ChoiceScore(task.name, acc, by_bytes, by_tokens, total, *wilson(shares[0], total), guesses / total,

@@ -311,17 +311,20 @@ def evaluate_task(
 ) -> TaskScore:
     """The accuracy of an unsharded model on a task. Each rank evaluates its share of the problems.
 
-    With `records` of an earlier evaluation of the same, the accuracy is read from them.
+    With `records` of an earlier evaluation of the same, the accuracy is read from them. UserError on every rank if one
+    of them finds a broken problem, or a loss that is not finite.
     """
     before = records.finished() if records else None
     if records and parallel.least(int(before is not None), compute) and before is not None:
         return TaskScore(**before)
     begin = time.perf_counter()
-    problems = read_problems(task, limit)
-    mine = range(compute.rank, len(problems), compute.world_size)
     right = 0
-    for i in range(0, len(mine), PROBLEMS_AT_ONCE):
-        right += sum(judge(task, problems, mine[i : i + PROBLEMS_AT_ONCE], model, tokenizer, tokens_per_batch, records))
+    with parallel.together(task.label, compute):
+        problems = read_problems(task, limit)
+        mine = range(compute.rank, len(problems), compute.world_size)
+        for i in range(0, len(mine), PROBLEMS_AT_ONCE):
+            some = mine[i : i + PROBLEMS_AT_ONCE]
+            right += sum(judge(task, problems, some, model, tokenizer, tokens_per_batch, records))
     accuracy = parallel.total([float(right)], compute)[0] / len(problems)
     centered = (accuracy - task.baseline) / (1 - task.baseline)
     score = TaskScore(task.label, accuracy, centered, len(problems), time.perf_counter() - begin)

@@ -5,6 +5,7 @@ FSDP2 and DTensor are imported where they are used: importing them takes two sec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +200,21 @@ def agree(value: int, compute: Compute) -> int:
     tensor = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor.item())
+
+
+@contextlib.contextmanager
+def together(name: str, compute: Compute) -> Iterator[None]:
+    """Raise a UserError on every rank if this block raises one on any rank, so that all ranks skip the task `name`.
+
+    Every rank must enter the block, and inside it a rank must not wait for another one.
+    """
+    broken: UserError | None = None
+    try:
+        yield
+    except UserError as failure:
+        broken = failure
+    if least(int(broken is None), compute) == 0:
+        raise broken or UserError(f"{name} is broken on another rank, whose message says why")
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -23,6 +23,7 @@ from nanochat.data.download import Patience
 from nanochat.device import Compute
 from nanochat.evals import core as core_eval
 from nanochat.evals.core import IclTask, PromptRow, choose_examples, common_prefix, make_rows
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 BUNDLE = Path(__file__).parent.parent / "support" / "files" / "eval_bundle"
@@ -203,6 +204,7 @@ def test_ranks_share_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
         return values
 
     monkeypatch.setattr(core_eval.parallel, "total", total)
+    monkeypatch.setattr(core_eval.parallel, "least", lambda value, compute: value)
     for rank in range(3):
         compute = Compute(CPU.device, "cpu", "gloo", rank, rank, 3, torch.float32, "a test")
         core_eval.evaluate_task(model, TOKENIZER, wanted, compute)
@@ -223,6 +225,27 @@ def test_a_diverged_model_is_refused() -> None:
         model.lm_head.weight.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
         core_eval.evaluate_core(model, TOKENIZER, BUNDLE, CPU)
+
+
+def a_rank(compute: Compute) -> tuple[tuple[str, ...], dict[str, float]]:
+    """What a rank left out, and the accuracies of the other tasks; rank 1 cannot compute the task pick_two."""
+    judge = core_eval.judge
+
+    def judged(task: IclTask, *args: Any) -> list[bool]:
+        if compute.rank == 1 and task.label == "pick_two":
+            raise UserError("the model's loss is not finite")
+        return judge(task, *args)
+
+    core_eval.judge = judged  # the process ends with this function
+    found = core_eval.evaluate_core(tiny_gpt(TOKENIZER.vocab_size, seed=2), TOKENIZER, BUNDLE, compute)
+    return found.broken, {score.label: score.accuracy for score in found.tasks}
+
+
+@pytest.mark.ranks
+def test_ranks_leave_out_together_a_task_that_one_of_them_cannot_compute() -> None:
+    alone = core_eval.evaluate_core(tiny_gpt(TOKENIZER.vocab_size, seed=2), TOKENIZER, BUNDLE, CPU)
+    expected = {score.label: score.accuracy for score in alone.tasks if score.label != "pick_two"}
+    assert run_ranks(2, a_rank) == [(("pick_two",), expected)] * 2
 
 
 # --- the bundle ----------------------------------------------------------------------------------

@@ -97,6 +97,16 @@ def step_muon(compute: Compute, replicas: int = 1) -> dict[str, Tensor]:
 # --- small things --------------------------------------------------------------------------------
 
 
+def refused(compute: Compute) -> str:
+    """What a rank is told about a task that the last rank finds broken, after one that is fine."""
+    with parallel.together("fine", compute):
+        pass
+    with pytest.raises(UserError) as refusal, parallel.together("a task", compute):
+        if compute.rank == compute.world_size - 1:
+            raise UserError("row 7 has no answer")
+    return str(refusal.value)
+
+
 def small_things(compute: Compute) -> dict[str, Any]:
     """Exercise sums, agreement, whole parameters before and after an evaluation, loading, and copies."""
     model, _ = make(compute)
@@ -112,7 +122,7 @@ def small_things(compute: Compute) -> dict[str, Any]:
     parallel.refresh(replica, model)
     return {
         "total": parallel.total([1.0 + compute.rank, 0.1], compute), "agree": parallel.agree(5 + compute.rank, compute),
-        "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
+        "refused": refused(compute), "start": start, "evaluated": evaluated, "given": values, "loaded": loaded,
         "replica": {name: value.detach().clone() for name, value in replica.named_parameters()},
     }  # fmt: skip
 
@@ -181,6 +191,9 @@ def check_small_things(alone: dict[str, Any], together: list[dict[str, Any]]) ->
     for ran in together:
         assert ran["small"]["total"] == pytest.approx([ranks * (ranks + 1) / 2, 0.1 * ranks], abs=1e-12)
         assert ran["small"]["agree"] == 5  # rank 0's number
+    *others, last = [ran["small"]["refused"] for ran in together]
+    assert last == alone["small"]["refused"] == "row 7 has no answer"
+    assert set(others) == {"a task is broken on another rank, whose message says why"}
     for ran in (alone["small"], *(ran["small"] for ran in together)):
         close(ran["start"], alone["small"]["start"], 0)
         close(ran["evaluated"], alone["small"]["start"], 0)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from nanochat.common import UserError, read_json
 from nanochat.data.conversation import Part, Task
 from nanochat.data.traits import traits
+from nanochat.device import Compute
 from nanochat.evals.chat import words
 from nanochat.evals.records import read_records
 from nanochat.report.samples import read_samples
@@ -17,6 +19,7 @@ from scripts import chat_eval
 from scripts.chat_eval import Config
 from tasks import tinyworld
 from tests.support import published
+from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
@@ -208,3 +211,26 @@ def test_a_broken_task_is_named_and_the_others_go_on(base_folder, tmp_path, caps
     said = capsys.readouterr().err
     assert "C-Eval is left out" in said and "MGSM-zh is left out" in said and "got '很多'" in said
     assert section(base_folder)["tasks"]["MMLU-Pro"]["total"] == 10
+
+
+def a_rank(compute: Compute, cfg: Config) -> str:
+    """The refusal of one rank."""
+    with pytest.raises(UserError) as refused:
+        chat_eval.chat_eval(cfg, compute)
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+def test_ranks_leave_out_a_broken_task_together(base_folder, tmp_path):
+    """Rank 1 does not evaluate the broken row, which is rank 0's."""
+    tiny_checkpoint(sequence_len=1024)
+    published.write_mgsm(tmp_path / "copies" / "mgsm", as_tsv=True)
+    (tmp_path / "copies" / "mgsm" / "mgsm_zh.tsv").write_text("几个？\t很多\n几个？\t3\n", encoding="utf-8")
+    ask = Config(task_name="MGSM-zh|calculator|mental", max_new_tokens=3, max_problems=5, shots=0)
+    refusals = run_ranks(2, a_rank, replace(ask, task_data=str(tmp_path / "copies")))
+    assert all("1 of the tasks could not be evaluated: MGSM-zh" in refusal for refusal in refusals)
+    two = section(base_folder)["tasks"]
+    one = chat_eval.chat_eval(replace(ask, task_name="calculator|mental", again=True), on_cpu())
+    assert {name: (row["right"], row["total"]) for name, row in two.items()} == {
+        name: (score.right, score.total) for name, score in one.items()
+    }
