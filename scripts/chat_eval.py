@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
+import torch
 from tyro.conf import arg
 
 from nanochat.checkpoint_manager.load import Loaded, load_model
@@ -130,8 +131,9 @@ class Listener:
                 log(f"  wrong: {question!r} -> {words(parts)!r}, expected {words(self.task[i].messages[-1].parts)!r}")
 
 
-def sampling_for(task: Task, cfg: Config, corpus: str | None) -> Sampling:
-    """How replies are drawn: as the flags say, else greedily, or as a chat draws them if the task asks for that."""
+def sampling_for(task: Task | None, cfg: Config, corpus: str | None) -> Sampling:
+    """How replies are drawn: as the flags say, else greedily, or as a chat draws them if the task asks for that.
+    UserError (code 2) for a flag that is out of range, with any task or without one."""
     chat = traits(corpus).chats if getattr(task, "drawn", False) else Drawing(temperature=0.0)
     temperature = chat.temperature if cfg.temperature is None else cfg.temperature
     min_p = chat.min_p if cfg.min_p is None else cfg.min_p
@@ -155,22 +157,45 @@ def figures(task: Task, score: Score, seconds: float, samples: list[dict[str, An
     }
 
 
-def kept(loaded: Loaded, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The stage's section of the report, or an empty one if that belongs to another checkpoint or other flags."""
-    model = loaded.weights[:16]
-    about = {"tag": loaded.tag, "step": loaded.step, "model": model, "sampling": dict(sampling)}
+def settings(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
+    """What figures depend on besides the model and the task's data."""
+    return {
+        "temperature": cfg.temperature,
+        "top_k": cfg.top_k,
+        "min_p": cfg.min_p,
+        "samples": cfg.num_samples,
+        "limit": cfg.max_problems,
+        "tokens": cfg.max_new_tokens,
+        "shots": cfg.shots,
+        "dtype": str(dtype),
+    }
+
+
+def kept(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The stage's section of the report, or an empty one if that belongs to another checkpoint or other settings. A
+    setting that the section of an earlier version does not name has its value in `usual`."""
+    about = {"tag": loaded.tag, "step": loaded.step, "model": loaded.weights[:16], "sampling": dict(how)}
     path = report_dir() / "sections" / f"{loaded.stage}_eval.json"
     before = read_json(path) if path.exists() else {}
+    before["sampling"] = {**usual, **before.get("sampling", {})}
     same = all(before.get(name) == value for name, value in about.items())
     return before if same else {**about, "tasks": {}, "chat_core": None}
 
 
-def keep(loaded: Loaded, sampling: Mapping[str, Any], tasks: Mapping[str, Any], core: float | None) -> None:
-    """Add figures to the stage's section of the report; drop the figures of another checkpoint or other flags."""
-    before = kept(loaded, sampling)
-    section = {**before, "tasks": {**before["tasks"], **tasks}}
-    core = before["chat_core"] if core is None else core
-    write_section(f"{loaded.stage}_eval", {**section, "chat_core": core})
+def keep(loaded: Loaded, how: Mapping[str, Any], usual: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
+    """Add figures to the stage's section of the report, and ChatCORE once the section has all of its tasks; drop the
+    figures of another checkpoint or other settings."""
+    before = kept(loaded, how, usual)
+    section = {**before, "tasks": {**before["tasks"], **tasks}, "chat_core": None}
+    published = CURRICULA["published"].measures(False)
+    if set(published) <= set(section["tasks"]):
+        rows = [section["tasks"][name] for name in published]
+        section["chat_core"] = chat_core((row["accuracy"], row["baseline"]) for row in rows)
+    if section == before:
+        return
+    if section["chat_core"] is not None:
+        log(f"ChatCORE: {section['chat_core']:.4f}")
+    write_section(f"{loaded.stage}_eval", section)
     rows = ((name, row) for name, found in tasks.items() for row in found["samples"])
     said = (Sample(loaded.step, name, row["question"], row["reply"], row["grade"]) for name, row in rows)
     keep_samples(checkpoint_dir(loaded.stage, loaded.tag), said)
@@ -191,7 +216,6 @@ def measure(
             "temperature": sampling.temperature,
             "min_p": sampling.min_p,
             "shots": getattr(task, "shots", 0),
-            "dtype": str(compute.dtype),
             **({"graphs": True} if cfg.graphs else {}),
         },
         "data": data,
@@ -218,25 +242,19 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
         raise UserError(
             "--num_samples above 1 needs --temperature above 0, such as --temperature=1: else all samples are equal", 2
         )
+    usual = settings(Config(), compute.dtype)
     if cfg.dtype != "auto":
         compute = replace(compute, dtype=DTYPES[cfg.dtype], dtype_reason="--dtype")
     cfg = replace(cfg, graphs=graphs.for_replies(cfg.graphs, compute) is not None)
-    Sampling(cfg.temperature or 0.0, cfg.top_k or None, cfg.max_new_tokens, min_p=cfg.min_p or 0.0)  # refuses early
+    sampling_for(None, cfg, None)  # refuses bad flags before the model is loaded
     loaded = load_model(cfg.source, cfg.model_tag, cfg.step, compute)
     loaded.model.operations.hold(loaded.model)
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
     corpus = loaded.meta["config"]["corpus"]
     tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, cfg.shots)
-    how = {
-        "temperature": cfg.temperature,
-        "top_k": cfg.top_k,
-        "min_p": cfg.min_p,
-        "samples": cfg.num_samples,
-        "limit": cfg.max_problems,
-        "tokens": cfg.max_new_tokens,
-    }
-    there = kept(loaded, how)["tasks"] if cfg.once else {}
+    how = settings(cfg, compute.dtype)
+    there = kept(loaded, how, usual)["tasks"] if cfg.once else {}
     if there:
         log(f"in the report already: {', '.join(task.name for task in tasks if task.name in there)}")
     scores: dict[str, Score] = {}
@@ -255,13 +273,8 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
             scores[task.name] = score
             log(str(score))
             found[task.name] = figures(task, score, time.monotonic() - start, listener.samples)
-    core = None
-    published = CURRICULA["published"].measures(False)
-    if set(published) <= set(scores):
-        core = chat_core([scores[name] for name in published])
-        log(f"ChatCORE: {core:.4f}")
-    if compute.main and found:
-        keep(loaded, how, found, core)
+    if compute.main and (found or there):
+        keep(loaded, how, usual, found)
     if broken:
         raise UserError(
             f"{len(broken)} of the tasks could not be evaluated: {', '.join(broken)}. The warnings above say why; the "

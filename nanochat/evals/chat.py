@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
@@ -51,11 +51,6 @@ class Score:
     def interval(self) -> tuple[float, float]:
         """The bounds of the accuracy with 95 % confidence."""
         return self.low, self.high
-
-    @property
-    def centred(self) -> float:
-        """The accuracy, rescaled so that guessing is 0 and perfection is 1."""
-        return (self.accuracy - self.baseline) / (1 - self.baseline)
 
     def __str__(self) -> str:
         counts = f"{self.right:,g} of {self.total:,}, 95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
@@ -320,6 +315,7 @@ def pass_at(k: int, grades: Sequence[Sequence[float]]) -> float:
     return fmean(1 - math.comb(w, k) / math.comb(len(row), k) for w, row in zip(wrong, grades, strict=True))
 
 
-def chat_core(scores: Sequence[Score]) -> float:
-    """ChatCORE: the mean of the centred accuracies; 0 is guessing, 1 is perfection."""
-    return fmean(score.centred for score in scores)
+def chat_core(figures: Iterable[tuple[float, float]]) -> float:
+    """ChatCORE from the accuracy and the baseline of each task: the mean of the accuracies, each rescaled so that
+    guessing is 0 and perfection is 1."""
+    return fmean((accuracy - baseline) / (1 - baseline) for accuracy, baseline in figures)

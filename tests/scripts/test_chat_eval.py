@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.common import UserError, read_json
+from nanochat.common import UserError, read_json, write_json
 from nanochat.data.conversation import Part, Task
 from nanochat.data.traits import traits
 from nanochat.device import Compute
@@ -116,6 +116,11 @@ def test_several_samples_without_temperature_are_refused():
         chat_eval.chat_eval(Config(num_samples=4), on_cpu())
 
 
+def test_settings_of_sampling_that_cannot_be_are_refused_before_the_model_is_loaded():
+    with pytest.raises(UserError, match=r"min_p must be from 0 to 1, got 2"):
+        chat_eval.chat_eval(Config(min_p=2.0), on_cpu())  # there is no model
+
+
 def test_several_samples_count_as_right_if_one_is():
     tiny_checkpoint()
     flags = Config(task_name="SpellingBee", num_samples=3, temperature=1.0, max_new_tokens=3, max_problems=4)
@@ -179,6 +184,52 @@ def test_once_asks_only_what_the_report_lacks(base_folder, capsys):
     assert list(chat_eval.chat_eval(Config(task_name="calculator", **{**flags, "max_new_tokens": 4}), on_cpu()))
     tiny_checkpoint(step=4)
     assert list(chat_eval.chat_eval(first, on_cpu())) == ["calculator"]
+
+
+def test_once_evaluates_again_with_other_shots_or_another_number_format(base_folder):
+    tiny_checkpoint()
+    plain = Config(task_name="calculator", max_new_tokens=3, max_problems=2, once=True)
+
+    def evaluated(**flags: Any) -> list[str]:
+        return list(chat_eval.chat_eval(replace(plain, **flags), on_cpu()))
+
+    assert evaluated() == ["calculator"] and evaluated(dtype="float32") == []  # which is what auto chooses here
+    path = base_folder / "report" / "sections" / "sft_eval.json"
+    old = read_json(path)
+    assert (old["sampling"].pop("shots"), old["sampling"].pop("dtype")) == (None, "torch.float32")
+    write_json(path, old)  # as earlier versions wrote it
+    assert evaluated() == []
+    assert evaluated(dtype="bfloat16") == ["calculator"] and evaluated(dtype="bfloat16") == []
+    assert evaluated(dtype="bfloat16", shots=5) == ["calculator"]
+    assert section(base_folder)["sampling"]["shots"] == 5
+
+
+def test_once_completes_chatcore_after_a_task_that_failed_the_first_time(base_folder, monkeypatch, capsys):
+    tiny_checkpoint(corpus="fineweb-edu", sequence_len=1024)
+    real = chat_eval.evaluate
+
+    def evaluate(task: Task, *args: Any) -> Any:
+        if task.name == "GSM8K":
+            raise UserError("the hub did not answer")
+        return real(task, *args)
+
+    ask = Config(max_new_tokens=4, max_problems=3, unsafe_exec=True, once=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_eval, "evaluate", evaluate)
+        with pytest.raises(UserError, match="1 of the tasks could not be evaluated: GSM8K"):
+            chat_eval.chat_eval(ask, on_cpu())
+    assert section(base_folder)["chat_core"] is None
+    assert list(chat_eval.chat_eval(ask, on_cpu())) == ["GSM8K"]
+    completed = section(base_folder)
+    scores = chat_eval.chat_eval(replace(ask, once=False, again=True), on_cpu())
+    assert section(base_folder)["chat_core"] == completed["chat_core"] is not None
+    assert {name: row["accuracy"] for name, row in completed["tasks"].items()} == {
+        name: score.accuracy for name, score in scores.items()
+    }
+    assert capsys.readouterr().out.count(f"ChatCORE: {completed['chat_core']:.4f}") == 2
+    write_json(base_folder / "report" / "sections" / "sft_eval.json", {**completed, "chat_core": None})
+    assert chat_eval.chat_eval(ask, on_cpu()) == {}  # a report of which an earlier version lost ChatCORE
+    assert section(base_folder)["chat_core"] == completed["chat_core"]
 
 
 def test_every_answer_is_kept_and_a_second_call_skips_what_is_done(base_folder, capsys):
