@@ -25,8 +25,9 @@ more than twice has no table of pairs. Seeds are paired: with the same seed both
 seed gives one multiplier; the table shows their geometric mean and its standard error, and the JSON object the interval
 of 95 % by Student's t as well.
 
-A run's curve is a file in --out that is named by all of its settings, code included. Typed again, the command trains
-only what is missing; a run that was stopped goes on where it was last saved, which it is every 100 steps.
+A run's curve is a file in --out that is named by all of its settings: its code, torch's version, the number format and
+the rows are among them. Typed again, the command trains only what is missing; a run that was stopped resumes where it
+was last saved, which it is every 100 steps. Rows that were made of another corpus are refused.
 """
 
 import json
@@ -51,7 +52,7 @@ from bench.train.rows import ABOUT, Text, check_rows, make_rows, standard_librar
 from bench.train.worker import Plan, Variant
 from bench.upstream import check_checkout
 from nanochat import device
-from nanochat.common import UserError, base_dir, log, run, write_json
+from nanochat.common import UserError, base_dir, log, read_json, run, write_json
 from nanochat.gpt import GPTConfig
 from nanochat.platforms import host
 from nanochat.runtime.progress import Progress
@@ -158,7 +159,7 @@ def entry(words: str, ours: Variant) -> Entry:
         key, _, value = flag.removeprefix("--").partition("=")
         if key == "checkout" and value:
             checkout = Path(value)
-            if missing := [part for part in (*OURS, LOOP) if not (checkout / part).is_file()]:
+            if missing := [part for part in (*OURS, LOOP) if not (checkout / part).exists()]:
                 raise refuse(f"variant {name}: {checkout} is no checkout of this repository: it has no {missing[0]}")
         elif flag.startswith("--") and value and key.replace("-", "_") in APPLIED:
             flags.append(f"--{key.replace('-', '_')}={value}")
@@ -216,13 +217,19 @@ def documents(folder: Path | None, megabytes: Sequence[float]) -> Text:
 
 
 def rows_of(text: str, cfg: Config, sizes: Sizes, folder: Path, longest: int) -> Path:
-    """The folder with the rows of a text, made if it is missing; UserError if they are too few for the longest run."""
-    if not (folder / ABOUT).exists():
-        found = (
-            standard_library(500_000 if cfg.quick else None) if text == "code" else documents(cfg.corpus, cfg.megabytes)
-        )
+    """The folder with the rows of a text, made if it is missing; UserError (code 2) if its rows are those of another
+    text, or too few for the longest run."""
+    found = standard_library(500_000 if cfg.quick else None) if text == "code" else documents(cfg.corpus, cfg.megabytes)
+    made_of = read_json(folder / ABOUT).get("text_sha256") if (folder / ABOUT).exists() else None
+    if made_of is None:  # there are no rows, or those of an earlier version, which did not say what they are made of
         log(f"making rows of {found.about}")
         make_rows(folder, sizes.vocab_size, sizes.length, found)
+    elif made_of != found.sha256:
+        raise refuse(
+            f"the rows in {folder} must be made of {found.about}, with the SHA-256 {found.sha256[:16]}, got rows of a "
+            f"text with {made_of[:16]}: the corpus or Python has changed. To compare runs on the text of today, give "
+            f"another --out, or delete {folder}"
+        )
     about = check_rows(folder, sizes.vocab_size, sizes.length)
     train, read = about["rows"] - sizes.held_out, longest * sizes.rows_per_step
     if read > EPOCHS * train:

@@ -1,6 +1,7 @@
 """The runs of bench.multiplier: each trains once, and its curve is kept in a file that is named by its settings."""
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -14,24 +15,24 @@ import torch
 from bench.multiplier.curves import Point
 from bench.train.rows import ABOUT
 from bench.train.worker import ROOT, Plan, Variant, flops_per_token, workers
+from bench.upstream import shape_for
 from nanochat.common import read_json, write_json
 from nanochat.platforms import host
+from nanochat.platforms.base import kernels_asked
+from nanochat.platforms.cpu.platform import Cpu
 from nanochat.runtime.progress import Progress
 
 MEASURED = 4  # times that a run measures the held-out rows, the last time at its end
 TURN = 20  # steps between two reports of progress
 KEEP = 100  # steps after which a run is saved, so that one which was stopped loses no more than these
 GIGA = 1e9
-# The files that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
-OURS = ("nanochat/gpt.py", "nanochat/nn/previous.py", "nanochat/nn/loss.py", "nanochat/nn/operations.py",
-        "nanochat/train/optim.py", "nanochat/train/muon.py", "nanochat/train/schedule.py",
-        "nanochat/train/update.py", "nanochat/platforms/cpu/operations.py", "nanochat/platforms/cpu/gradients.py",
-        "nanochat/platforms/cpu/kernels.py", "nanochat/platforms/cpu/training.py", "nanochat/platforms/cpu/int8.py",
-        "nanochat/platforms/cpu/cpp/kernels.cpp", "nanochat/platforms/cpu/cpp/training.cpp",
-        "nanochat/platforms/cpu/cpp/attention.h", "nanochat/platforms/cpu/cpp/attention_fp32.h",
-        "nanochat/platforms/cpu/cpp/common.h", "nanochat/platforms/cpu/cpp/int8.h")  # fmt: skip
-UPSTREAM = ("nanochat/gpt.py", "nanochat/optim.py")
+# The files and folders that decide what a run computes. The loop itself is bench/train/side.py, on both sides.
+OURS = ("nanochat/gpt.py", "nanochat/nn", "nanochat/train", "nanochat/platforms/cpu", "nanochat/platforms/host.py",
+        "scripts/base_train.py")  # fmt: skip
+APART = "nanochat/train/rl"  # no run of this benchmark samples replies
+UPSTREAM = ("nanochat",)
 LOOP = "bench/train/side.py"
+SOURCES = (".py", ".cpp", ".h")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Plain(ast.NodeTransformer):
         return node
 
 
+@functools.cache
 def plain(source: str, python: bool) -> str:
     """What a source in Python or C++ computes, without comments, docstrings and layout."""
     if python:
@@ -123,25 +125,39 @@ def plain(source: str, python: bool) -> str:
     return " ".join(re.sub(r"//[^\n]*", "", source).split())
 
 
-def code_of(folder: Path, files: Iterable[str]) -> str:
-    """A hash of source files that ignores comments, docstrings and layout."""
-    sources = [plain((folder / name).read_text(encoding="utf-8"), name.endswith(".py")) for name in files]
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
+def code_of(folder: Path, parts: Iterable[str]) -> str:
+    """A hash of source files, and of all sources in folders, that ignores comments, docstrings and layout."""
+    digest = hashlib.sha256()
+    for path in (path for part in parts for path in [folder / part, *sorted((folder / part).rglob("*"))]):
+        if path.suffix in SOURCES and folder / APART not in path.parents:
+            source = plain(path.read_text(encoding="utf-8"), path.suffix == ".py")
+            digest.update(f"{path.relative_to(folder)}\n{source}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def number_format(dtype: str) -> dict[str, Any]:
+    """What decides, besides the code, how our side computes on this machine: NANOCHAT_KERNELS, and whether products are
+    rounded more coarsely than to `dtype`, which NANOCHAT_INT8 or the processor decides."""
+    kernels = kernels_asked("auto")
+    return {"kernels": kernels, "coarser": bool(Cpu().operations(kernels).coarser(getattr(torch, dtype)))}
 
 
 def settings(run: Run, peer: Path | None) -> dict[str, Any]:
-    """Everything that decides what a run learns. Two runs with equal settings are the same run."""
+    """Everything that decides what a run learns. Two runs with equal settings are the same run.
+
+    Our code is not among the settings of upstream's runs, so that a change of ours leaves these runs valid.
+    """
     plan, variant = run.plan, run.entry.variant
-    home = variant.checkout or ROOT
     if variant.side == "upstream":
         assert peer is not None
-        code = code_of(peer, UPSTREAM) + code_of(ROOT, (LOOP,))
+        computed = {"code": code_of(peer, UPSTREAM) + code_of(ROOT, (LOOP,))}
     else:
-        code = code_of(home, OURS) + code_of(home, (LOOP,))
+        home = variant.checkout or ROOT
+        computed = {"code": code_of(home, OURS) + code_of(home, (LOOP,)), **number_format(variant.dtype)}
     return {
         "text": run.text,
         "rows": read_json(plan.rows / ABOUT)["sha256"],
-        "shape": asdict(plan.shape),
+        "shape": shape_for(variant.side, plan.shape),
         "rows_per_step": plan.rows_per_step,
         "held_out": plan.held_out,
         "steps": run.steps,
@@ -151,7 +167,8 @@ def settings(run: Run, peer: Path | None) -> dict[str, Any]:
         "compiled": variant.compiled,
         "scale": variant.scale,
         "flags": sorted(variant.flags),
-        "code": code,
+        "torch": torch.__version__,
+        **computed,
     }
 
 

@@ -4,6 +4,7 @@ Every machine that can run the benchmark has this text, so nothing is downloaded
 same rows.
 """
 
+import hashlib
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Text:
 
     documents: list[str]
     about: str
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all documents, in their order."""
+        return hashlib.sha256("\0".join(self.documents).encode()).hexdigest()
 
 
 def standard_library(limit: int | None = None) -> Text:
@@ -70,6 +76,7 @@ def make_rows(folder: Path, vocab_size: int, length: int, text: Text) -> dict[st
         )  # upstream's process has no tokenizer of ours, and needs these for bits per byte
     about = {
         "text": text.about,
+        "text_sha256": text.sha256,
         "characters": sum(map(len, text.documents)),
         "rows": count,
         "row_tokens": length + 1,

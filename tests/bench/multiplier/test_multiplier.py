@@ -17,10 +17,10 @@ from bench.multiplier.curves import Point, cost_to_reach, improving, interval, m
 from bench.multiplier.picture import Line, draw
 from bench.multiplier.runs import Entry, Result, Run, Runs, tuned
 from bench.train import worker as training
-from bench.train.rows import Text, make_rows
+from bench.train.rows import ABOUT, Text, make_rows
 from bench.train.side import batches
 from bench.train.worker import ROOT, Plan, Variant, Worker, flops_per_token
-from nanochat.common import UserError, write_json
+from nanochat.common import UserError, read_json, write_json
 from nanochat.gpt import GPTConfig
 from nanochat.runtime.progress import Progress
 from tests.bench.train.test_train import TEXT, TINY, fake_upstream
@@ -114,40 +114,6 @@ class Counting(Runs):
 def plan_in(folder: Path) -> Plan:
     make_rows(folder, TINY.vocab_size, TINY.sequence_len, TEXT)
     return Plan(TINY, folder, rows_per_step=4, rounds=0, steps=0, warmup=0, horizon=6, held_out=4, seed=1)
-
-
-def test_a_finished_run_is_never_trained_again_and_a_changed_one_is(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "rows")
-    run = Run("code", 2, Entry("ours", EAGER), plan)
-    runs = Counting(tmp_path, None)
-    first = runs(run)
-    again = Counting(tmp_path, None)
-    assert again(run) == first and again.asked == [] and again.trained == 0
-    hot = replace(EAGER, flags=("--matrix_lr=0.03",))
-    others = [replace(run, plan=replace(plan, seed=2)), replace(run, plan=replace(plan, horizon=7)),
-              replace(run, plan=replace(plan, held_out=5)), replace(run, entry=Entry("ours", hot)),
-              replace(run, entry=Entry("ours", replace(EAGER, dtype="bfloat16")))]  # fmt: skip
-    for other in others:
-        again(other)
-    assert again.asked == others and len(list(tmp_path.glob("code-d2-*.json"))) == 6
-    again(replace(run, entry=Entry("other", EAGER)))  # the name alone changes nothing but the file's
-    assert runs.path(run).name.startswith("code-d2-6-ours-seed1-")
-
-
-def test_code_counts_and_comments_do_not(tmp_path: Path) -> None:
-    file = tmp_path / "a.py"
-    file.write_text('"""Doc."""\ndef f(x):\n    """More."""\n    return x + 1  # why\n')
-    one = running.code_of(tmp_path, ("a.py",))
-    file.write_text("def f( x ):\n\n    return (x + 1)\n")
-    assert running.code_of(tmp_path, ("a.py",)) == one
-    file.write_text("def f(x):\n    return x + 2\n")
-    assert running.code_of(tmp_path, ("a.py",)) != one
-    (tmp_path / "a.cpp").write_text("int f() { return 1; }  // one\n")
-    compiled = running.code_of(tmp_path, ("a.cpp",))
-    (tmp_path / "a.cpp").write_text("// f\nint f() {\n    return 1;\n}\n")
-    assert running.code_of(tmp_path, ("a.cpp",)) == compiled
-    (tmp_path / "a.cpp").write_text("int f() { return 2; }\n")
-    assert running.code_of(tmp_path, ("a.cpp",)) != compiled
 
 
 def test_the_factor_on_upstreams_rates_is_searched_until_it_lies_inside(tmp_path: Path) -> None:
@@ -253,6 +219,28 @@ def test_a_text_too_short_for_the_runs_is_refused(tmp_path: Path, monkeypatch: p
     write_json(tmp_path / "made.json", {})
     with pytest.raises(UserError, match=r"made by: python -m bench\.corpus DIR"):
         bench.rows_of("documents", replace(cfg, corpus=tmp_path), sizes, tmp_path / "other", 10)
+
+
+def test_rows_of_another_text_are_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes, cfg, folder = Sizes(16, 300, 4, 4), Config(texts=("code",)), tmp_path / "rows"
+
+    def rows_of(text: Text) -> dict[str, Any]:
+        monkeypatch.setattr(bench, "standard_library", lambda limit: text)
+        bench.rows_of("code", cfg, sizes, folder, 10)
+        return read_json(folder / ABOUT)
+
+    first, told = rows_of(TEXT), len(capsys.readouterr().out.splitlines())
+    assert rows_of(Text(TEXT.documents, "cats, again")) == first and told > 1  # the same text: the rows are kept
+    for other in (Text(TEXT.documents[1:], "cats"), Text([*TEXT.documents[::-1]], "cats")):
+        with pytest.raises(UserError, match=r"must be made of cats, .*give another --out, or delete") as refused:
+            rows_of(other)
+        assert refused.value.exit_code == 2 and read_json(folder / ABOUT) == first
+    write_json(folder / ABOUT, {name: value for name, value in first.items() if name != "text_sha256"})
+    assert rows_of(TEXT) == first  # made again, since an earlier version did not keep what they were made of
+    with pytest.raises(UserError, match=r"--corpus must name a folder with english\.txt, got .*nowhere"):
+        bench.rows_of("documents", replace(cfg, corpus=Path("nowhere")), sizes, folder, 10)
 
 
 def test_documents_are_pieces_of_both_languages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
