@@ -15,10 +15,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None):
         """`retry_after` is in seconds."""
-        super().__init__(_whole(message))
+        super().__init__(message)
         self.status = status
         self.code = code
-        self.param = param and _whole(param)
+        self.param = param
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     @property
@@ -26,11 +26,6 @@ class ApiError(Exception):
         """The error JSON."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-def _whole(text: str) -> str:
-    """A text that may repeat a name from a request; half of a surrogate pair, which JSON may hold, becomes "?"."""
-    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)

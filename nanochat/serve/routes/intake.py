@@ -5,6 +5,8 @@ import bisect
 import contextlib
 import itertools
 import json
+import math
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +19,11 @@ from nanochat.serve.routes.fields import ApiError
 from nanochat.tokenizer import Tokenizer
 
 BODY_BYTES = 256 * 1024  # largest body of a request
+# An escape in JSON text: a surrogate pair, half of one, or any other.
+ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 
 
 async def read_body(request: Request) -> bytes:
@@ -41,11 +48,27 @@ async def read_body(request: Request) -> bytes:
 
 
 def decode_json(body: bytes) -> Any:
-    """The value of a body. ApiError 400 if it is not valid JSON."""
+    """The value of a body, which can be written as JSON in UTF-8 again: half of a surrogate pair becomes U+FFFD.
+
+    ApiError 400 if the body is not JSON, or if a number in it is NaN or infinite.
+    """
     try:
-        return json.loads(body)
+        # Replaced here, once, since some routes send texts of the request back, which such a half would make fail.
+        text = ESCAPE.sub(lambda found: r"\ufffd" if found["half"] else found[0], body.decode("utf-8-sig"))
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         raise ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8") from None
+
+
+def _finite(number: str) -> float:
+    """A number of a body. ApiError 400 for NaN, Infinity and 1e999, which JSON cannot hold."""
+    value = float(number)
+    if not math.isfinite(value):
+        text = (
+            f"the body must be JSON, whose numbers are finite, got {number[:80]}: send a number below 1.8e308, or null"
+        )
+        raise ApiError(400, "invalid_json", text)
+    return value
 
 
 class Turns:

@@ -115,6 +115,13 @@ def test_stop_strings_end_the_text_before_them(served):
     assert len(choice["logprobs"]["tokens"]) < len(free["logprobs"]["tokens"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_half_a_surrogate_pair_is_text(served, stream):
+    body = rb'{"prompt": "a\ud800", "echo": true, "max_tokens": 2, "stream": %s}' % json.dumps(stream).encode()
+    response = served.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200 and "a\ufffd" in response.text
+
+
 def test_log_probabilities_are_finite_numbers_in_json(served):
     bias = {str(token): -100 for token in range(served.tokenizer.vocab_size - 20)}
     choice = served.ok(PATH, prompt="x", logit_bias=bias, logprobs=20, max_tokens=4)["choices"][0]

@@ -50,6 +50,21 @@ def test_json_that_is_none_is_refused() -> None:
             decode_json(body)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_lacks_are_refused(number: str) -> None:
+    with pytest.raises(ApiError, match=f"finite, got {number}: send") as caught:
+        decode_json(f'{{"a": [{number}]}}'.encode())
+    assert caught.value.status == 400
+
+
+def test_half_a_surrogate_pair_becomes_the_mark_of_a_missing_character() -> None:
+    text = rb'{"\uD800": ["\udc00\ud83d", "\ud83d\ude00", "\\ud800", "\\\ud800", "\ud83dx\ude00", "\u00e9\n"]}'
+    texts = ["\ufffd\ufffd", "\U0001f600", r"\ud800", "\\\ufffd", "\ufffdx\ufffd", "\u00e9\n"]
+    assert decode_json(text) == {"\ufffd": texts}
+    with pytest.raises(ApiError, match="in UTF-8"):
+        decode_json(b'"\xed\xa0\x80"')
+
+
 # --- turns ---------------------------------------------------------------------------------------
 
 

@@ -121,3 +121,17 @@ def test_schema_is_kept(served):
 )
 def test_what_cannot_be_done_is_refused_by_name(served, fields, param):
     assert served.refused(PATH, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_instructions_with_half_a_surrogate_pair_are_sent_back_as_text(served, stream):
+    body = b'{"input": "the cat", "instructions": "a\\ud800", "max_output_tokens": 2, "stream": %s}' % stream.encode()
+    response = served.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200 and "a\ufffd" in response.text
+
+
+def test_numbers_that_could_not_be_sent_back_are_refused(served):
+    tool = b'{"type": "function", "name": "f", "parameters": {"minimum": NaN}}'
+    body = b'{"input": "the cat", "tools": [%s]}' % tool
+    response = served.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
