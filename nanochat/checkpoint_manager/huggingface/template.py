@@ -1,14 +1,11 @@
 """Chat templates: conversations as the text that a model was trained on."""
 
-import json
-import select
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError
+from nanochat.platforms.child import Child
 
 SECONDS = 10.0  # for one conversation
 LARGEST = 1 << 20  # characters of a template
@@ -33,52 +30,23 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str):
         """`tokens` are names that the template may use, such as eos_token; `where` names the template in messages."""
-        self._child: subprocess.Popen[str] | None = None
         if len(source) > LARGEST:
             raise UserError(
                 f"the chat template in {where} has {len(source):,} characters, at most {LARGEST:,} are read"
             )
-        self._first = json.dumps({"template": source, "tokens": dict(tokens)})
+        self._child = Child(CHILD, {"template": source, "tokens": dict(tokens)})
         self._where = where
 
     def render(self, messages: Messages, reply: bool, **options: Any) -> str:
         """The text of a conversation; `reply` adds what opens the assistant's turn. UserError if the template fails,
         refuses the conversation, or takes too much time or memory."""
-        child = self._child or self._start()
-        assert child.stdin is not None and child.stdout is not None
         asked = {"messages": list(messages), "add_generation_prompt": reply, **options}
-        try:
-            child.stdin.write(json.dumps(asked) + "\n")
-            child.stdin.flush()
-            ready, _, _ = select.select([child.stdout], [], [], SECONDS)
-            line = child.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self.close()
+        answer = self._child.ask(asked, SECONDS)
+        if answer is None:
             raise UserError(
                 f"the chat template in {self._where} takes more than {SECONDS:.0f} seconds or too much memory. Remove "
                 "it to use ChatML"
             )
-        answer = json.loads(line)
         if "text" not in answer:
             raise UserError(f"the chat template in {self._where} fails: {answer['error']}. Remove it to use ChatML")
         return answer["text"]
-
-    def _start(self) -> "subprocess.Popen[str]":
-        # -I: neither the current folder nor the environment can put modules in the place of Jinja's.
-        command = [sys.executable, "-I", str(CHILD)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._child.stdin is not None
-        self._child.stdin.write(self._first + "\n")
-        return self._child
-
-    def close(self) -> None:
-        """End the child process; the next conversation starts another."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
-
-    def __del__(self) -> None:
-        self.close()
