@@ -30,7 +30,7 @@ from nanochat.generate.reply import reply_parts as reply_parts
 from nanochat.generate.request import Request, check
 from nanochat.generate.rows import BORDER, Rows
 from nanochat.generate.sampling import Choice, Sampling, choose, uniform
-from nanochat.generate.schema import Schemas
+from nanochat.generate.schema.grammar import Schemas
 from nanochat.generate.stops import StoppedReply
 from nanochat.nn.model import Model
 from nanochat.platforms.base import Platform

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema import Grammar, allowed_rows
+from nanochat.generate.schema.grammar import Grammar, allowed_rows
 
 
 class History:

@@ -11,7 +11,7 @@ from nanochat.generate.adjust import History
 from nanochat.generate.calls import Calls
 from nanochat.generate.events import Scored
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema import Grammar
+from nanochat.generate.schema.grammar import Grammar
 from nanochat.generate.stops import StoppedReply
 
 

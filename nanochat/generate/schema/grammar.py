@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.generate.schema.trial import Trial
 from nanochat.tokenizer import ROLES, Tokenizer
 
+# Without white space between values, which a model could otherwise write without end.
+OVERRIDES: Any = {"whitespace_flexible": False}
 MOST_BYTES = 32_768  # of the text of a schema
 MOST_KNOWN = 64  # schemas whose automaton is kept: as many as requests with a schema may wait at the same time
 
@@ -47,15 +50,21 @@ class Schemas:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
+        self._trial = Trial(OVERRIDES)
         self._known: dict[str, Any] = {}  # schema -> its automaton before the first token; the latest few
         self._lock = threading.Lock()  # of the automata that are known; making one does not hold it
 
-    def grammar(self, schema: str) -> Grammar:
-        """The automaton for a schema, as JSON text. UserError if the text is not a schema, or if no
-        value can meet it."""
+    def knows(self, schema: str) -> bool:
+        """Whether grammar() has the automaton for a schema ready; otherwise it may take seconds to make."""
         with self._lock:
-            known = self._known.get(schema)
-            if known is not None:
+            return schema in self._known
+
+    def grammar(self, schema: str) -> Grammar:
+        """The automaton for a schema, as JSON text. UserError if the text is not a schema, if no value can meet it, or
+        if the automaton takes too much time or memory."""
+        with self._lock:
+            if (known := self._known.pop(schema, None)) is not None:
+                self._known[schema] = known  # the latest one
                 return Grammar(known.deep_copy())
         made = self._compiled(schema)
         with self._lock:
@@ -65,26 +74,13 @@ class Schemas:
             return Grammar(made.deep_copy())
 
     def _compiled(self, schema: str) -> Any:
-        if len(schema.encode(errors="replace")) > MOST_BYTES:
-            raise UserError(
-                f"a JSON schema has at most {MOST_BYTES:,} bytes, got {len(schema.encode(errors='replace')):,}: "
-                "shorten the schema"
-            )
-        try:
-            content = json.loads(schema)
-        except (ValueError, RecursionError) as failure:
-            raise UserError(f"the JSON schema is not valid JSON: {failure}. Correct the schema") from failure
-        if not isinstance(content, dict):
-            raise UserError(f"a JSON schema must be an object, got {type(content).__name__}. Correct the schema")
-        # {"x-guidance": ...} would change the automaton's own settings
-        content = {key: value for key, value in content.items() if key != "x-guidance"}
+        text = self._checked(schema)
         import llguidance
 
         if self._vocabulary is None:
             self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)))
         try:
-            # Without white space between values, which a model could otherwise write without end.
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(content, overrides={"whitespace_flexible": False})
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
         except ValueError as failure:
             raise UserError(f"the JSON schema cannot be used: {_first_line(failure)}. Correct the schema") from failure
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
@@ -94,6 +90,27 @@ class Schemas:
         if problem:
             raise UserError(f"the JSON schema cannot be met: {_first_line(problem)}. Correct the schema")
         return matcher
+
+    def _checked(self, schema: str) -> str:
+        """The schema for llguidance, as JSON text."""
+        if len(schema.encode(errors="replace")) > MOST_BYTES:
+            raise UserError(
+                f"a JSON schema has at most {MOST_BYTES:,} bytes, got {len(schema.encode(errors='replace')):,}: "
+                "shorten the schema"
+            )
+        try:
+            content = json.loads(schema)
+            if not isinstance(content, dict):
+                raise UserError(f"a JSON schema must be an object, got {type(content).__name__}. Correct the schema")
+            # {"x-guidance": ...} would change the automaton's own settings
+            content = {key: value for key, value in content.items() if key != "x-guidance"}
+            text = json.dumps(content)
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as failure:
+            raise UserError(f"the JSON schema is not valid JSON: {failure}. Correct the schema") from failure
+        self._trial.check(content, text)
+        return text
 
 
 class _Vocabulary:

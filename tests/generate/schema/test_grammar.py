@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UserError
-from nanochat.generate.schema import MOST_BYTES, Schemas, allowed_rows
+from nanochat.generate.schema.grammar import MOST_BYTES, Schemas, allowed_rows
 from tests.support.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -1,0 +1,1 @@
+"""Keeps replies inside JSON schemas, however much work a schema asks for."""
