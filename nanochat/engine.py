@@ -88,7 +88,7 @@ class Engine:
         self._passes = Passes(model, cache, self.length, pad, adapters, self.graphs)
         self._waiting: deque[Request] = deque()
         self._next_request = 0
-        self._schemas = Schemas(tokenizer)
+        self.schemas = Schemas(tokenizer)  # any thread may use them
         self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
         self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
@@ -120,12 +120,12 @@ class Engine:
         UserError if the prompt is empty or leaves no room for a reply, if a token is not in the vocabulary, if there
         is no adapter of the name, or if the schema cannot be met. What is accepted here fails no step.
         """
-        self._check(prompt, sampling)
+        self.check(prompt, sampling)
         request = Request(
             self._next_request, list(prompt), len(prompt), sampling, random.Random(sampling.seed), Calls(self.tokenizer)
         )
         if sampling.schema is not None:
-            request.grammar = self._schemas.grammar(sampling.schema)
+            request.grammar = self.schemas.grammar(sampling.schema)
         if sampling.stop:
             request.stops = StoppedReply(self.tokenizer, sampling.stop)
         if sampling.adjusts:
@@ -136,15 +136,9 @@ class Engine:
         return request.number
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the UserError that submit() would raise. Any thread may call this while another uses the engine.
-
-        What takes long, the automaton of a schema, is then ready for submit().
+        """Raise the UserError that submit() would raise, except for a schema: `schemas.grammar` raises those, and what
+        takes long, the automaton, is then ready for submit(). Any thread may call this while another uses the engine.
         """
-        self._check(prompt, sampling)
-        if sampling.schema is not None:
-            self._schemas.grammar(sampling.schema)
-
-    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         check(prompt, sampling, self.length, self.model.config.vocab_size)
         if self._adapters is not None:
             self._adapters.number(sampling.adapter)

@@ -47,7 +47,7 @@ class Hosted:
         engine, announced = given.engine, given.announced
         self.name = announced.model
         self.tokenizer = given.tokenizer
-        self.check = engine.check
+        self.check, self.schemas = engine.check, engine.schemas
         self.adapter = given.adapter
         self.thread = thread
         self.limits = Limits(self.name, engine.length, given.tokenizer.vocab_size)

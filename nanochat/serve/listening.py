@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from nanochat.common import warn
 from nanochat.engine import Event
 from nanochat.serve.connections import SOCKET_BYTES, Caps, Connection, Connections
 from nanochat.serve.engine_thread import EngineThread
 from nanochat.serve.routes.fields import ApiError
 
 DRAIN_SECONDS = 3  # time that answers under way get to end when the server stops
+STOP_SECONDS = 30.0  # time that the server has to stop; then its process ends, whatever still runs
 BACKLOG = 2048  # connections that the kernel completes before the server accepts them
 ACCEPTED_AT_ONCE = 16  # then others get a turn; until that turn, these are not counted
 OWN_FILES = 128  # open files for everything but connections: the model, the log, the device
@@ -111,6 +116,14 @@ class Server(uvicorn.Server):
                 lambda: Connection(self.config, self.server_state, state, self.connections), accepted
             )
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop, on a signal."""
+        super().handle_exit(sig, frame)
+        # Python waits for every thread that works, and no thread can be ended from outside.
+        last = threading.Timer(STOP_SECONDS, _end)
+        last.daemon = True
+        last.start()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them."""
         for accepting in self._accepting:
@@ -124,6 +137,11 @@ class Server(uvicorn.Server):
         finally:
             for each in ending:
                 each.cancel()
+
+
+def _end() -> None:
+    warn(f"the server did not stop within {STOP_SECONDS:g} seconds: its process ends now")
+    os._exit(1)
 
 
 def serve(app: App, listener: socket.socket) -> None:

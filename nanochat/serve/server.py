@@ -96,6 +96,8 @@ class ChatServer:
         self.kept = Kept()
         self.turns = intake.Turns(settings.preparing)
         self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
+        self.schema_turns = intake.Turns(settings.preparing)
+        self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
     async def health(self) -> JSONResponse:
         """GET /health: whether the engines' threads run, and how busy they are together."""
@@ -188,7 +190,10 @@ class ChatServer:
     async def _prepared(
         self, body: bytes, read: Read, owner: str
     ) -> tuple[Hosted, Ticket[Event], Callable[[str], Writer]]:
-        """Check a body and submit its ticket. One body at a time: its place is certain before its text is encoded."""
+        """Check a body and submit its ticket. One body at a time: its place is certain before its text is encoded.
+
+        Only a schema that the model does not know yet waits for its automaton outside of that order.
+        """
         loop = asyncio.get_running_loop()
 
         def checked() -> tuple[Hosted, Asked]:
@@ -199,19 +204,37 @@ class ChatServer:
         try:
             async with self.turns.turn(len(body)):
                 model, asked = await loop.run_in_executor(self.preparing, checked)
-                if self._has_enough(owner) or model.thread.full(owner):
-                    raise asyncio.QueueFull
+                self._check_place(model, owner)
                 work = await loop.run_in_executor(self.preparing, _work, asked, model)
-                ticket: Ticket[Event] = Ticket(work.requests, owner)
-                model.thread.submit(ticket)
-                return model, ticket, work.writer
+                schema = work.requests[0][1].schema
+                if schema is None or model.schemas.knows(schema):
+                    return self._submitted(model, work, owner)
+            async with self.schema_turns.turn(len(body)):
+                await loop.run_in_executor(self.schemas, _make_ready, schema, model)
+            self._check_place(model, owner)
+            return self._submitted(model, work, owner)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
-    def _has_enough(self, owner: str) -> bool:
-        """Whether an address has as many requests as it may have, over all models."""
+    def _check_place(self, model: Hosted, owner: str) -> None:
+        """Raise asyncio.QueueFull if too many wait for the model, or if the address has all the requests that it may
+        have, over all models."""
         own = sum(ticket.owner == owner for thread in self.models.threads for ticket in thread.tickets)
-        return 0 < self.settings.per_address <= own
+        if 0 < self.settings.per_address <= own or model.thread.full(owner):
+            raise asyncio.QueueFull
+
+    def _submitted(
+        self, model: Hosted, work: Work, owner: str
+    ) -> tuple[Hosted, Ticket[Event], Callable[[str], Writer]]:
+        """Queue the requests of a body."""
+        ticket: Ticket[Event] = Ticket(work.requests, owner)
+        model.thread.submit(ticket)
+        return model, ticket, work.writer
+
+    def close(self) -> None:
+        """Take no more bodies."""
+        for executor in (self.preparing, self.schemas):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _work(asked: Asked, model: Hosted) -> Work:
@@ -226,6 +249,14 @@ def _work(asked: Asked, model: Hosted) -> Work:
     except UserError as refusal:
         raise ApiError(400, "invalid_request", str(refusal)) from None
     return work
+
+
+def _make_ready(schema: str, model: Hosted) -> None:
+    """Make the automaton of a schema, so that the engine need not wait for it. ApiError 400 if that cannot be done."""
+    try:
+        model.schemas.grammar(schema)
+    except UserError as refusal:
+        raise ApiError(400, "invalid_request", str(refusal)) from None
 
 
 # --- the application -----------------------------------------------------------------------------
@@ -247,7 +278,7 @@ def create_app(models: Sequence[Loadable], settings: Settings) -> App:
         for thread in server.models.threads:
             thread.start()
         yield
-        server.preparing.shutdown(wait=False)
+        server.close()
         if runs is not None:
             runs.close()
         await asyncio.gather(*(thread.stop() for thread in server.models.threads))

@@ -3,7 +3,10 @@
 import asyncio
 import errno
 import resource
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -80,3 +83,34 @@ def test_a_client_that_leaves_before_it_is_accepted_is_nothing_to_report(
     with running(FakeEngine()) as url:
         assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ok"
     assert not failures and capfd.readouterr().err == ""
+
+
+STUCK = """
+import socket, sys, time
+from nanochat.serve import listening
+from nanochat.serve.hosted import Loadable
+from nanochat.serve.server import create_app
+from tests.support.fake_engine import SETTINGS, FakeEngine
+listening.STOP_SECONDS = 1.0
+engine = FakeEngine()
+engine.step = lambda: time.sleep(1000)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+listening.serve(create_app([Loadable(engine, engine.tokenizer, SETTINGS)], SETTINGS), listener)
+"""
+
+
+def test_a_server_ends_although_a_thread_of_it_never_does() -> None:
+    command = [sys.executable, "-c", STUCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        asked = {"messages": [{"role": "user", "content": "hello"}]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=httpx.Timeout(60, read=0.5))
+        server.send_signal(signal.SIGTERM)
+        try:
+            assert server.wait(30) == 1
+        finally:
+            server.kill()
+        assert "did not stop within 1 seconds" in server.stderr.read()

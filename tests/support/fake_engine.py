@@ -95,6 +95,13 @@ class Seen:
     cancelled: bool = False
 
 
+class NoSchemas:
+    """Schemas that need no preparation."""
+
+    def knows(self, schema: str) -> bool:
+        return True
+
+
 @dataclass
 class FakeEngine:
     """Answers each question with its entry in `replies`, or repeats the question; one byte per step.
@@ -110,6 +117,7 @@ class FakeEngine:
     fail: bool = False
     seen: list[Seen] = field(default_factory=list)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    schemas: NoSchemas = field(default_factory=NoSchemas)
 
     def __post_init__(self) -> None:
         self._permits = threading.Semaphore(0)

@@ -63,6 +63,14 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema, message):
         Schemas(TOKENIZER).grammar(schema)
 
 
+def test_the_schemas_that_were_used_last_stay_ready(monkeypatch):
+    monkeypatch.setattr("nanochat.generate.schema.grammar.MOST_KNOWN", 2)
+    schemas, (first, second, third) = Schemas(TOKENIZER), (json.dumps({"enum": [number]}) for number in range(3))
+    for schema in (first, second, first, third):
+        schemas.grammar(schema)
+    assert [schemas.knows(schema) for schema in (first, second, third)] == [True, False, True]
+
+
 def test_bits_become_booleans_in_order():
     masks = [bytes([0b0000_0101, 0b1000_0000]), bytes([0, 1])]
     rows = allowed_rows(masks, 11, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_schema_that_cannot_be_met_is_refused_before_a_stream_begins(served, sch
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     error = served.refused(PATH, messages=CAT, response_format=wanted, stream=stream)
     assert error["code"] == "invalid_request" and "schema" in error["message"]
+
+
+def test_others_are_answered_while_a_schema_asks_for_hours_of_work(served):
+    """The automaton of the schema has 99,999,989 states. Its trial ends after 2 s."""
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 99_999_989}}}
+    served.ok(PATH, messages=CAT, max_tokens=1, response_format={"type": "json_object"})
+    answered = 0
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(served.refused, PATH, messages=CAT, response_format=wanted)
+        while not slow.done():
+            served.ok("/tokenize", prompt="the cat")
+            served.ok(PATH, messages=CAT, max_tokens=1, response_format={"type": "json_object"})
+            answered += 1
+    assert answered > 4  # not one after the other
+    assert "takes more than 2 seconds" in slow.result()["message"]
 
 
 def test_stop_string_is_not_in_the_text_nor_in_the_scores(served):
