@@ -26,6 +26,8 @@ from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer
 
 # Name of a parameter -> the day since which every checkpoint of HEAD has had it, newest first.
 SINCE = {"smear_gate.weight": "2026-03-14", "value_embeds.": "2026-01-17", "resid_lambdas": "2026-01-11"}
+# The fields of upstream's GPTConfig. Ours has more, whose defaults describe upstream's models.
+FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Upstream:
     tag: str
     step: int
     tensors: dict[str, Tensor]  # fp32
-    shape: dict[str, Any]  # GPTConfig's fields
+    shape: dict[str, Any]  # FIELDS, and whatever else the meta file's model_config holds
     tokenizer: Tokenizer
 
 
@@ -104,8 +106,7 @@ def _refuse_older(folder: Path, tensors: Mapping[str, Tensor], shape: Mapping[st
                 "its model computes something else. Only checkpoints of that day or later can be converted: train "
                 "the model again."
             )
-    missing = [key for key in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
-                               "window_pattern") if key not in shape]  # fmt: skip
+    missing = [key for key in FIELDS if key not in shape]
     if missing:
         raise UserError(
             f"{folder}: the meta file names no {', '.join(missing)} of the model, which the conversion needs: copy the "
@@ -123,7 +124,7 @@ def convert(theirs: Upstream, corpus: str) -> Path:
     final = step_dir(folder, theirs.step)
     if final.exists():
         raise UserError(f"{final} exists already: delete it to convert again")
-    named = {key: theirs.shape[key] for key in GPTConfig.__dataclass_fields__}
+    named = {key: theirs.shape[key] for key in FIELDS}
     shape = checked_shape(GPTConfig, named, f"the meta file of {theirs.tag}, step {theirs.step:,},")
     with torch.device("meta"):
         model = GPT(shape)

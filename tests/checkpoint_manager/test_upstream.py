@@ -24,6 +24,8 @@ from tests.support.tiny_model import TEXT, tiny_gpt, tiny_tokenizer
 from tests.support.tiny_training import CPU, WANTED
 
 TOKENIZER = tiny_tokenizer()
+# What upstream's meta files hold under model_config: asdict() of its GPTConfig, without the fields that ours adds.
+FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 
 
 def encoding(tokenizer: Tokenizer, **changes: Any) -> tiktoken.Encoding:
@@ -50,7 +52,7 @@ def their_folder(base: Path, stage: str = "base", step: int = 123, protocol: int
     folder = base / f"{stage}_checkpoints" / "d4"
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_gpt(TOKENIZER.vocab_size)
-    shape = {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
+    shape = {name: getattr(model.config, name) for name in FIELDS}
     torch.save(changes.get("state", their_names(model)), folder / f"model_{step:06d}.pt")
     torch.save({"state": {}, "param_groups": []}, folder / f"optim_{step:06d}_rank0.pt")
     meta = {"step": step, "val_bpb": 0.9, "model_config": changes.get("shape", shape), "user_config": {}}
