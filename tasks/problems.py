@@ -47,9 +47,9 @@ def plain(text: str) -> str:
 def is_right(reply: str, answer: str) -> bool:
     """Whether a reply ends with an answer: with the same number, or with the same words."""
     said, wanted = final_answer(reply), final_answer(answer)
-    if _NUMBER.fullmatch(unicodedata.normalize("NFKC", wanted).strip()):
-        return final_number(said) == final_number(wanted)
-    return plain(said) == plain(wanted)
+    is_number = _NUMBER.fullmatch(unicodedata.normalize("NFKC", wanted).strip())
+    number = final_number(wanted) if is_number else None  # None also for more digits than final_number() reads
+    return plain(said) == plain(wanted) if number is None else final_number(said) == number
 
 
 def read_problem(value: Any) -> Problem:

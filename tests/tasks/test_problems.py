@@ -72,6 +72,8 @@ def test_the_final_answer_of_a_text(text: str, answer: str) -> None:
         ("-7", "7", False),
         ("", "7", False),
         ("no number", "7", False),
+        ("no number", "1" * 70, False),  # more digits than are read as a number: compared as words
+        (f"The answer is {'1' * 70}.", "1" * 70, True),
     ],
 )
 def test_a_reply_is_right_if_it_ends_with_the_answer(reply: str, answer: str, right: bool) -> None:
