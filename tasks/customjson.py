@@ -1,6 +1,7 @@
 """Your own conversations, from JSON files in the layouts that people have: messages, ShareGPT, Alpaca."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,8 +57,8 @@ def plain_turns(turns: Any) -> Iterator[Any]:
         raise ValueError(f"a conversation is a list of messages, got {type(turns).__name__}")
     for n, turn in enumerate(turns, start=1):
         if isinstance(turn, Mapping) and {"from", "value"} <= set(turn):
-            if (role := turn["from"]) not in _ROLES:
-                raise ValueError(f'message {n} is "from" {role!r}; known are {", ".join(_ROLES)}')
+            if not isinstance(role := turn["from"], str) or role not in _ROLES:
+                raise ValueError(f'message {n} is "from" {reprlib.repr(role)}; known are {", ".join(_ROLES)}')
             yield {"role": _ROLES[role], "content": turn["value"]}
         else:
             yield turn

@@ -34,6 +34,8 @@ def test_own_conversations_in_both_shapes(tmp_path: Path) -> None:
         (b'{"messages": null}', "a list of messages, got NoneType"),
         (b'{"conversations": 5}', "a list of messages, got int"),
         (b'{"conversations": [{"from": "tool", "value": "a"}]}', "message 1 is \"from\" 'tool'; known are human"),
+        (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 is \"from\" ['gpt']; known are human"),
+        (b'{"conversations": [{"from": {}, "value": "a"}]}', 'message 1 is "from" {}; known are human'),
         (b'{"conversations": [{"from": "gpt", "value": "a"}]}', "message 1 must have role 'user'"),
         (b'{"instruction": "a", "output": ""}', "content of message 2"),
         (b'{"instruction": ["a"], "output": "b"}', '"instruction" and "input" must be texts'),

@@ -65,6 +65,10 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}], "chosen": "yes", "rejected": "no"},
+            "message 1 is \"from\" ['human']; known are human",
+        ),
         ([], "a pair of answers is an object, got list"),
         ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
