@@ -327,6 +327,12 @@ class Subset:
         return self.task.grade(self._numbers[i], reply)
 
 
+def first_places(numbers: np.ndarray) -> np.ndarray:  # (N,) int64, both
+    """For each place of a list of numbers, the first place that has the same number."""
+    _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    return first[which]
+
+
 class TaskMixture:
     """Several tasks shuffled into one. A task that is given twice counts twice. The order depends only on the seed."""
 
@@ -346,6 +352,12 @@ class TaskMixture:
         number = self._order[i]
         which = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.tasks[which], int(number - self._starts[which])
+
+    def originals(self) -> np.ndarray:  # (problems,) int64
+        """For each problem, the place of its first copy: its own place, unless its task was given twice."""
+        same = [next(k for k, other in enumerate(self.tasks) if other is task) for task in self.tasks]
+        which = np.searchsorted(self._starts, self._order, side="right") - 1
+        return first_places(self._order - self._starts[which] + self._starts[np.array(same)[which]])
 
     def __getitem__(self, i: int) -> Conversation:
         task, number = self.locate(i)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from nanochat.data.tinyworld import world as tinyworld
 from nanochat.data.traits import traits
 from tasks import arc, gsm8k, humaneval, mmlu, smoltalk
 from tasks.arc import ARC
-from tasks.common import Published, Subset, TaskMixture, Ungraded
+from tasks.common import Published, Subset, TaskMixture, Ungraded, first_places
 from tasks.customjson import CustomJSON
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
@@ -47,6 +47,7 @@ Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when i
 
 HELD_OUT = 50  # one conversation in 50 is for validation
 MOST_TIMES = 1000  # that the conversations of a file may be repeated
+COPIES_TOGETHER = ", copies held out together"  # in the keys of mixtures with copies, which earlier versions trained on
 
 
 Item = TypeVar("Item", covariant=True)
@@ -63,9 +64,42 @@ class Records(Protocol[Item]):
 Conversations = Records[Conversation]
 
 
+@runtime_checkable
+class WithCopies(Protocol):
+    """Items of which some may be there several times."""
+
+    def originals(self) -> np.ndarray:  # (items,) int64
+        """For each place a number that only copies of the same item share. Places are held out by these numbers."""
+        ...
+
+
+def _originals(items: Records[Item]) -> np.ndarray:
+    return items.originals() if isinstance(items, WithCopies) else np.arange(len(items))
+
+
+@dataclass(frozen=True)
+class Numbered(Generic[Item]):
+    """Items and what WithCopies.originals() says of them."""
+
+    items: Sequence[Item]
+    numbers: np.ndarray  # (items,) int64
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Item:
+        return self.items[i]
+
+    def originals(self) -> np.ndarray:
+        return self.numbers
+
+
 @dataclass(frozen=True)
 class Mix:
-    """The conversations of a stage. `key` names their content; `load` is called only if their tokens are not kept."""
+    """The conversations of a stage. `key` names their content; `load` is called only if their tokens are not kept.
+
+    All copies of a conversation are held out or none, so that validation never reads what was trained.
+    """
 
     name: str
     key: str
@@ -77,24 +111,32 @@ class Mix:
         """All conversations, loaded once."""
         return self.load()
 
+    @cached_property
+    def _held_out(self) -> np.ndarray:  # (conversations,) bool
+        return _originals(self.conversations) // self.together % HELD_OUT == 0
+
     def train(self) -> Iterable[Conversation]:
         """All but every HELD_OUT-th conversation."""
         conversations = self.conversations
-        return (conversations[i] for i in range(len(conversations)) if i // self.together % HELD_OUT)
+        return (conversations[i] for i in np.flatnonzero(~self._held_out).tolist())
 
     def val(self) -> Iterable[Conversation]:
-        """Every HELD_OUT-th conversation."""
+        """Every HELD_OUT-th conversation, without its copies."""
         conversations = self.conversations
-        return (conversations[i] for i in range(len(conversations)) if not i // self.together % HELD_OUT)
+        _, first = np.unique(_originals(conversations), return_index=True)
+        return (conversations[i] for i in np.sort(first[self._held_out[first]]).tolist())
 
 
 class WithYours:
-    """A mixture with your own conversations added, repeated until one in ten is yours, all in a seeded order."""
+    """A mixture with your own conversations added, repeated until one in ten is yours, all in a seeded order.
+
+    Of yours that are repeated, every HELD_OUT-th is held out; if there are fewer, all are trained.
+    """
 
     def __init__(self, mixture: Conversations, yours: Conversations, seed: int):
         self._mixture, self._yours = mixture, yours
-        copies = max(round(len(mixture) / (9 * len(yours))), 1)
-        numbers = np.concatenate([np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), copies)])
+        self._copies = max(round(len(mixture) / (9 * len(yours))), 1)
+        numbers = np.concatenate([np.arange(len(mixture)), -1 - np.tile(np.arange(len(yours)), self._copies)])
         self._numbers = np.random.default_rng(seed).permutation(numbers)  # below zero: of yours
 
     def __len__(self) -> int:
@@ -103,6 +145,14 @@ class WithYours:
     def __getitem__(self, i: int) -> Conversation:
         number = int(self._numbers[i])
         return self._mixture[number] if number >= 0 else self._yours[-1 - number]
+
+    def originals(self) -> np.ndarray:
+        """See WithCopies. The mixture's own conversations are held out as they are without yours."""
+        behind = -(-len(self._mixture) // HELD_OUT) * HELD_OUT
+        of_mixture = _originals(self._mixture)[np.maximum(self._numbers, 0)]
+        numbers = np.where(self._numbers >= 0, of_mixture, behind - self._numbers)
+        # What is not repeated is held out by place, as in earlier versions, whose runs may then be resumed.
+        return numbers if self._copies > 1 else first_places(numbers)
 
 
 def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: str | None = None) -> Mix:
@@ -123,9 +173,10 @@ def mix(stage: Stage, corpus: str, seed: int, custom: str | None = None, added: 
     title, make = CURRICULA[name].title, CURRICULA[name].conversations[stage]
     key = f"{name} {stage} {seed} {tinyworld.VERSION}"
     if added is None:
-        return Mix(title, key, lambda: make(seed))
+        return Mix(title, key + COPIES_TOGETHER * (stage in CURRICULA[name].repeats), lambda: make(seed))
     yours = CustomJSON(added)
-    return Mix(f"{title} and {added}", f"{key} + {_content(added)}", lambda: WithYours(make(seed), yours, seed))
+    key = f"{key} + {_content(added)}{COPIES_TOGETHER}"
+    return Mix(f"{title} and {added}", key, lambda: WithYours(make(seed), yours, seed))
 
 
 def own_conversations(files: Sequence[str]) -> Mix:
@@ -144,21 +195,37 @@ def own_pairs(files: Sequence[str]) -> Mix:
     Weights and errors are as in own_conversations().
     """
     name, key, found = _weighted(files, read_pairs, "pairs")
-    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: [one for pair in found for one in pair], 2)
+    numbers = np.stack([2 * found.numbers, 2 * found.numbers + 1], axis=1).reshape(-1)
+    answers = Numbered([one for pair in found.items for one in pair], numbers)
+    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2)
 
 
-def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: str) -> tuple[str, str, list[Item]]:
-    """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says."""
+def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: str) -> tuple[str, str, Numbered[Item]]:
+    """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says.
+
+    If anything is there twice, also because a file is, the items are numbered so that the last of every HELD_OUT
+    different ones is held out, or the last of all if there are fewer: short files begin with what matters most.
+    """
     parts = [_with_weight(file) for file in files]
     found = [read(path) for path, _ in parts]
-    chosen = [items[int(i / weight) % len(items)] for items, (_, weight) in zip(found, parts, strict=True)
-              for i in range(max(int(len(items) * weight), 1))]  # fmt: skip
-    if len(chosen) < 2:
+    contents = [_content(path) for path, _ in parts]
+    chosen: list[Item] = []
+    places: list[int] = []  # for each chosen item, the place of its original among the different ones
+    known: dict[tuple[str, int], int] = {}
+    for items, content, (_, weight) in zip(found, contents, parts, strict=True):
+        for i in range(max(int(len(items) * weight), 1)):
+            number = int(i / weight) % len(items)
+            chosen.append(items[number])
+            places.append(known.setdefault((content, number), len(known)))
+    if len(known) < 2:
         raise UserError(
-            f"{files[0]} must hold at least 2 {what}, since one is for validation, got {len(chosen)}; add more"
+            f"{files[0]} must hold at least 2 {what}, since one is for validation, got {len(known)}; add more"
         )
-    key = " + ".join(f"{weight:g} {_content(path)}" for path, weight in parts)
-    return ", ".join(Path(path).name for path, _ in parts), key, chosen
+    key = " + ".join(f"{weight:g} {content}" for content, (_, weight) in zip(contents, parts, strict=True))
+    numbers = np.array(places)
+    if len(known) < len(chosen):
+        key, numbers = key + COPIES_TOGETHER, numbers + 1 - min(len(known), HELD_OUT)
+    return ", ".join(Path(path).name for path, _ in parts), key, Numbered(chosen, numbers)
 
 
 def _with_weight(file: str) -> tuple[str, float]:
@@ -205,6 +272,7 @@ class Curriculum:
     rl: Callable[[], tuple[Task, Task]]  # RL trains on the first and is measured on the second
     measures: Callable[[bool], Measures]  # of `unsafe_exec`, see HumanEval
     needs: Callable[[], tuple[Published, ...]] = tuple  # the data sets that all of these read
+    repeats: tuple[Stage, ...] = ()  # the stages whose mixtures name a task twice
 
 
 def curriculum(corpus: str | None) -> Curriculum:
@@ -214,13 +282,14 @@ def curriculum(corpus: str | None) -> Curriculum:
 
 def _published_mid(seed: int) -> TaskMixture:
     """Upstream's mixture of November 2025: about 850 thousand conversations; those about identity come twice."""
+    identity = Identity()
     return TaskMixture(
         [
             SmolTalk("train"),
             MMLU("auxiliary_train", "train"),
             GSM8K("train"),
-            Identity(),
-            Identity(),
+            identity,
+            identity,
             SimpleSpelling(200_000),
             SpellingBee(80_000),
         ],
@@ -296,6 +365,7 @@ CURRICULA: Mapping[str, Curriculum] = {
         _published_rl,
         _published_measures,
         _published_needs,
+        repeats=("mid",),
     ),
     "tinyworld": Curriculum(
         "TinyWorld", {"mid": _tinyworld_mid, "sft": _tinyworld_sft}, _tinyworld_rl, _tinyworld_measures

@@ -258,8 +258,9 @@ def test_files_count_as_often_as_their_weights_say(models: Path, tmp_path: Path)
                                           {"role": "assistant", "content": "x"}]}) for i in range(count)]  # fmt: skip
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     mixture = own_conversations([f"{tmp_path}/a.jsonl:0.5", f"{tmp_path}/b.jsonl:2"])
-    asked = [one.messages[0].text for one in [*mixture.val(), *mixture.train()]]
-    assert sorted(asked) == sorted([f"a{i}" for i in range(0, 10, 2)] + [f"b{i}" for i in range(6)] * 2)
+    held_out, asked = ([one.messages[0].text for one in part] for part in (mixture.val(), mixture.train()))
+    assert sorted(asked) == sorted([f"a{i}" for i in range(0, 10, 2)] + [f"b{i}" for i in range(5)] * 2)
+    assert held_out == ["b5"]
     assert mixture.key != own_conversations([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl:2"]).key
     with pytest.raises(UserError, match="the weight of a file must be above 0"):
         own_conversations([f"{tmp_path}/a.jsonl:0"])

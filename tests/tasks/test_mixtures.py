@@ -2,15 +2,17 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from nanochat.common import UserError
-from nanochat.data.conversation import chat
+from nanochat.common import UserError, sha256_of
+from nanochat.data.conversation import Conversation, chat
 from nanochat.data.tinyworld import world as tinyworld
 from tasks import mixtures
-from tasks.mixtures import HELD_OUT, Mix, mix, rl_tasks
+from tasks.mixtures import HELD_OUT, Mix, mix, own_conversations, rl_tasks
 
 DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
 
@@ -104,9 +106,10 @@ def test_a_curriculum_is_chosen_by_the_traits_of_the_corpus() -> None:
         assert mixtures.curriculum(corpus) is mixtures.CURRICULA["published"]
 
 
-def test_keys_of_prepared_conversations_stay_the_same() -> None:
+def test_keys_of_prepared_conversations_stay_the_same_unless_copies_of_them_were_trained() -> None:
     version = tinyworld.VERSION
     assert mix("mid", "tinyworld", 7).key == f"tinyworld mid 7 {version}"
+    assert mix("mid", "fineweb", 7).key == f"published mid 7 {version}, copies held out together"
     assert mix("sft", "fineweb", 7).key == f"published sft 7 {version}"
     assert (mix("mid", "tinyworld", 7).name, mix("sft", "x", 7).name) == ("TinyWorld", "SmolTalk and tasks")
 
@@ -187,3 +190,86 @@ def test_replacing_and_adding_at_once_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--conversations replaces the mixture and --mix adds to it") as refused:
         mix("sft", "tinyworld", 1, "a.jsonl", "b.jsonl")
     assert refused.value.exit_code == 2
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def asked(conversations: Iterable[Conversation]) -> list[str]:
+    return [conversation.messages[0].text for conversation in conversations]
+
+
+@pytest.mark.parametrize(
+    ("weights", "times", "held_out"),
+    [
+        ([""], 1, [0, 50, 100]),
+        ([":2"], 2, [49, 99]),  # of repeated conversations the last of every 50
+        ([":1", ""], 2, [49, 99]),  # the same file twice
+        ([":30"], 30, [49, 99]),
+    ],
+)
+def test_a_conversation_that_is_held_out_is_trained_in_no_copy(
+    tmp_path: Path, weights: list[str], times: int, held_out: list[int]
+) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, 120)
+    made = own_conversations([f"{path}{weight}" for weight in weights])
+    assert asked(made.val()) == [f"问 {i}" for i in held_out]
+    trained = Counter(asked(made.train()))
+    assert trained == {f"问 {i}": times for i in range(120) if i not in held_out}
+
+
+def test_of_a_few_repeated_conversations_the_last_is_held_out(tmp_path: Path) -> None:
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    write_own(few, 20)
+    assert asked(own_conversations([f"{few}:3"]).val()) == ["问 19"]
+    write_own(many, 200)
+    made = own_conversations([f"{few}:3", str(many)])
+    trained = Counter(asked(made.train()))
+    assert asked(made.val()) == [f"问 {i}" for i in (29, 79, 129, 179)]
+    assert all(trained[f"问 {i}"] == 4 for i in range(20)), "a short file beside others is learned whole"
+    one = tmp_path / "one.jsonl"
+    write_own(one, 1)
+    with pytest.raises(UserError, match="at least 2 conversations, since one is for validation, got 1"):
+        own_conversations([f"{one}:2"])
+
+
+def test_tokens_of_repeated_conversations_that_an_earlier_version_kept_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, 60)
+    content = sha256_of(path)
+    plain, twice = own_conversations([str(path)]), own_conversations([f"{path}:2"])
+    assert plain.key == sha256(f"1 {content}".encode()).hexdigest()
+    assert twice.key != sha256(f"2 {content}".encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(1, []), (20, []), (50, [49]), (120, [49, 99])])
+def test_conversations_that_are_added_are_trained_or_held_out_in_all_copies(
+    tmp_path: Path, count: int, held_out: list[int]
+) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, count)
+    made, without = mix("sft", "tinyworld", 1, added=str(path)), mix("sft", "tinyworld", 1)
+    yours = {f"问 {i}" for i in range(count)}
+    trained = Counter(text for text in asked(made.train()) if text in yours)
+    assert sorted(text for text in asked(made.val()) if text in yours) == sorted(f"问 {i}" for i in held_out)
+    assert trained.keys() == yours - {f"问 {i}" for i in held_out} and len(set(trained.values())) == 1
+    of_mixture = [text for text in asked(made.val()) if text not in yours]
+    assert sorted(of_mixture) == sorted(asked(without.val())), "the mixture's own are held out as without yours"
+
+
+def test_a_file_that_needs_no_copies_is_held_out_by_place_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, 2000)
+    made = mix("sft", "tinyworld", 1, added=str(path))
+    everything = list(made.conversations)
+    assert list(made.val()) == everything[::HELD_OUT]
+
+
+def test_who_the_assistant_is_comes_twice_and_is_held_out_twice(local: None) -> None:
+    made = mix("mid", "fineweb", 1)
+    trained, held_out = Counter(made.train()), Counter(made.val())
+    identity = set(tinyworld.identity_conversations())
+    assert any(one in identity for one in held_out)
+    for one in identity:
+        assert (trained[one], held_out[one]) in ((2, 0), (0, 1))

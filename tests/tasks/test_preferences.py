@@ -99,7 +99,10 @@ def test_both_answers_of_every_50th_pair_are_held_out_and_files_have_weights(tmp
     train = list(mix.train())
     assert len(train) == 2 * 117 and [one.messages[1].text for one in train[:4]] == ["a", "b", "a", "b"]
     twice = own_pairs([f"{path}:2"])
-    assert len([*twice.val(), *twice.train()]) == 480 and twice.key != mix.key
+    assert [one.messages[0].text for one in twice.val()] == ["q49", "q49", "q99", "q99"], "none twice"
+    train = list(twice.train())
+    assert len(train) == 2 * 2 * 118 and not set(train) & set(twice.val()) and twice.key != mix.key
+    assert [one.messages[1].text for one in train[:4]] == ["a", "b", "a", "b"]
     single = tmp_path / "single.jsonl"
     single.write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
     with pytest.raises(UserError, match="must hold at least 2 pairs, since one is for validation, got 1"):

@@ -293,6 +293,16 @@ def test_a_task_given_twice_counts_twice() -> None:
     assert Counter(TaskMixture([task, task])) == Counter({conversation: 2 for conversation in task})
 
 
+def test_copies_in_a_mixture_share_the_place_of_the_first_one() -> None:
+    task, other = ARC("ARC-Easy", "test"), GSM8K("test")
+    mixed = TaskMixture([task, other, task])
+    originals, first = mixed.originals().tolist(), {}
+    for place in range(len(mixed)):
+        assert originals[place] == first.setdefault(mixed.locate(place), place)
+    assert len(set(originals)) == len(task) + len(other)
+    assert TaskMixture([task, other]).originals().tolist() == list(range(len(task) + len(other)))
+
+
 def test_a_mixture_asks_the_task_that_a_problem_comes_from() -> None:
     mixed = TaskMixture([ARC("ARC-Easy", "test"), GSM8K("test")])
     for i in range(len(mixed)):
