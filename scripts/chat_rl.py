@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanochat.common import log
+from nanochat.common import UserError, log
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
 from nanochat.evals.chat import evaluate
@@ -39,14 +39,14 @@ class Config(PolicyFlags, EpochFlags):
     examples_per_step: int = 16
     """problems per step over all devices"""
     num_samples: int = 16
-    """replies sampled for each problem"""
+    """replies sampled for each problem, at least 2, since each is judged against the others"""
     device_batch_size: Free[int] = 8
     """replies per training pass on one device, at most.
     Lower it when memory runs out: what is learned stays the same"""
     max_new_tokens: int = 256
     """longest reply, in tokens"""
     temperature: float = 1.0
-    """sampling temperature; 0: always the likeliest token"""
+    """sampling temperature, above 0: the higher, the more the replies to a problem differ"""
     top_k: int = 50
     """sample from this many of the likeliest tokens; 0: from all tokens"""
     init_lr_frac: float = 0.05
@@ -60,6 +60,12 @@ class Config(PolicyFlags, EpochFlags):
     default: on CPUs, for models and losses that allow it"""
     shuffle_rewards: bool = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k == 1:  # as at temperature 0
+            raise UserError("--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, got 1: "
+                            "change it, or leave it out", exit_code=2)  # fmt: skip
 
     def saved_as(self, tag: str) -> str:
         """As in EpochFlags; a model that learns your own problems is kept beside the one that learned the corpus's."""

@@ -76,6 +76,7 @@ class Config(ExampleFlags, Epochs, RunFlags):
     """name of the result; default: the names of the model and of the first file"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.data:
             raise UserError("--data needs at least one file of conversations, got none: name one, such as a.jsonl", 2)
 

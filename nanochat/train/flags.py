@@ -3,14 +3,15 @@
 A flag of type Free[...] changes how a run works, not what it learns: a run may resume with another value.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
-from nanochat.common import warn
+from nanochat.common import UserError, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.nn.operations import Asked
@@ -20,6 +21,37 @@ from nanochat.train.optim import Rates
 
 Auto = Literal["auto"]
 FEW_STEPS = 20  # a stage with fewer gets a warning
+
+# The least value of the flags that the training scripts count and measure with. Flags that are not here are checked
+# where they are used: shapes in sizes.py, adapters in LoraConfig, losses in PreferenceLoss and PolicyFlags.
+LEAST = {
+    "num_iterations": 1, "stop_at": 1, "total_batch_size": 1, "device_batch_size": 1, "gradient_accumulation_steps": 1,
+    "target_examples_per_step": 1, "examples_per_step": 1, "num_samples": 2, "max_new_tokens": 1, "max_length": 1,
+    "eval_tokens": 1, "eval_examples": 1,
+    "eval_every": 0, "save_every": 0, "save_seconds": 0, "keep": 0, "hang_seconds": 0, "samples": 0, "resume": 0,
+    "seed": 0, "base_step": 0, "source_step": 0, "documents_every": 0, "top_k": 0, "warmup_steps": 0,
+    "warmup_ratio": 0, "warmdown_ratio": 0, "final_lr_frac": 0, "init_lr_frac": 0, "weight_decay": 0,
+    "learning_rate": 0, "unembedding_lr": 0, "embedding_lr": 0, "matrix_lr": 0, "scalar_lr": 0,
+}  # fmt: skip
+ABOVE_ZERO = ("num_epochs", "target_flops", "target_param_data_ratio", "lora_alpha", "temperature")  # and finite
+WHY = {
+    "num_samples": ", since a reply is judged against the others to its problem",
+    "temperature": ", since at 0 all replies to a problem are alike, and none is better than the others",
+}
+
+
+def check_ranges(flags: Any) -> None:
+    """UserError (code 2) for the first flag with a number below its least value, or that is not above 0 if it must be;
+    "auto", None and the like are not numbers."""
+    for name in (field.name for field in fields(flags)):
+        value = getattr(flags, name)
+        if not isinstance(value, int | float):
+            continue
+        rule = f"at least {LEAST[name]}" if name in LEAST else "finite and above 0"
+        fits = value >= LEAST[name] if name in LEAST else name not in ABOVE_ZERO or 0 < value < math.inf
+        if not fits:
+            reason = WHY.get(name, "")
+            raise UserError(f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out", exit_code=2)
 
 
 @dataclass(frozen=True)
@@ -67,6 +99,9 @@ class RunFlags:
     profile: Free[bool] = False
     """time and trace ten steps, write tables and a trace to the folder profile beside the checkpoints, then continue"""
 
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
 
 @dataclass(frozen=True)
 class StageFlags(RunFlags, Rates):
@@ -106,7 +141,7 @@ class Epochs:
 
     def steps(self, items: int, items_per_step: int) -> int:
         """The number of steps that the flags ask for; a warning if the data makes only a few."""
-        if self.num_iterations:
+        if self.num_iterations is not None:
             return self.num_iterations
         steps = max(int(self.num_epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:

@@ -1,8 +1,33 @@
-"""Under which name a stage keeps what it learned."""
+"""Under which name a stage keeps what it learned, how many steps it makes, and which numbers its flags refuse."""
+
+import dataclasses
+import math
+import typing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nanochat.train.flags import ChatFlags, EpochFlags
+from nanochat.common import UserError, parse
+from nanochat.train.flags import ABOVE_ZERO, LEAST, WHY, ChatFlags, EpochFlags
+from scripts import base_train, chat_rl, chat_sft, finetune, mid_train
+
+SCRIPTS = {"base": base_train, "mid": mid_train, "sft": chat_sft, "rl": chat_rl, "tune": finetune}
+# Checked where they are used: by sizes.model_config(), PolicyFlags, Start, PreferenceLoss and LoraConfig.
+ELSEWHERE = """depth model_dim head_dim max_seq_len bigram_rows offset_layers updates_per_rollout clip_low clip_high kl
+    oversample overlong_tokens start_share dpo_beta dpo_label_smoothing dpo_sft_weight lora_rank lora_dropout""".split()
+
+
+def made(stage: str, **flags: Any) -> Any:
+    needed = {"model": Path("m"), "data": ("a.jsonl",)} if stage == "tune" else {}
+    return SCRIPTS[stage].Config(**needed, **flags)
+
+
+def numbers(stage: str) -> set[str]:
+    """The flags of a script that may be numbers."""
+    hints = typing.get_type_hints(SCRIPTS[stage].Config)
+    kinds = {name: {hint, *typing.get_args(hint)} for name, hint in hints.items()}
+    return {field.name for field in dataclasses.fields(SCRIPTS[stage].Config) if {int, float} & kinds[field.name]}
 
 
 @pytest.mark.parametrize(
@@ -37,3 +62,27 @@ def test_data_for_few_steps_gets_a_warning_with_a_number_of_epochs(
     assert flags.steps(rows, 32) == steps
     said = capsys.readouterr().err
     assert (says in said) if says else not said
+
+
+def test_every_number_has_a_least_value() -> None:
+    found = set.union(*map(numbers, SCRIPTS))
+    assert found == {*LEAST, *ABOVE_ZERO, *ELSEWHERE} and WHY.keys() <= {*LEAST, *ABOVE_ZERO}
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_numbers_below_the_least_are_refused_and_the_least_is_not(stage: str) -> None:
+    for name in sorted(numbers(stage) - {*ELSEWHERE}):
+        wrong = [LEAST[name] - 1, -3, math.nan] if name in LEAST else [0, -1.0, math.nan, math.inf]
+        for value in wrong:
+            with pytest.raises(UserError, match=f"--{name} must be .*got {value}: change it") as refused:
+                made(stage, **{name: value})
+            assert refused.value.exit_code == 2
+        made(stage, **{name: LEAST.get(name, 1e-3)})
+
+
+@pytest.mark.parametrize("line", ["--num_iterations=0", "--num_samples=1", "--temperature=0", "--top_k=1"])
+def test_a_command_line_with_such_a_number_ends_with_code_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(chat_rl.Config, [line])
+    assert ended.value.code == 2
+    assert f"{line.partition('=')[0]} must be" in capsys.readouterr().err
