@@ -60,12 +60,23 @@ class Config(PolicyFlags, EpochFlags):
     default: on CPUs, for models and losses that allow it"""
     shuffle_rewards: bool = False
     """shuffle each step's rewards among its replies: a control run that must not learn"""
+    compile: Free[bool | None] = None
+    """RL compiles nothing: only --no_compile is accepted, for command lines that other stages share"""
+    graphs: Free[bool] = False
+    """RL captures no graphs: only --no-graphs is accepted"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k == 1:  # as at temperature 0
             raise UserError("--top_k must be 0 or at least 2, since with 1 all replies to a problem are alike, got 1: "
                             "change it, or leave it out", exit_code=2)  # fmt: skip
+        for asked, name in ((self.compile, "--compile"), (self.graphs, "--graphs")):
+            if asked:
+                raise UserError(
+                    f"RL neither compiles nor captures its passes, whose shapes follow the replies, got {name}: "
+                    "leave it out",
+                    exit_code=2,
+                )
 
     def saved_as(self, tag: str) -> str:
         """As in EpochFlags; a model that learns your own problems is kept beside the one that learned the corpus's."""

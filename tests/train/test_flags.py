@@ -86,3 +86,12 @@ def test_a_command_line_with_such_a_number_ends_with_code_2(line: str, capsys: p
         parse(chat_rl.Config, [line])
     assert ended.value.code == 2
     assert f"{line.partition('=')[0]} must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [{"compile": True}, {"graphs": True}])
+def test_rl_refuses_flags_that_it_would_ignore(flags: dict[str, bool]) -> None:
+    with pytest.raises(UserError, match=f"RL neither compiles nor captures its passes.* got --{next(iter(flags))}: "):
+        made("rl", **flags)
+    for stage in ("base", "mid", "sft", "tune"):
+        made(stage, **flags)
+    assert parse(chat_rl.Config, ["--no_compile", "--no-graphs"]).compile is False
