@@ -83,9 +83,10 @@ class Config:
 
 
 def choose_tasks(
-    asked: str | None, corpus: str | None, unsafe_exec: bool, shots: int | None = None
+    asked: str | None, corpus: str | None, unsafe_exec: bool, compute: Compute, shots: int | None = None
 ) -> tuple[list[Task], list[str]]:
-    """The tasks that were named, or all that fit a corpus, and the names of named tasks whose rows cannot be read.
+    """The tasks that were named, or all that fit a corpus, and the names of named tasks whose rows cannot be read
+    on some rank.
 
     UserError (code 2) for an unknown name, or if no task is left.
     """
@@ -100,12 +101,15 @@ def choose_tasks(
     missing: list[str] = []
     for name in names:
         try:
-            tasks.append(makers[name]())
+            with parallel.together(name, compute):
+                task = makers[name]()
         except UserError as why:
             if len(names) == 1:
                 raise
             warn(f"{name} is left out: {why}")
             missing.append(name)
+        else:
+            tasks.append(task)
     if not tasks:
         raise UserError("none of the tasks can be evaluated here: the warnings above say what each task needs", 2)
     return tasks, missing if asked is not None else []
@@ -252,7 +256,7 @@ def chat_eval(cfg: Config, compute: Compute) -> dict[str, Score]:
     log(f"model: stage {loaded.stage}, tag {loaded.tag}, step {loaded.step}")
     use_task_data(cfg.task_data)
     corpus = loaded.meta["config"]["corpus"]
-    tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, cfg.shots)
+    tasks, broken = choose_tasks(cfg.task_name, corpus, cfg.unsafe_exec, compute, cfg.shots)
     how = settings(cfg, compute.dtype)
     there = kept(loaded, how, usual)["tasks"] if cfg.once else {}
     if there:

@@ -90,24 +90,24 @@ def test_wrong_replies_are_shown_when_asked_for(capsys):
 
 def test_default_tasks_without_rows_are_left_out_with_a_warning(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NANOCHAT_TASK_DIR", str(tmp_path))  # tests have no access to the hub either
-    tasks, broken = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True)
+    tasks, broken = chat_eval.choose_tasks(None, "fineweb-edu", unsafe_exec=True, compute=on_cpu())
     assert not broken
     assert [task.name for task in tasks] == ["SpellingBee"]
     assert capsys.readouterr().err.count("is left out: ") == 5
     with pytest.raises(UserError, match="cannot be read"):
-        chat_eval.choose_tasks("GSM8K", "fineweb-edu", unsafe_exec=True)
+        chat_eval.choose_tasks("GSM8K", "fineweb-edu", unsafe_exec=True, compute=on_cpu())
 
 
 @pytest.mark.parametrize("asked", ["ARC-easy", "GSM8K|nothing", "", " | "])
 def test_an_unknown_task_is_answered_with_the_names(asked):
     with pytest.raises(UserError, match=r"ARC-Easy, .*SpellingBee") as refused:
-        chat_eval.choose_tasks(asked, "tinyworld", unsafe_exec=False)
+        chat_eval.choose_tasks(asked, "tinyworld", unsafe_exec=False, compute=on_cpu())
     assert refused.value.exit_code == 2
 
 
 def test_every_name_of_a_default_task_can_be_asked_for():
     names = list(tinyworld.measures())
-    asked, _ = chat_eval.choose_tasks("|".join(["GSM8K", *names]), "fineweb-edu", unsafe_exec=False)
+    asked, _ = chat_eval.choose_tasks("|".join(["GSM8K", *names]), "fineweb-edu", unsafe_exec=False, compute=on_cpu())
     assert [task.name for task in asked] == ["GSM8K", *names]
 
 
@@ -285,3 +285,21 @@ def test_ranks_leave_out_a_broken_task_together(base_folder, tmp_path):
     assert {name: (row["right"], row["total"]) for name, row in two.items()} == {
         name: (score.right, score.total) for name, score in one.items()
     }
+
+
+def a_rank_of_two_disks(compute: Compute, cfg: Config, without: str) -> str:
+    """The refusal of one rank; rank 1 has no data."""
+    return a_rank(compute, cfg if compute.rank == 0 else replace(cfg, task_data=without))
+
+
+@pytest.mark.ranks
+def test_ranks_leave_out_together_a_task_that_one_of_them_cannot_read(base_folder, tmp_path):
+    tiny_checkpoint(sequence_len=1024)
+    for name in ("with", "without"):
+        published.write_mgsm(tmp_path / name / "mgsm", as_tsv=True)
+    (tmp_path / "without" / "mgsm" / "mgsm_zh.tsv").unlink()
+    ask = Config(task_name="MGSM-zh|mental", max_new_tokens=3, max_problems=5, shots=0)
+    ask = replace(ask, task_data=str(tmp_path / "with"))
+    refusals = run_ranks(2, a_rank_of_two_disks, ask, str(tmp_path / "without"))
+    assert all("1 of the tasks could not be evaluated: MGSM-zh" in refusal for refusal in refusals)
+    assert set(section(base_folder)["tasks"]) == {"mental"}
