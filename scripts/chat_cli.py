@@ -25,8 +25,9 @@ from nanochat.engine import Engine
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
-from nanochat.serve.cli.remote import Remote
+from nanochat.serve.cli.remote import SETTINGS, Remote
 from nanochat.serve.cli.terminal import dim, harmless, history, keyboard, language, stoppable, take_any_text
+from nanochat.serve.cli.texts import TEXTS
 from nanochat.serve.cli.transcript import instructions, read_transcript, write_transcript
 
 
@@ -46,15 +47,15 @@ class Config(ModelFlags):
     system: str = ""
     """Instructions for the model, placed in front of the chat. Default: none."""
     temperature: Annotated[float | Literal["auto"], arg(aliases=["-t"])] = "auto"
-    """Randomness of the replies: 0 always takes the likeliest token. auto: 1 for a TinyWorld model, else 0.6.
-    Raise it for more variety."""
-    top_k: Annotated[int, arg(aliases=["-k"])] = 50
-    """Sample from the k likeliest tokens; 0 samples from all."""
+    """Randomness of the replies: 0 always takes the likeliest token. Raise it for more variety.
+    auto: 1 for a TinyWorld model, else 0.6; with --url, the server's default."""
+    top_k: Annotated[int | Literal["auto"], arg(aliases=["-k"])] = "auto"
+    """Sample from the k likeliest tokens; 0 samples from all. auto: 50, or the default of the server of --url."""
     min_p: float | Literal["auto"] = "auto"
     """Never draw a token less likely than this share of the likeliest, 0 to 1; 0 draws from all of top_k.
-    auto: 0.5 for a TinyWorld model, else 0."""
-    max_tokens: Annotated[int, arg(aliases=["-m"])] = 512
-    """Longest reply, in tokens."""
+    auto: 0.5 for a TinyWorld model, else 0; with --url, the server's default."""
+    max_tokens: Annotated[int | Literal["auto"], arg(aliases=["-m"])] = "auto"
+    """Longest reply, in tokens. auto: 512; with --url, the server's default, but at most half of its context."""
     seed: int = 42
     """Random seed. The same seed and the same messages give the same replies."""
     lang: Literal["auto", "en", "zh"] = "auto"
@@ -65,81 +66,8 @@ class Config(ModelFlags):
     """Device to use: npu, cuda or cpu. Default: the first of these that is usable."""
 
 
-DRAWING = {"temperature", "min_p"}  # the flags that may be auto
+TOP_K, MAX_TOKENS = 50, 512  # of a model that is loaded here, where the flags are auto
 SMOKE = "smoke"  # the tag of what `speedrun.sh --preset smoke` trains; the page knows it too
-TEXTS = {
-    "en": {
-        "model": "model: stage {stage}, tag {tag}, step {step}, context of {context} tokens",
-        "server": "model: {model}, at {url}",
-        "latest": "this is the model that was trained last, at {saved}",
-        "others": "other models, newest first: {flags}",
-        "drawing": "temperature {temperature:g}, min-p {min_p:g}: {reason}",
-        "base": "this is a base model, which has not learned to chat: it continues the text that you type",
-        "smoke": "the smoke preset trained this model for a few steps to test the installation: it can answer nothing. "
-        "Train one that answers with: bash speedrun.sh",
-        "hello": "/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat",
-        "help": """/help         show this list
-/new          start a new chat; the instructions stay
-/system TEXT  set the instructions and start a new chat; without TEXT, clear the instructions
-/temp X       set the temperature; 0 always takes the likeliest token (now {temperature:g})
-/topk N       sample from the N likeliest tokens; 0 samples from all (now {top_k})
-/max N        set the longest reply in tokens (now {max_tokens})
-/save FILE    save the chat to a file
-/load FILE    load a chat from a file and continue it
-/quit         end the chat
-\"\"\"           type this before and after a text of several lines""",
-        "new": "started a new chat",
-        "set": "temperature {temperature:g}, top-k {top_k}, at most {max_tokens} tokens",
-        "number": "{command} needs a number, got {given!r}: type {command} 1, for example",
-        "file": "{command} needs a file name: type {command} chat.json, for example",
-        "saved": "saved {count} messages to {path}",
-        "loaded": "loaded {count} messages from {path}",
-        "unknown": "there is no command {command}: see /help. To send a text that begins with /, put a space first",
-        "forgotten": "the context is full: the model no longer sees the first {count} messages",
-        "length": "the reply was cut off at its length limit: /max N sets another limit, /new makes room",
-        "stopped": "stopped",
-        "empty": "the model said nothing",
-        "speed": "{tokens} tokens, {rate:.0f} tokens/s, context {used} of {context}",
-        "rate": "{tokens} tokens, {rate:.0f} tokens/s",
-        "bye": "Ctrl-D or /quit ends the chat",
-        "unkept": "what you type will not be there in the next chat: {path} cannot be written ({why})",
-    },
-    "zh": {
-        "model": "模型：阶段 {stage}，标签 {tag}，第 {step} 步，上下文 {context} 个词元",
-        "server": "模型：{model}，服务器 {url}",
-        "latest": "这是最近训练的模型（{saved}）",
-        "others": "其他模型（从新到旧）：{flags}",
-        "drawing": "温度 {temperature:g}，min-p {min_p:g}：{reason}",
-        "base": "这是基座模型，还没有学过对话，只会接着你输入的文字往下写",
-        "smoke": "smoke 预设只训练几步，用来检验安装，这个模型什么也答不出来；要训练能回答问题的：bash speedrun.sh",
-        "hello": "输入 /help 查看命令；Ctrl-C 停止回答，Ctrl-D 退出",
-        "help": """/help         显示本列表
-/new          开始新对话，系统提示不变
-/system 文字  设置系统提示并开始新对话；不写文字则清除系统提示
-/temp X       设置温度，0 表示总取最可能的词元（现为 {temperature:g}）
-/topk N       只从最可能的 N 个词元中采样，0 表示不限（现为 {top_k}）
-/max N        设置回答的最大词元数（现为 {max_tokens}）
-/save 文件    把对话保存到文件
-/load 文件    从文件载入对话并继续
-/quit         退出
-\"\"\"           输入多行文字时，放在开头和结尾""",
-        "new": "已开始新对话",
-        "set": "温度 {temperature:g}，top-k {top_k}，最多 {max_tokens} 个词元",
-        "number": "{command} 后面要写数字，不能写 {given!r}；例如 {command} 1",
-        "file": "{command} 后面要写文件名，例如 {command} chat.json",
-        "saved": "已把 {count} 条消息保存到 {path}",
-        "loaded": "已从 {path} 载入 {count} 条消息",
-        "unknown": "没有命令 {command}，输入 /help 查看命令；要发送以 / 开头的文字，请在前面加一个空格",
-        "forgotten": "上下文已满，模型看不到最前面的 {count} 条消息了",
-        "length": "回答达到长度上限，已截断；/max N 可调整上限，/new 可腾出上下文",
-        "stopped": "已停止",
-        "empty": "模型没有给出回答",
-        "speed": "{tokens} 个词元，每秒 {rate:.0f} 个，上下文 {used}/{context}",
-        "rate": "{tokens} 个词元，每秒 {rate:.0f} 个",
-        "bye": "按 Ctrl-D 或输入 /quit 退出",
-        "unkept": "这次输入的内容不会留到下次：{path} 无法写入（{why}）",
-    },
-}
 
 
 @dataclass
@@ -155,14 +83,31 @@ class Chat:
     messages: list[Message] = field(default_factory=list)  # whole exchanges, perhaps after a system message
     replies: int = 0
     server: Remote | None = None
-    asked: set[str] = field(default_factory=set)  # what a server is told of the drawing; else its own defaults hold
+    # The settings that the user gave. A server is told only these; its own defaults hold for the others.
+    asked: set[str] = field(default_factory=set)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The sampling settings as the commands take them: top_k 0 means all tokens."""
+        """The settings of the next reply, as the commands take them: top_k 0 means all tokens. None is a default that
+        the server does not tell."""
         given = self.sampling
-        numbers = {"temperature": given.temperature, "min_p": given.min_p}
-        return {**numbers, "top_k": given.top_k or 0, "max_tokens": given.max_tokens}
+        numbers: dict[str, Any] = {name: getattr(given, name) for name in SETTINGS} | {"top_k": given.top_k or 0}
+        if self.server is None:
+            return numbers
+        return self.server.settings({name: numbers[name] for name in self.asked})
+
+    def note_settings(self, name: str) -> None:
+        """Print a text that shows the settings of the next reply."""
+        unsaid = TEXTS[self.lang]["unsaid"]
+        settings = {key: unsaid if value is None else value for key, value in self.settings.items()}
+        self.note(name, **{key: f"{value:g}" if isinstance(value, float) else value for key, value in settings.items()})
+        self.note_most()
+
+    def note_most(self) -> None:
+        """Say so if the server's context has no room for replies as long as the user asked for."""
+        most = self.settings["max_tokens"]
+        if self.server and "max_tokens" in self.asked and most < self.sampling.max_tokens:
+            self.note("most", most=most, context=self.server.context)
 
     def note(self, name: str, **values: Any) -> None:
         """Print one of TEXTS to the notes."""
@@ -245,8 +190,8 @@ def reply(chat: Chat, question: str) -> bool:
 def reply_of_server(chat: Chat, server: Remote, question: str) -> bool:
     """What reply() does where a server answers."""
     asked, parts, call, start = [*chat.messages, user(question)], [], "", time.monotonic()
-    settings = {**chat.settings, "seed": chat.sampling.seed + chat.replies}
-    settings.update({name: None for name in DRAWING - chat.asked})
+    settings = {name: value for name, value in chat.settings.items() if name in chat.asked or name == "max_tokens"}
+    settings["seed"] = chat.sampling.seed + chat.replies
     with stoppable() as stopped:
         for part in server.reply(asked, settings, stopped):
             parts.append(part)
@@ -271,7 +216,7 @@ def command(chat: Chat, line: str) -> bool:
     if name in ("/quit", "/exit"):
         return False
     if name == "/help":
-        chat.note("help", **chat.settings)
+        chat.note_settings("help")
     elif name in ("/new", "/system"):
         given = [system(rest)] if rest else []
         chat.messages = instructions(chat.messages) if name == "/new" else given
@@ -303,7 +248,6 @@ def set_number(chat: Chat, name: str, given: str) -> None:
     try:
         if name == "/temp" and given:
             changes["temperature"] = float(given)
-            chat.asked.add("temperature")
         elif name == "/topk" and given:
             changes["top_k"] = int(given) or None
         elif given:
@@ -311,7 +255,8 @@ def set_number(chat: Chat, name: str, given: str) -> None:
     except ValueError:
         raise UserError(TEXTS[chat.lang]["number"].format(command=name, given=given)) from None
     chat.sampling = replace(chat.sampling, **changes)
-    chat.note("set", **chat.settings)
+    chat.asked |= changes.keys()  # only now, since a value out of range is refused above
+    chat.note_settings("set")
 
 
 # --- modes ---------------------------------------------------------------------------------------
@@ -348,13 +293,16 @@ def open_chat(cfg: Config, notes: TextIO) -> Chat:
     """Load the model, and print which one it is and how it samples."""
     drawing = chat_drawing(None, cfg.temperature, cfg.min_p)
     # This checks the flags before the model loads.
-    sampling = Sampling(drawing.temperature, cfg.top_k or None, cfg.max_tokens, cfg.seed, min_p=drawing.min_p)
+    top_k = TOP_K if cfg.top_k == "auto" else cfg.top_k
+    max_tokens = MAX_TOKENS if cfg.max_tokens == "auto" else cfg.max_tokens
+    sampling = Sampling(drawing.temperature, top_k or None, max_tokens, cfg.seed, min_p=drawing.min_p)
     messages = [system(cfg.system)] if cfg.system.strip() else []
     if cfg.url:
         server = Remote(cfg.url, cfg.api_key or os.environ.get("NANOCHAT_API_KEY", ""))
-        asked = {name for name in DRAWING if getattr(cfg, name) != "auto"}
+        asked = {name for name in SETTINGS if getattr(cfg, name) != "auto"}
         chat = Chat(None, None, sampling, language(cfg.lang), sys.stdout, notes, messages, 0, server, asked)
         chat.note("server", model=harmless(server.model), url=server.url)
+        chat.note_most()
         return chat
     with contextlib.redirect_stdout(notes):  # standard output is for replies
         compute = compute_init(cfg.device_type or None)

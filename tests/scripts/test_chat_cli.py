@@ -249,7 +249,7 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
         assert chat_cli.command(chat, line)
     assert chat.sampling == Sampling(0.9, 7, 33, min_p=0.5)
     assert chat_cli.command(chat, "/topk 0") and chat.sampling.top_k is None
-    assert notes.getvalue().rstrip().endswith("temperature 0.9, top-k 0, at most 33 tokens")
+    assert notes.getvalue().rstrip().endswith("temperature: 0.9; top-k: 0; longest reply in tokens: 33")
     chat_cli.command(chat, "/help")
     assert all(name in notes.getvalue() for name in re.findall(r"/\w+", TEXTS["zh"]["help"]))
     assert not chat_cli.command(chat, "/quit")

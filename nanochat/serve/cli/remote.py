@@ -4,7 +4,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -13,6 +13,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Message, Part
 
 CONNECT_SECONDS, READ_SECONDS = 10, 600  # a busy server may take minutes to its first token
+SETTINGS = ("temperature", "min_p", "top_k", "max_tokens")  # what the user may set; our server tells its defaults
 NOT_OPENAI = ("min_p", "top_k")  # settings that OpenAI's own server refuses
 LOOK_SECONDS = 0.1  # how often a reply under way looks whether it was stopped
 
@@ -35,8 +36,26 @@ class Remote:
                 f"{self.url} names no model: give --url the address of an OpenAI-compatible server"
             ) from None
         self._ours = model.get("owned_by") == "nanochat"  # then it takes the fields of NOT_OPENAI
+        told = model.get("defaults") if self._ours else None
+        told = told if isinstance(told, dict) else {}
+        self._defaults = {name: told[name] for name in SETTINGS if isinstance(told.get(name), int | float)}
+        context = model.get("context_length")
+        self.context = context if self._ours and isinstance(context, int) else None  # in tokens
         self.finish: str | None = None
         self.tokens = 0
+
+    def settings(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The SETTINGS of a reply: those that the user asked for, else the server's defaults, or None where the server
+        does not tell its default.
+
+        Our server refuses a reply for which its context has no room. So a reply has at most three quarters of the
+        context if the user asked for a length, and half of it otherwise, as on the page: the rest is for the chat.
+        """
+        settings = {**dict.fromkeys(SETTINGS), **self._defaults, **asked}
+        if self.context and settings["max_tokens"]:
+            for_chat = self.context // 4 if "max_tokens" in asked else -(-self.context // 2)
+            settings["max_tokens"] = max(1, min(settings["max_tokens"], self.context - for_chat))
+        return settings
 
     def reply(
         self, messages: Sequence[Message], settings: dict[str, Any], stopped: Callable[[], bool]

@@ -74,6 +74,39 @@ def test_terminal_chat_keeps_the_turns_and_asks_for_its_settings(url, engine, mo
     assert "nanochat-sft-d4" in notes.getvalue() and "tokens/s" in notes.getvalue()
 
 
+def test_a_server_hears_only_what_the_user_set_and_its_own_defaults_are_shown():
+    engine, notes = FakeEngine(REPLIES, length=256), io.StringIO()
+    settings = replace(SETTINGS, temperature=1.0, min_p=0.5, top_k=9)
+    with running(engine, settings=settings) as url:
+        chat = chat_cli.open_chat(Config(url=url, lang="en"), notes)
+        chat_cli.reply(chat, "hello")
+        first = engine.seen[-1].sampling
+        assert (first.temperature, first.min_p, first.top_k, first.max_tokens) == (1.0, 0.5, 9, 128)
+        with pytest.raises(UserError, match="temperature must be"):
+            chat_cli.command(chat, "/temp -1")
+        chat_cli.command(chat, "/temp")
+        assert "temperature: 1; top-k: 9; longest reply in tokens: 128\n" in notes.getvalue()
+        chat_cli.command(chat, "/help")
+        assert "(now 1)" in notes.getvalue() and "(now 9)" in notes.getvalue() and "(now 128)" in notes.getvalue()
+        assert chat.asked == set()
+        chat_cli.command(chat, "/max 512")
+        assert "at most 192 tokens here, because the server's context of 256 tokens" in notes.getvalue()
+        chat_cli.command(chat, "/topk 7")
+        chat_cli.reply(chat, "hello")
+        last = engine.seen[-1].sampling
+        assert (last.temperature, last.top_k, last.max_tokens) == (1.0, 7, 192)
+
+
+def test_another_makers_server_is_not_told_settings_and_tells_none():
+    notes = io.StringIO()
+    listing = b'{"data": [{"id": "gpt", "owned_by": "someone", "context_length": 16}]}'
+    chat = chat_cli.open_chat(Config(url=answering(listing), lang="en"), notes)
+    assert set(chat.settings.values()) == {None}
+    chat_cli.command(chat, "/max 4000")
+    unsaid = "the server's default"
+    assert f"temperature: {unsaid}; top-k: {unsaid}; longest reply in tokens: 4000\n" in notes.getvalue()
+
+
 def refusal(url: str, key: str = KEY) -> str:
     with pytest.raises(UserError) as caught:
         said(Remote(url, key), "hello")
