@@ -234,7 +234,10 @@ def use_file(chat: Chat, name: str, given: str) -> None:
     """Save the chat to a file, or load a chat from a file and continue it."""
     if not given:
         raise UserError(TEXTS[chat.lang]["file"].format(command=name))
-    path = Path(given).expanduser()
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError:  # such a user does not exist, or has no home folder
+        raise UserError(TEXTS[chat.lang]["home"].format(command=name, given=given)) from None
     if name == "/save":
         write_transcript(path, chat.messages)
     else:

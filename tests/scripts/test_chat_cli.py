@@ -265,6 +265,9 @@ def test_commands_change_the_settings_and_say_so(monkeypatch):
         ("/save", "needs a file name"),
         ("/save /dev/null/chat.json", "cannot be written"),
         ("/load /no/such/file", "cannot be read"),
+        ("/save ~nobody_x/chat.json", "no home folder for ~nobody_x/chat.json"),
+        ("/load ~nobody_x/chat.json", "no home folder for ~nobody_x/chat.json"),
+        ("/save a\0b.json", "cannot be written"),
         ("/dance", "no command /dance"),
     ],
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import UserError, read_json, write_json
+from nanochat.data.bpe import whole
 from nanochat.data.conversation import Message, Part
 
 FORMAT = "nanochat-chat"
@@ -21,20 +22,22 @@ def write_transcript(path: Path, messages: list[Message]) -> None:
     """
     written = []
     for message in messages:
-        entry: dict[str, Any] = {"role": message.role, "content": message.text}
+        # A flag may hold bytes that are not UTF-8, which Python reads as halves of surrogate pairs.
+        entry: dict[str, Any] = {"role": message.role, "content": whole(message.text)}
         if any(part.kind != "text" for part in message.parts):
-            entry["parts"] = [{"kind": part.kind, "text": part.text} for part in message.parts]
+            entry["parts"] = [{"kind": part.kind, "text": whole(part.text)} for part in message.parts]
         written.append(entry)
     try:
         write_json(path, {"format": FORMAT, "version": 1, "messages": written})
-    except OSError as failure:
-        raise UserError(f"{path} cannot be written ({failure.strerror}): name a file in a folder of yours") from failure
+    except (OSError, ValueError) as failure:  # ValueError: the path holds a null byte
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise UserError(f"{path} cannot be written ({reason}): name a file in a folder of yours") from failure
 
 
 def read_transcript(path: Path) -> list[Message]:
     """Read a chat that write_transcript wrote, or any {"messages": [{"role", "content"}, ...]} of whole exchanges.
 
-    UserError if the file cannot be read or is not a chat.
+    U+FFFD replaces each half of a surrogate pair. UserError if the file cannot be read or is not a chat.
     """
     try:
         messages = [_read_message(entry) for entry in read_json(path)["messages"]]
@@ -56,9 +59,9 @@ def read_transcript(path: Path) -> list[Message]:
 
 def _read_message(entry: dict[str, Any]) -> Message:
     parts = entry.get("parts") or [{"kind": "text", "text": entry["content"]}]
-    read = tuple(Part(part["kind"], part["text"]) for part in parts)
+    read = tuple(Part(part["kind"], whole(part["text"])) for part in parts)
     if entry["role"] not in ("system", "user", "assistant") or not all(
-        part.kind in ("text", "python", "python_output") and isinstance(part.text, str) for part in read
+        part.kind in ("text", "python", "python_output") for part in read
     ):
         raise ValueError(entry["role"])
     return Message(entry["role"], read)

@@ -45,3 +45,14 @@ def test_other_programs_chats_are_read(tmp_path):
     messages: list[Message] = []
     write_transcript(path, messages)
     assert read_transcript(path) == []
+
+
+def test_halves_of_surrogate_pairs_are_replaced_so_that_the_chat_can_be_saved(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "hi \\ud800"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}'
+    )
+    messages = read_transcript(path)
+    assert messages == [user("hi \ufffd"), assistant("😀")]
+    write_transcript(path, [system("of a flag: \udcff"), *messages])  # as Python reads a byte that is not UTF-8
+    assert read_transcript(path) == [system("of a flag: \ufffd"), *messages]
