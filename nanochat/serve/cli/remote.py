@@ -103,6 +103,8 @@ class Remote:
                     yield Part("python_output", call["result"] or "")
                 if text := delta.get("content"):
                     yield Part("text", text)
+        except UserError:  # a ValueError too, whose text is the server's own
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise UserError(f"{self.url} sent what is no chat completion: check --url") from failure
 

@@ -128,6 +128,13 @@ def answering(content: bytes, kind: str = "application/json") -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+def test_a_failure_in_the_middle_of_a_reply_is_told_in_the_servers_words(url, engine):
+    remote, engine.fail = Remote(url, KEY), True
+    with pytest.raises(UserError, match=f"^{remote.url} failed: ") as caught:
+        said(remote, "hello")
+    assert "--url" not in str(caught.value)
+
+
 def test_what_goes_wrong_is_one_message_with_the_next_step(url):
     assert "--api_key" in refusal(url, "wrong")
     assert "begin with http://" in refusal("127.0.0.1:8000")
