@@ -21,15 +21,17 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
     """The conversation of a list of messages: an optional system message, then user and assistant in turn.
 
     The user comes last, or the assistant in a chat whose last reply is to be `continued`. Results of tools
-    count as the user's, and those that follow each other are one message. `instructions` go in front of the system
-    message. ApiError 400.
+    count as the user's, and those that follow each other are one message. An empty system message counts as none, and
+    an empty reply is a turn, because a model may say nothing. `instructions` go in front of the system message.
+    ApiError 400.
     """
     if given is None:
         raise missing("messages", "a list of {role, content}")
     if not isinstance(given, list):
         raise invalid("messages must be a list of {role, content}, got " + kind(given), "messages")
+    none = ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
     if not given:
-        raise ApiError(400, "empty_prompt", "messages must hold at least one user message, got none", "messages")
+        raise none
     if len(given) > MOST_MESSAGES:
         text = f"there may be at most {MOST_MESSAGES:,} messages, got {len(given):,}: leave out the oldest"
         raise ApiError(400, "too_many_messages", text, "messages")
@@ -39,6 +41,9 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
         )
         raise ApiError(400, "too_many_messages", text, "messages")
     messages = _joined([_message(item, f"messages[{i}]") for i, item in enumerate(given)], given)
+    messages = [(i, message) for i, message in messages if message.role != "system" or message.text.strip()]
+    if not messages:
+        raise none
     first = 1 if messages[0][1].role == "system" else 0
     for turn, (i, message) in enumerate(messages[first:]):
         expected = ("user", "assistant")[turn % 2]
@@ -108,8 +113,9 @@ def _message(item: Any, name: str) -> Message:
         parts = (Part("text", written_result(text_of(item.get("content"), f"{name}.content"))),)
     else:
         parts = (Part("text", text_of(item.get("content"), f"{name}.content")),)
-    if not any(part.text.strip() for part in parts):
-        raise ApiError(400, "empty_prompt", f"{name} is empty: every message must hold some text", f"{name}.content")
+    if role == "user" and not parts[0].text.strip():
+        text = f"{name} is empty: every message of the user must hold some text"
+        raise ApiError(400, "empty_prompt", text, f"{name}.content")
     return Message(SPEAKERS[role], parts)
 
 

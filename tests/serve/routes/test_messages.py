@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
-from nanochat.data.conversation import Conversation
+from nanochat.data.conversation import Conversation, assistant, user
+from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.intake import make_prompt
 from nanochat.serve.routes.messages import read_conversation, written
 from nanochat.serve.routes.tools import read_tools
 from nanochat.tokenizer import ROLES
@@ -63,3 +65,25 @@ def test_calls_follow_the_calculator_calls_of_their_message() -> None:
     (said,) = read_conversation([messages("x")[1], both, messages("x")[3]]).messages[1:2]
     assert [part.kind for part in said.parts] == ["text", "python", "python_output", "text"]
     assert said.parts[-1].text.startswith("<tool_call>")
+
+
+@pytest.mark.parametrize("kind", ["own", "published"])
+def test_an_empty_reply_is_an_empty_turn_and_an_empty_system_message_is_none(kind: str, tmp_path: Path) -> None:
+    tokenizer: Any = tiny_tokenizer() if kind == "own" else FolderTokenizer(write_folder(tmp_path, "qwen3"), VOCABULARY)
+    question = {"role": "user", "content": "x"}
+    silent = [question, {"role": "assistant", "content": ""}, question]
+    read = read_conversation(silent)
+    assert read.messages == (user("x"), assistant(""), user("x"))
+    assert len(tokenizer.render_prompt(read)) > len(tokenizer.render_prompt(read_conversation([question])))
+    prompt, dropped = make_prompt(read, 1, True, tokenizer, 4096)  # counts the tokens of each exchange
+    assert (prompt, dropped) == (tokenizer.render_prompt(read), 0)
+    assert read_conversation([written(message) for message in read.messages]) == read
+    assert read_conversation([{"role": "system", "content": " "}, *silent]) == read
+    assert read_conversation([*silent[:2], {"role": "developer", "content": ""}, question]) == read
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_chat_in_which_nobody_says_anything_is_refused(role: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_conversation([{"role": role, "content": ""}])
+    assert caught.value.code == "empty_prompt"

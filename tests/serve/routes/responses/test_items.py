@@ -81,7 +81,12 @@ def test_places_count_from_the_first_item_of_the_request() -> None:
     with pytest.raises(ApiError, match=r"input\[0\].role must be user") as caught:
         read_input([message("assistant", "Also.")], earlier)
     assert caught.value.param == "input[0].role"
-    silent = [QUESTION, {"role": "assistant", "content": ""}]
     with pytest.raises(ApiError, match="previous_response_id is empty") as caught:
-        read_input("More?", silent)
+        read_input("More?", [{**QUESTION, "content": ""}])
     assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("silence", [{"content": ""}, {"parts": []}])
+def test_a_chat_goes_on_after_a_response_that_says_nothing(silence: dict[str, object]) -> None:
+    read = read_input("More?", [QUESTION, {"role": "assistant", **silence}])
+    assert [(said.role, said.text) for said in read.messages[1:]] == [("assistant", ""), ("user", "More?")]
