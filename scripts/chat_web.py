@@ -81,6 +81,7 @@ class Config(ModelFlags):
     """Port to listen on; 0 takes any free port."""
     api_key: str = ""
     """Key that clients must send, as Authorization: Bearer KEY. Default: the value of NANOCHAT_API_KEY.
+    It has only printable ASCII characters, without spaces, since browsers cannot send others.
     Other users of this machine can see a flag, but not the variable. Without either, no key is needed."""
     per_address: int = 0
     """Requests that one address may have at the same time; more get status 429. 0 sets no such limit.
@@ -121,8 +122,19 @@ def check(cfg: Config) -> None:
         raise UserError("--headless serves no page, and --runs is one: leave one of them out", exit_code=2)
     if cfg.runs_only and names_model(cfg):
         raise UserError("--runs_only loads no model: leave out the flags that name one, or use --runs", exit_code=2)
-    if not all(" " < letter != "\x7f" for letter in key_of(cfg)):
-        raise UserError("the key of --api_key must have no spaces or control characters: choose another", exit_code=2)
+    check_key(cfg)
+
+
+def check_key(cfg: Config) -> None:
+    """Raise UserError (code 2) for a key that a browser or another client could not send in a header."""
+    for place, letter in enumerate(key_of(cfg), 1):
+        if not "!" <= letter <= "~":
+            text = tr(
+                "the key of {source} must have only printable ASCII characters, without spaces, got {letter} at place "
+                "{place}: choose a key of English letters, digits and signs",
+                source="--api_key" if cfg.api_key else KEY_VARIABLE, letter=repr(letter), place=place,
+            )  # fmt: skip
+            raise UserError(text, exit_code=2)
 
 
 def names_model(cfg: Config) -> bool:

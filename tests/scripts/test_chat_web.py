@@ -114,14 +114,26 @@ def settings(**flags: Any) -> Settings:
 
 
 def test_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
+    monkeypatch.setenv("NANOCHAT_LANG", "en")
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     assert settings().api_key == ""
     monkeypatch.setenv("NANOCHAT_API_KEY", "of the environment")
     assert settings().api_key == "of the environment"
-    with pytest.raises(UserError, match="no spaces"):
+    with pytest.raises(UserError, match=r"^the key of NANOCHAT_API_KEY .*without spaces.* got ' ' at place 3: "):
         check(Config())
     assert settings(api_key="of-the-flag").api_key == "of-the-flag"
-    check(Config(api_key="密钥-1"))
+    check(Config(api_key="!sk-1~"))
+
+
+@pytest.mark.parametrize("key", ["sk-密钥", "sk-é", "sk-\x80", "sk-\n", "sk-\x7f", "sk- "])
+def test_a_key_that_browsers_cannot_send_is_refused_in_both_languages(key, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_LANG", "en")
+    with pytest.raises(UserError, match=r"^the key of --api_key .*at place 4: ") as caught:
+        check(Config(api_key=key))
+    assert caught.value.exit_code == 2 and key not in str(caught.value)
+    monkeypatch.setenv("NANOCHAT_LANG", "zh")
+    with pytest.raises(UserError, match=r"--api_key .*第 4 个字符"):
+        check(Config(api_key=key))
 
 
 def test_headless_serves_no_page():
