@@ -88,8 +88,6 @@ if ! flock -n 9; then
     flock 9
 fi
 
-python -m nanochat.report begin --key "$key"
-
 # --- what to train ---------------------------------------------------------------------------------
 
 read -r device dtype devices speed < <(python -m nanochat.device)
@@ -113,6 +111,17 @@ if [ "$data" = auto ]; then
     data=tinyworld
     case $preset in d12 | d20) data=fineweb ;; esac
 fi
+case $preset in smoke | tinyworld*) # their sizes, steps and evaluations suit no other corpus
+    if [ "$data" != tinyworld ]; then
+        {
+            echo "错误：预设 $preset 只用 TinyWorld 训练，得到的是 --data $data；请加 --preset d12 或 d20，或按 docs/data.md 逐个运行各阶段"
+            echo "error: the preset $preset trains on TinyWorld only, got --data $data; add --preset d12 or d20, or run the stages one by one as docs/data.md shows"
+        } >&2
+        exit 2
+    fi
+    ;;
+esac
+python -m nanochat.report begin --key "$key"
 if [ "$device" = cpu ]; then
     cores=$(nproc 2>/dev/null || echo 2)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 4 ? 4 : cores))} # so small a model gains nothing from more threads

@@ -151,6 +151,14 @@ def a_wrong_flag_is_refused_before_anything_happens(clone: Clone) -> None:
         assert "error: " in clone.log
 
 
+@pytest.mark.parametrize("preset", ["auto", "smoke", "tinyworld"])  # auto is a preset for TinyWorld on a CPU
+def test_a_corpus_that_the_preset_would_not_train_on_is_refused(tmp_path: Path, preset: str) -> None:
+    clone = make_clone(tmp_path)
+    assert clone.run("--preset", preset, "--data", "fineweb") == 2
+    assert "trains on TinyWorld only, got --data fineweb; add --preset d12 or d20" in clone.log
+    assert "== " not in clone.log and not (clone.base / "report").exists()
+
+
 @pytest.mark.smoke
 @pytest.mark.timeout(900)
 def test_the_smoke_preset_from_nothing_over_kills_to_the_report(tmp_path: Path) -> None:
