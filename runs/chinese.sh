@@ -51,7 +51,7 @@ prepare
 echo
 echo "== what the run needs: $data, files in $base"
 python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
-    --tokens "$tokens" --devices "$devices" "${conversations[@]}"
+    --tokens "$tokens" --devices "$devices" --model_tag "$tag" "${conversations[@]}"
 if [ -n "$plan" ]; then exit 0; fi
 
 if [ "$preset" = cpu ]; then fetch "$data,tinyworld" "$shards" "$from"; else fetch "$data" "$shards" "$from"; fi

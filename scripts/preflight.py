@@ -3,14 +3,16 @@
 python -m scripts.preflight --data fineweb --shards 40 --depth 12
 """
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from nanochat import device
-from nanochat.checkpoint_manager.locate import STAGES
+from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, base_dir, log, run, tr
 from nanochat.data.mixing import unweighted
 from nanochat.data.shards import shard_paths
@@ -25,6 +27,8 @@ from nanochat.train.flags import Auto, StageFlags
 from nanochat.train.meter import expected_seconds
 from tasks.common import carry_in
 from tasks.needs import answers, repos
+
+SPEEDRUN = ("base", "mid", "sft", "rl")  # the stages of a speedrun that save checkpoints
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Config:
     """Number of tokens that the run trains on. Default: 0, for 12 tokens per parameter, as base_train does."""
     conversations: str | None = None
     """The corpus whose conversations the later stages learn from, as their --data. Default: the corpus of --data."""
+    model_tag: str | None = None
+    """The folder of the run's checkpoints, as the stages' --model_tag. Space that checkpoints there take already is not
+    asked for again. Default: none are there."""
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""
@@ -85,8 +92,28 @@ def data_of(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from repos(cfg.conversations or cfg.data).items()
 
 
+def size_of(folder: Path) -> int:
+    """The bytes of all files in a folder, 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def still_to_write(cfg: Config, parameters: int) -> float:
+    """The bytes that the run may still write, at most: shards, tokens and checkpoints, less those that are there."""
+    # tokens take about as much as the shards: two bytes for four or five characters that are packed to half
+    wanted = {base_dir() / "base_data" / one.name: 2 * one.file_bytes * cfg.shards for one in published(cfg)}
+    # a stage writes one checkpoint more than it keeps, before it deletes the oldest
+    saved = (StageFlags.keep + 1) * sizes.SAVED_BYTES * parameters
+    total = 0 if cfg.model_tag else len(SPEEDRUN) * saved
+    wanted |= {checkpoint_dir(stage, cfg.model_tag): saved for stage in SPEEDRUN if cfg.model_tag}
+    return total + sum(max(size - size_of(folder), 0) for folder, size in wanted.items())
+
+
 def check(cfg: Config, compute: Compute) -> None:
     """Print what the run needs. UserError (code 2) names everything that is missing."""
+    if cfg.devices < 1:
+        raise UserError(f"--devices must be at least 1, got {cfg.devices}", exit_code=2)
+    if not 0 <= cfg.tokens < math.inf:  # NaN is in no range
+        raise UserError(f"--tokens must be a number of tokens, or 0 for the usual number, got {cfg.tokens}", 2)
     shape = sizes.model_config(cfg.depth, cfg.model_dim, cfg.head_dim, cfg.max_seq_len, "L", cfg.vocab_size, cfg.data,
                                compute)  # fmt: skip
     with torch.device("meta"):
@@ -100,10 +127,7 @@ def check(cfg: Config, compute: Compute) -> None:
     if cfg.shards and find_bundle() is None:
         log(tr("data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"))
 
-    # tokens take about as much as the shards: two bytes for four or five characters that are packed to half
-    shards = sum(2 * source.file_bytes * cfg.shards for source in published(cfg))
-    # a stage writes one checkpoint more than it keeps, before it deletes the oldest
-    disk = len(STAGES) * (StageFlags.keep + 1) * sizes.SAVED_BYTES * counts["total"] + shards
+    disk = still_to_write(cfg, counts["total"])
     free = shutil.disk_usage(base_dir()).free
     space = {"folder": base_dir(), "needed": amount(disk, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
