@@ -55,8 +55,8 @@ class Config:
     conversations: str | None = None
     """The corpus whose conversations the later stages learn from, as their --data. Default: the corpus of --data."""
     model_tag: str | None = None
-    """The folder of the run's checkpoints, as the stages' --model_tag. Space that checkpoints there take already is not
-    asked for again. Default: none are there."""
+    """The folder of the run's checkpoints, as the stages' --model_tag.
+    Space that checkpoints there take already is not asked for again. Default: none are there."""
     devices: int = 1
     """Number of devices that will train."""
     device_type: str = ""

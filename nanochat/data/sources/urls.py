@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError, base_dir, log, sha256_of, visible
 from nanochat.data.corpora import Corpus
 from nanochat.data.download import Patience, Remote, check_space, fetch_all, part_size, probe_size
 from nanochat.data.sources.fetch import Bars, network_hint
@@ -13,40 +13,73 @@ from nanochat.data.sources.folder import check_name, import_folder
 from nanochat.data.sources.hub import hub_headers
 from nanochat.data.textfiles import READERS
 
+LONGEST_STEM = 50  # characters of up to four bytes: with what is added, a file name may have 255 bytes
+
 
 def read_list(path: Path, folder: Path) -> list[Remote]:
     """The files that a list names: an address on each line, and after it the file's SHA-256 if you know it.
 
-    Blank lines and lines that begin with # are skipped. Files of the same name get a number in front. UserError (code
-    2) names the line that is no address of a .parquet, .jsonl, .txt or .md file.
+    Blank lines, lines that begin with # and repeated lines are skipped. The name of a local file has a hash of its
+    address and SHA-256, so that a changed line never finds the file of the old one. UserError (code 2) names the line
+    that is no address of a .parquet, .jsonl, .txt or .md file.
     """
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as failure:
         raise UserError(f"--urls names a file with an address on each line, and {path} cannot be read: {failure}", 2) \
             from failure  # fmt: skip
-    remotes: list[Remote] = []
+    remotes: dict[Path, Remote] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        parts = urlsplit(words[0])
-        name = unquote(parts.path).rpartition("/")[2]
+        name = _file_name(words[0])
         if (
-            parts.scheme not in ("http", "https") or Path(name).suffix not in READERS or name.startswith(".")
-            or len(words) > 2 or (len(words) == 2 and not re.fullmatch("[0-9a-f]{64}", words[1]))
+            Path(name).suffix not in READERS or name.startswith(".") or visible(name) != name or len(words) > 2
+            or (len(words) == 2 and not re.fullmatch("[0-9a-f]{64}", words[1]))
         ):  # fmt: skip
             raise UserError(
                 f"{path} line {number} must be the address of a {', '.join(READERS)} file, and after it the file's "
                 f"SHA-256 or nothing; got {line.strip()[:200]!r}",
                 2,
             )
-        taken = {remote.path.name for remote in remotes}
-        name = f"{number:05d}-{name}" if name in taken else name
-        remotes.append(Remote(words[0], folder / name, words[1] if len(words) == 2 else None))
+        digest = hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
+        local = folder / f"{Path(name).stem[:LONGEST_STEM]}-{digest}{Path(name).suffix}"
+        remotes[local] = Remote(words[0], local, words[1] if len(words) == 2 else None)
     if not remotes:
         raise UserError(f"{path} names no address; write one on each line", 2)
-    return remotes
+    return list(remotes.values())
+
+
+def _file_name(address: str) -> str:
+    """The name of the file at a web address, "" if it is none."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # such as http://[::1/x.txt
+        return ""
+    return unquote(parts.path).rpartition("/")[2] if parts.scheme in ("http", "https") else ""
+
+
+def _use_what_is_there(remotes: list[Remote], folder: Path) -> None:
+    """Fetch damaged files again, and rename files whose SHA-256 is in the list but that have another name.
+
+    A file from an earlier version of this program has a name without a hash: nothing tells which address it came from,
+    so without a SHA-256 it is fetched again, and the log says so.
+    """
+    for remote in remotes:
+        if remote.sha256 and remote.path.exists() and sha256_of(remote.path) != remote.sha256:
+            log(f"{remote.path} does not have the SHA-256 {remote.sha256} and is fetched again")
+            remote.path.unlink()
+    unnamed = {path for path in folder.glob("*") if path.suffix in READERS} - {remote.path for remote in remotes}
+    missing = [remote for remote in remotes if not remote.path.exists()]
+    digests = {sha256_of(path): path for path in unnamed} if any(remote.sha256 for remote in missing) else {}
+    for remote in missing:
+        if found := digests.pop(remote.sha256 or "", None):
+            found.rename(remote.path)
+    names = {re.sub("^[0-9]{5}-", "", path.name) for path in unnamed if path.exists()}
+    if again := [remote.url for remote in missing if not remote.path.exists() and _file_name(remote.url) in names]:
+        log(f"{len(again)} file(s) of an earlier version of this program are fetched again: nothing tells whether they "
+            f"came from the same addresses; the first is {again[0]}")  # fmt: skip
 
 
 def download_urls(
@@ -62,6 +95,7 @@ def download_urls(
     check_name(name)
     folder = base_dir() / "downloads" / name / hashlib.sha256(str(path).encode()).hexdigest()[:8]
     remotes = read_list(path, folder)
+    _use_what_is_there(remotes, folder)
     missing = [remote for remote in remotes if not remote.path.exists()]
     if missing:
         sizes = [probe_size(r.url, hub_headers(r.url), patience, network_hint(r.url)) or 0 for r in missing]

@@ -59,6 +59,50 @@ def test_a_shorter_list_makes_a_smaller_corpus(server: Server, listed: Path) -> 
     assert everything(fetch(listed)) == {"one", "two", "three"}
 
 
+def test_a_changed_address_or_hash_never_finds_the_old_file(server: Server, listed: Path) -> None:
+    fetch(listed)
+    server.files["/v2/x.jsonl"] = lines("new", "newer")
+    listed.write_text(f"{server.url}/v2/x.jsonl\n")
+    assert everything(fetch(listed)) == {"new", "newer"}
+    listed.write_text(f"{server.url}/v2/x.jsonl {'0' * 64}\n")
+    with pytest.raises(UserError, match="does not have the promised SHA-256"):
+        fetch(listed)
+
+
+def test_a_hash_is_compared_with_the_file_that_is_there(server: Server, listed: Path, base_folder: Path) -> None:
+    fetch(listed)
+    for path in (base_folder / "downloads").rglob("*.jsonl"):
+        path.write_bytes(lines("damaged", path.name))
+    fetched = everything(fetch(listed))
+    assert {"four", "five"} < fetched and "damaged" in fetched, "the first address has no hash"
+
+
+def test_a_file_is_renamed_if_its_hash_is_given_later(server: Server, listed: Path) -> None:
+    listed.write_text(f"{server.url}/a/x.jsonl\n")
+    fetch(listed)
+    asked = len(server.requests)
+    listed.write_text(f"{server.url}/a/x.jsonl {hashlib.sha256(server.files['/a/x.jsonl']).hexdigest()}\n")
+    assert everything(fetch(listed)) == {"one", "two", "three"} and len(server.requests) == asked
+
+
+def test_files_with_the_names_of_an_earlier_version_are_fetched_again_with_a_word(
+    server: Server, listed: Path, base_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch(listed)
+    for path in (base_folder / "downloads").rglob("*.jsonl"):
+        path.rename(path.with_name("x.jsonl" if "three" in path.read_text() else "00004-x.jsonl"))
+    asked = len(server.requests)
+    assert everything(fetch(listed)) == {"one", "two", "three", "four", "five"}
+    assert "1 file(s) of an earlier version" in capsys.readouterr().out
+    assert {path for path, _ in server.requests[asked:]} == {"/a/x.jsonl"}, "the other file has the hash of the list"
+
+
+def test_a_line_that_is_there_twice_is_fetched_once(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_text("http://a/x.txt\nhttp://a/x.txt\nhttp://b/x.txt\nhttp://b/00003-x.txt\n")
+    assert len({remote.path for remote in read_list(path, tmp_path)}) == len(read_list(path, tmp_path)) == 3
+
+
 def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Path) -> None:
     server.files["/b/x.jsonl?v=2"] = lines("changed")
     with pytest.raises(UserError, match="does not have the promised SHA-256"):
@@ -70,7 +114,16 @@ def test_a_wrong_hash_and_a_missing_file_are_refused(server: Server, listed: Pat
 
 @pytest.mark.parametrize(
     "line",
-    ["ftp://a/x.parquet", "x.parquet", "http://a/x.zip", "http://a/x.txt short", "http://a/.txt", "http://a/x.txt a b"],
+    [
+        "ftp://a/x.parquet",
+        "x.parquet",
+        "http://a/x.zip",
+        "http://a/x.txt short",
+        "http://a/.txt",
+        "http://a/x.txt a b",
+        "http://[::1/x.txt",
+        "http://a/%00x.txt",
+    ],
 )
 def test_a_line_that_is_no_address_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "list"
