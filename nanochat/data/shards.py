@@ -160,12 +160,16 @@ def write_shards(
 def _remove_left_over(folder: Path) -> None:
     """Remove the temporary folders of processes that were killed while they wrote this folder."""
     for path in folder.parent.glob(f".{folder.name}.tmp-*"):
+        pid = int(path.name.rpartition("-")[2])
         try:
-            os.kill(int(path.name.rpartition("-")[2]), 0)
+            if pid != os.getpid():  # in a container, the killed process may have had the number of this one
+                os.kill(pid, 0)
+                continue
         except ProcessLookupError:
-            shutil.rmtree(path)
-        except PermissionError:
-            pass  # the process is running and belongs to another user
+            pass
+        except PermissionError:  # the process is running and belongs to another user
+            continue
+        shutil.rmtree(path)
 
 
 def _digest(text: str) -> int:

@@ -103,6 +103,16 @@ def test_what_a_killed_process_left_is_removed_and_that_of_a_running_one_is_not(
     assert listing(tmp_path) == [f".c.tmp-{os.getppid()}", "c"]
 
 
+def test_what_a_killed_process_with_the_same_number_left_is_removed(tmp_path):
+    """In a container, the only process always has the number 1."""
+    write_shards(tmp_path / "c", MANY)
+    for name in (f".c.tmp-{os.getpid()}", f".c.tmp-old-{os.getpid()}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard_00000.parquet").touch()
+    write_shards(tmp_path / "c", MANY)
+    assert listing(tmp_path) == ["c"]
+
+
 def test_half_a_surrogate_pair_is_refused_with_its_document(tmp_path):
     with pytest.raises(UserError, match=r"document 1 .*U\+DC00\) at character 1"):
         write_shards(tmp_path / "c", ["good", "x\udc00", "good too"])
