@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from nanochat import device
-from nanochat.common import UserError, base_dir
+from nanochat.common import UserError
 from nanochat.data.conversation import Conversation
 from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
-from nanochat.prepare.conversations import prepare_conversations
+from nanochat.prepare.conversations import folder_of, prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, TooLong, plan
 from nanochat.prepare.token_files import TokenSet
@@ -341,11 +341,10 @@ def conversation_rows(
     """Rows of `length` tokens made of whole conversations; Rows describes `seed` and `masked`. With `too_long`, which
     plan() describes, they are PackedRows, and with `pairs` PairRows.
 
-    The tokens are kept in `chat_data/<name>`. `key` names the content: `conversations` is called only if there are no
-    tokens with this key.
+    The tokens are kept in `chat_data/<name>-<hash>`. `key` names the content: `conversations` is called only if there
+    are no tokens with this key.
     """
-    folder = base_dir() / "chat_data" / name
-    token_set = prepare_conversations(folder, _Lazy(conversations), tokenizer, key)
+    token_set = prepare_conversations(folder_of(name, tokenizer, key), _Lazy(conversations), tokenizer, key)
     kind = PairRows if pairs else PackedRows if too_long else Rows
     return kind(token_set, plan(token_set, length + 1, False, too_long, pairs), tokenizer.bos, seed, masked)
 

@@ -124,8 +124,7 @@ def train(cfg: Config, compute: Compute) -> None:
     log(f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
         f"checkpoints go to {stage.folder}")  # fmt: skip
 
-    name = f"tune-{conversations.key[-12:]}"
-    answers, val_answers = chat_rows(name, conversations, base.tokenizer, T, cfg.seed, True, cfg.too_long,
+    answers, val_answers = chat_rows("tune", conversations, base.tokenizer, T, cfg.seed, True, cfg.too_long,
                                      pairs=preference is not None)  # fmt: skip
     batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, base.model.config, base.held,
                                 conversations.name, compute)  # fmt: skip

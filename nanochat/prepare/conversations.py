@@ -1,14 +1,17 @@
 """Conversations as token files, with a mask of the tokens that are trained."""
 
+import hashlib
 import itertools
+import re
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import UserError, write_json
+from nanochat.common import UserError, base_dir, write_json
 from nanochat.data.bpe import joined
 from nanochat.data.conversation import Conversation
 from nanochat.prepare.token_files import (
@@ -24,6 +27,15 @@ from nanochat.prepare.token_files import (
 )
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer
+
+KEPT = 8  # folders of one name: the newest of them are never removed
+UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
+
+
+def folder_of(name: str, tokenizer: Tokenizer, key: str) -> Path:
+    """The folder for conversations of a stage; other conversations and other tokenizers get other folders, so two runs
+    in one base folder do not overwrite each other's tokens."""
+    return base_dir() / "chat_data" / f"{name}-{hashlib.sha256(f'{tokenizer.hash} {key}'.encode()).hexdigest()[:12]}"
 
 
 def prepare_conversations(
@@ -46,7 +58,18 @@ def prepare_conversations(
         with locked(folder.parent / f".{folder.name}.lock"):
             if not is_done():
                 _render(folder, conversations, tokenizer, wanted)
+                _remove_old(folder)
     return open_tokens(folder)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove folders that the same stage filled long ago; a run that resumes with one of them tokenises again."""
+    name = folder.name.rpartition("-")[0]
+    alike = [path for path in folder.parent.glob(f"{name}*") if re.fullmatch(f"{name}(-[0-9a-f]{{12}})?", path.name)]
+    made = {path: (path / META).stat().st_mtime for path in alike if (path / META).exists()}
+    for path in sorted(made, key=lambda path: -made[path])[KEPT:]:
+        if time.time() - made[path] > UNUSED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _render(folder: Path, conversations: Iterable[Conversation], tokenizer: Tokenizer, about: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """Preparation keeps every document, repeats no work, loses at most one shard when stopped, and reports damage."""
 
 import multiprocessing
+import os
 import re
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from nanochat.common import UserError, base_dir
 from nanochat.data.conversation import Conversation, assistant, chat, user
 from nanochat.data.corpora import Corpus, shards
 from nanochat.data.shards import shard_paths, texts, write_shards
+from nanochat.dataloader import conversation_rows
+from nanochat.prepare import conversations as conversations_module
 from nanochat.prepare import documents, tokenise, workers
 from nanochat.prepare.__main__ import Config, main
-from nanochat.prepare.conversations import prepare_conversations
+from nanochat.prepare.conversations import folder_of, prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import plan
 from nanochat.prepare.token_files import TokenSet, open_tokens
@@ -229,6 +233,42 @@ def test_an_equal_key_is_not_rendered_again(tmp_path):
     assert prepare_conversations(tmp_path / "t", CHATS[:40], Tokenizer.train(DOCUMENTS, 350), "other").documents == 40
     with pytest.raises(UserError, match="no conversations"):
         prepare_conversations(tmp_path / "none", [], TOKENIZER, "k")
+
+
+def test_other_conversations_and_tokenizers_of_a_stage_get_other_folders(monkeypatch):
+    """Another run's tokens may appear between the making of the tokens and their first use."""
+
+    def rows(word, tokenizer=TOKENIZER):
+        made = conversation_rows(
+            "sft", lambda: [chat(f"q {i}", f"{word} {i}") for i in range(20)], word, tokenizer, 64, 0, True
+        )
+        return "".join(tokenizer.decode([t for t in made.row(i)[0].tolist() if t != tokenizer.bos]) for i in range(3))
+
+    opened = conversations_module.open_tokens
+
+    def slowly(folder):
+        monkeypatch.setattr(conversations_module, "open_tokens", opened)
+        assert "omega" in rows("omega")
+        return opened(folder)
+
+    monkeypatch.setattr(conversations_module, "open_tokens", slowly)
+    text = rows("alpha")
+    assert "alpha" in text and "omega" not in text
+    other = Tokenizer.train(DOCUMENTS, 350)
+    assert folder_of("sft", other, "k") != folder_of("sft", TOKENIZER, "k")
+
+
+def test_old_folders_of_a_stage_do_not_pile_up(monkeypatch):
+    def make(number, name="mid"):
+        return prepare_conversations(folder_of(name, TOKENIZER, str(number)), CHATS[:2], TOKENIZER, str(number)).folder
+
+    folders = [make(number) for number in range(9)]
+    beside = make(0, "mid-val")
+    for age, folder in enumerate([*folders[::-1], beside]):
+        then = time.time() - (age + 13.5) * 86_400
+        os.utime(folder / "meta.json", (then, then))
+    newest = make(9)
+    assert [folder.exists() for folder in [newest, *folders[::-1], beside]] == [True] * 8 + [False] * 2 + [True]
 
 
 def test_whole_conversations_are_packed_and_none_is_left_out(tmp_path, capsys):
