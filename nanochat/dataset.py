@@ -15,7 +15,7 @@ import tyro
 
 from nanochat.common import UserError, log, run
 from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, resolve, shards
-from nanochat.data.shards import check_sha256
+from nanochat.data.shards import batches, check_sha256
 from nanochat.data.sources.fetch import download
 from nanochat.data.sources.folder import import_folder, make_tinyworld
 from nanochat.data.sources.hub import Host
@@ -53,10 +53,13 @@ class Config:
 
 
 def verify(corpus: Corpus) -> None:
-    """Read every shard of a corpus. UserError names the damaged shard and the command that fixes it."""
+    """Read every shard of a corpus, also those that were copied in and have no recorded SHA-256. UserError names the
+    damaged shard and the command that fixes it."""
     paths = shards(corpus, "train") + shards(corpus, "val")
     for path in paths:
         check_sha256(path)
+        for _ in batches(path):
+            pass
     log(f"{corpus.name}: all {len(paths)} shards are intact")
 
 

@@ -33,7 +33,8 @@ def download(
 
     Uses HF_ENDPOINT, HF_TOKEN (for the hub itself only) and the usual proxy variables. corpus.json keeps the size and
     the SHA-256 of every shard, and a shard that is fetched again must have the same. UserError if the network or the
-    server fails, if a file lacks a column, or if the disk is too small for all files.
+    server fails, if a file lacks a column, or if the disk is too small for all files. Shards that were copied into the
+    folder are checked like downloaded ones.
     """
     corpus = Corpus(source.name, base_dir() / "base_data" / source.name)
     there = read_about(corpus.folder)
@@ -43,7 +44,8 @@ def download(
         for number, name in ((number, source.shard(number)) for number in source.numbers(count))
     ]
     missing = [remote for remote in remotes if not remote.path.exists()]
-    files = {path.name: known.get(path.name, {"bytes": path.stat().st_size}) for path in shard_paths(corpus.folder)}
+    files = {path.name: known.get(path.name, {}) for path in shard_paths(corpus.folder)}
+    files |= {name: _adopted(corpus.folder / name, source) for name in files if "sha256" not in files[name]}
     files |= {remote.path.name: known.get(remote.path.name, {}) for remote in missing}
     about = {DROPPED: there[DROPPED]} if DROPPED in there else {}
     about |= {"kind": "download", "make": source.make(len(files) - 1, host)}
@@ -69,6 +71,19 @@ def download(
     return corpus
 
 
+def _adopted(path: Path, source: Source) -> dict[str, Any]:
+    """What corpus.json says of a shard that is there without a recorded SHA-256, because somebody copied it in or a
+    download was stopped."""
+    try:
+        has_columns(source)(path)
+    except UserError:
+        raise
+    except ValueError as failure:
+        raise UserError(f"{path}: {failure}. Delete the file and type the same command again, which fetches it") \
+            from failure  # fmt: skip
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
 def has_columns(source: Source) -> Callable[[Path], None]:
     """A check of a downloaded file. ValueError if it is no whole parquet file, such as a login page or a file that was
     cut; UserError if it lacks a column of the source, or if its documents are no text."""
@@ -77,7 +92,7 @@ def has_columns(source: Source) -> Callable[[Path], None]:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError) as failure:
-            raise ValueError(f"the downloaded file is not parquet: {str(failure).splitlines()[0]}") from failure
+            raise ValueError(f"the file is not parquet: {str(failure).splitlines()[0]}") from failure
         found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         right = all(column in schema.names for column in source.columns)
         if not right or str(schema.field(COLUMN).type) not in ("string", "large_string"):

@@ -73,6 +73,27 @@ def test_a_source_becomes_a_corpus_with_its_held_out_file_last(server: Server, s
     main(Config(data=source.name, verify=True))
 
 
+def test_shards_that_were_copied_in_are_checked_and_recorded(server: Server, base: Path) -> None:
+    source = SOURCES["fineweb"]
+    serve(server, source, 2)
+    folder = base / "base_data" / "fineweb"
+    folder.mkdir(parents=True)
+    first, second, _ = (folder / source.shard(number) for number in source.numbers(2))
+    body = published(source, 0)
+    first.write_bytes(body[: len(body) // 2])
+    with pytest.raises(UserError, match=r"shard_00000.parquet: the file is not parquet: .* Delete the file and type"):
+        fetch(source, 2)
+    first.write_bytes(body)
+    assert read_about(fetch(source, 2).folder)["shards"][first.name] == {
+        "bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()
+    }  # fmt: skip
+    (folder / "corpus.json").unlink()  # a corpus that was copied in whole
+    main(Config(data="fineweb", verify=True))
+    second.write_bytes(second.read_bytes()[:-5] + b"wrong")
+    with pytest.raises(UserError, match=r"shard_00001.parquet is damaged"):
+        main(Config(data="fineweb", verify=True))
+
+
 def test_the_addresses_are_those_that_the_hosts_use() -> None:
     assert SOURCES["climbmix"].url(0) == (
         "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main/shard_00000.parquet"
@@ -202,7 +223,7 @@ def test_a_parquet_file_that_was_cut_at_the_publisher_is_refused_in_one_line(ser
     serve(server, source, 1)
     for path, body in server.files.items():
         server.files[path] = body[:-30]
-    with pytest.raises(UserError, match=r"the downloaded file is not parquet: .* \(3 attempts\)") as raised:
+    with pytest.raises(UserError, match=r"the file is not parquet: .* \(3 attempts\)") as raised:
         fetch(source, 1)
     assert "\n" not in str(raised.value)
 
