@@ -9,6 +9,7 @@ python -m nanochat.dataset --urls FILE --name NAME   # such files at the address
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import tyro
@@ -93,7 +94,7 @@ def main(cfg: Config) -> None:
             f"The published corpora are {', '.join(SOURCES)}.",
             exit_code=2,
         )
-    log(f"next: python -m scripts.tok_train --data {corpus.name}")
+    log(f"next: python -m scripts.tok_train --data {quote(corpus.name)}")
 
 
 if __name__ == "__main__":

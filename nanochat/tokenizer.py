@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -136,11 +137,10 @@ class Tokenizer:
     def load(cls, folder: Path) -> "Tokenizer":
         """Read `tokenizer.json` from a folder. UserError if it is missing (code 2) or damaged."""
         path = folder / FILE_NAME
+        make = f"python -m scripts.tok_train --data {quote(folder.name)}"
         if not path.exists():
-            raise UserError(
-                f"there is no tokenizer at {path}. Train it first: python -m scripts.tok_train --data {folder.name}", 2
-            )
-        again = f"Delete the file and train the tokenizer again: python -m scripts.tok_train --data {folder.name}"
+            raise UserError(f"there is no tokenizer at {path}. Train it first: {make}", 2)
+        again = f"Delete the file and train the tokenizer again: {make}"
         try:
             content = read_json(path)
         except UserError as failure:

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 import tiktoken
@@ -170,7 +171,7 @@ def train(cfg: Config) -> list[dict[str, float | str]]:
         if [tokenizer.decode(ids) for ids in tokens] != some:
             raise UserError(
                 f"{kind}: decoding the tokens of a text does not give the text back. Train the tokenizer again: "
-                f"python -m scripts.tok_train --data {data.name}"
+                f"python -m scripts.tok_train --data {quote(data.name)}"
             )
         size, count = sum(len(text.encode()) for text in some), sum(map(len, tokens))
         row: dict[str, float | str] = {"text": kind, "bytes": size, "tokens": count, "bytes_per_token": size / count}

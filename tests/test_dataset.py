@@ -1,6 +1,7 @@
 """Corpora by name: they are made, fetched or imported and then found; if there is none, the message says how."""
 
 import io
+import shlex
 import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -303,6 +304,21 @@ def test_an_unclear_command_names_those_that_work(cfg):
     with pytest.raises(UserError, match=r"python -m nanochat\.dataset -n 8") as raised:
         main(cfg)
     assert raised.value.exit_code == 2
+
+
+def test_the_command_that_fixes_a_corpus_has_every_path_and_name_in_quotes(tmp_path, monkeypatch):
+    """Split at the space, `rm -r` would delete another folder."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base dir"))
+    main(Config(data=str(own_files(tmp_path / "my books")), name="all books"))
+    path = shards(resolve("all books"), "train")[0]
+    path.write_bytes(b"cut")
+    with pytest.raises(UserError) as raised:
+        main(Config(verify=True))
+    command = str(raised.value).partition("Fix it with: ")[2]
+    assert shlex.split(command) == [
+        "rm", "-r", str(path.parent), "&&", "python", "-m", "nanochat.dataset", "--data", str(tmp_path / "my books"),
+        "--name", "all books",
+    ]  # fmt: skip
 
 
 def test_verify_reads_every_shard(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ def resolve(data: str | None) -> Corpus:
             return there[0]
         if there:
             raise UserError(tr("there are several corpora ({names}); choose one with --data, such as --data {first}",
-                               names=names, first=there[0].name), 2)  # fmt: skip
+                               names=names, first=quote(there[0].name)), 2)  # fmt: skip
         raise UserError(
             tr("there is no training data in {folder}. Make some with one of\n"
                "  {tinyworld}    # small, made on this machine, no network\n"
@@ -69,9 +70,9 @@ def resolve(data: str | None) -> Corpus:
             return imported[0]
         if imported:
             names = " and ".join(c.name for c in imported)
-            raise UserError(f"{data} was imported as {names}; choose one with --data {imported[0].name}", 2)
+            raise UserError(f"{data} was imported as {names}; choose one with --data {quote(imported[0].name)}", 2)
         raise UserError(tr("{data} is not imported yet. Import it with: {command}", data=data,
-                           command=f"python -m nanochat.dataset --data {data}"), 2)  # fmt: skip
+                           command=f"python -m nanochat.dataset --data {quote(data)}"), 2)  # fmt: skip
     make = "python -m nanochat.dataset --data DIR"
     make = MAKE_TINYWORLD if data == "tinyworld" else SOURCES[data].make(8) if data in SOURCES else make
     have = tr("the corpora here are {names}", names=names) if names else tr("there is no corpus yet")
@@ -95,7 +96,7 @@ def shards(corpus: Corpus, split: Split) -> list[Path]:
     corpus is incomplete."""
     about = read_about(corpus.folder)
     paths = shard_paths(corpus.folder)
-    make = about.get("make", f"python -m nanochat.dataset --data {corpus.name}")
+    make = about.get("make", f"python -m nanochat.dataset --data {quote(corpus.name)}")
     missing = [name for name in about.get("shards", {}) if not (corpus.folder / name).exists()]
     if missing:
         raise UserError(

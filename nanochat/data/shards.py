@@ -7,6 +7,7 @@ import reprlib
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow as pa
@@ -375,4 +376,4 @@ def _damaged(path: Path, why: str) -> UserError:
     make = about.get("make", "python -m nanochat.dataset ...")
     # A downloaded shard can be fetched again alone; shards that were made here are made again together.
     broken = path if about.get("kind") == "download" else path.parent
-    return UserError(f"the shard {path} is damaged: {why}. Fix it with: rm -r {broken} && {make}")
+    return UserError(f"the shard {path} is damaged: {why}. Fix it with: rm -r {quote(str(broken))} && {make}")

@@ -7,6 +7,7 @@ tokenising leaves these documents out, in this command and in every stage.
 import contextlib
 import io
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,9 @@ def clean(
                         progress.advance(message.get("documents", 0))
         found = _decide(outs, dedup, against.names if against else (), drop_contaminated)
         about = read_about(corpus.folder)
-        make = f"python -m nanochat.prepare --data {corpus.name}" + " --dedup" * dedup
-        make += f" --check_against {check_against}" * (against is not None) + " --drop_contaminated" * drop_contaminated
+        make = f"python -m nanochat.prepare --data {quote(corpus.name)}" + " --dedup" * dedup
+        make += f" --check_against {quote(str(check_against))}" if against is not None else ""
+        make += " --drop_contaminated" * drop_contaminated
         about[DROPPED] = found.pop("summary") | {"make": make, "shards": {}}
         for path, out in zip(paths, outs, strict=True):
             body = io.BytesIO()

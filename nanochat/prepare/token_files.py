@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -132,7 +133,7 @@ def open_tokens(folder: Path, verify: bool = False) -> TokenSet:
 def damage(path: Path, why: str) -> UserError:
     """The error for a damaged file: what is wrong, and the command that fixes it."""
     return UserError(
-        f"the token file {path} is damaged: {why}.{FIX}rm -f {path}\n"
+        f"the token file {path} is damaged: {why}.{FIX}rm -f {quote(str(path))}\n"
         "and type the same command again, which makes only what belongs to this file."
     )
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nanochat.common import UserError, base_dir, log, visible
@@ -76,8 +77,8 @@ def import_folder(
             exit_code=2,
         )
     state = hashlib.sha256(str([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode())
-    column = f" --text_column {text_column}" if text_column != "text" else ""
-    make = make or f"python -m nanochat.dataset --data {source} --name {name}{column}"
+    column = f" --text_column {quote(text_column)}" if text_column != "text" else ""
+    make = make or f"python -m nanochat.dataset --data {quote(str(source))} --name {quote(name)}{column}"
     about = {"kind": "import", "make": make, "source": str(source), "fingerprint": state.hexdigest()}
     if _is_made(corpus, about):
         return corpus

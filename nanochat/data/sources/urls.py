@@ -3,6 +3,7 @@
 import hashlib
 import re
 from pathlib import Path
+from shlex import quote
 from urllib.parse import unquote, urlsplit
 
 from nanochat.common import UserError, base_dir, log, sha256_of, visible
@@ -112,6 +113,6 @@ def download_urls(
     stale = {file for file in folder.iterdir() if file.suffix in READERS} - {remote.path for remote in remotes}
     for file in stale:  # the list no longer names it
         file.unlink()
-    make = f"python -m nanochat.dataset --urls {path} --name {name}"
-    make += f" --text_column {text_column}" if text_column != "text" else ""
+    make = f"python -m nanochat.dataset --urls {quote(str(path))} --name {quote(name)}"
+    make += f" --text_column {quote(text_column)}" if text_column != "text" else ""
     return import_folder(folder, name, text_column, bars, make)
