@@ -66,6 +66,8 @@ def verify(corpus: Corpus) -> None:
 
 def main(cfg: Config) -> None:
     """Do what the command line says, then name the next command."""
+    if cfg.num_workers < 1:
+        raise UserError(f"--num_workers must be at least 1, got {cfg.num_workers}", exit_code=2)
     published = SOURCES.get(cfg.data or "fineweb") if cfg.data or cfg.num_files is not None else None
     if cfg.verify:
         return verify(resolve(cfg.data))

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.common import UserError
+from nanochat.common import UserError, write_json
 from nanochat.data.corpora import Corpus, corpora, resolve, shards
 from nanochat.data.download import Patience
 from nanochat.data.shards import read_about, texts
@@ -20,6 +20,7 @@ from nanochat.data.sources.fetch import download
 from nanochat.data.sources.folder import quiet
 from nanochat.data.sources.table import SOURCES
 from nanochat.dataset import Config, import_folder, main, make_tinyworld
+from nanochat.prepare.clean import clean
 
 
 @pytest.fixture(autouse=True)
@@ -306,6 +307,20 @@ def test_an_unclear_command_names_those_that_work(cfg):
     assert raised.value.exit_code == 2
 
 
+def test_importing_a_screened_corpus_again_says_that_the_documents_left_out_are_back(tmp_path, capsys):
+    folder = own_files(tmp_path / "mine")
+    main(Config(data=str(folder)))
+    clean(resolve("mine"), True, None, False)
+    about = read_about(resolve("mine").folder)
+    about["dropped"]["documents"] = 7
+    write_json(resolve("mine").folder / "corpus.json", about)
+    (folder / "more.txt").write_text("one more document")
+    main(Config(data=str(folder)))
+    said = capsys.readouterr()
+    assert "its 7 documents that were left out are back" in said.out + said.err
+    assert "python -m nanochat.prepare --data mine --dedup" in said.out + said.err
+
+
 def test_the_command_that_fixes_a_corpus_has_every_path_and_name_in_quotes(tmp_path, monkeypatch):
     """Split at the space, `rm -r` would delete another folder."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base dir"))
@@ -331,3 +346,10 @@ def test_verify_reads_every_shard(tmp_path, capsys):
     path.write_bytes(content)
     with pytest.raises(UserError, match="its SHA-256 is not"):
         main(Config(verify=True))
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_downloads_need_a_worker(workers):
+    with pytest.raises(UserError, match="--num_workers must be at least 1") as raised:
+        main(Config(num_files=1, num_workers=workers))
+    assert raised.value.exit_code == 2

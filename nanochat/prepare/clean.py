@@ -29,7 +29,8 @@ def clean(
     """Screen all documents of a corpus, note which are left out, and return what corpus.json says about them.
 
     Of documents that resemble each other the first stays; validation comes first, so training keeps no near copy of a
-    validation document. The result depends on the shards alone, not on the processes. UserError if a shard is damaged.
+    validation document. The result depends on the shards alone, not on the processes. A call that only counts
+    keeps what was left out earlier. UserError if a shard is damaged.
     """
     against = read_passages(check_against) if check_against is not None else None
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
@@ -49,11 +50,19 @@ def clean(
                     for _, message in messages:
                         progress.advance(message.get("documents", 0))
         found = _decide(outs, dedup, against.names if against else (), drop_contaminated)
+        summary = found.pop("summary")
         about = read_about(corpus.folder)
+        earlier = about.get(DROPPED, {}).get("documents", 0)
+        if earlier and not dedup and not drop_contaminated:
+            for out in outs:
+                out.unlink()
+            _tell(corpus, summary)
+            log(f"{corpus.name}: {earlier:,} documents were left out earlier and still are")
+            return summary
         make = f"python -m nanochat.prepare --data {quote(corpus.name)}" + " --dedup" * dedup
         make += f" --check_against {quote(str(check_against))}" if against is not None else ""
         make += " --drop_contaminated" * drop_contaminated
-        about[DROPPED] = found.pop("summary") | {"make": make, "shards": {}}
+        about[DROPPED] = summary | {"make": make, "shards": {}}
         for path, out in zip(paths, outs, strict=True):
             body = io.BytesIO()
             np.save(body, found[out.name])

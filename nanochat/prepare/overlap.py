@@ -6,7 +6,6 @@ parquet, JSON, JSONL or CSV files. Files for training are left out. Texts that a
 
 import csv
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,6 +23,8 @@ WORDS = 13
 CHARACTERS = 50  # of which at least half are Han
 ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 SPLITS = ("test", "val", "dev", "eval")  # in the path of a file; a set without such files is read whole
+
+MOST_CHARACTERS = 1 << 30  # of a field of a CSV file; the csv module's own limit is 131,072
 
 _MAP_BITS = 20
 
@@ -93,7 +94,7 @@ def read_passages(folder: Path) -> Passages:
 
 def passages(text: str) -> np.ndarray:
     """The hashes of all passages of a text, uint64 (passages,). Case, spaces and ASCII punctuation do not count."""
-    words = np.fromiter(map(crc32, text.encode().translate(_words_only()).split()), np.uint64)
+    words = np.fromiter(map(crc32, text.encode(errors="replace").translate(_words_only()).split()), np.uint64)
     count = max(len(words) - WORDS + 1, 0)
     english = np.zeros(count, np.uint64)
     for number, factor in enumerate(_factors()):
@@ -105,7 +106,7 @@ def passages(text: str) -> np.ndarray:
 
 def _of_characters(text: str) -> np.ndarray:
     """The hashes of windows of CHARACTERS letters and digits, at least half of them Han."""
-    points = np.frombuffer(text.lower().encode("utf-32-le"), np.uint32).astype(np.uint64)
+    points = np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
     han = ((points >= 0x4E00) & (points <= 0x9FFF)) | ((points >= 0x3400) & (points <= 0x4DBF))
     kept = han | ((points >= 48) & (points <= 57)) | ((points >= 97) & (points <= 122))
     points, han = points[kept], han[kept]
@@ -136,13 +137,16 @@ def _texts(path: Path) -> Iterator[str]:
                 for row in batch.to_pylist():
                     yield from _strings(row)
         elif path.suffix in (".csv", ".tsv"):
-            rows = csv.reader(io.StringIO(path.read_text("utf-8")), delimiter="," if path.suffix == ".csv" else "\t")
-            yield from (text for row in rows for text in row)
+            csv.field_size_limit(MOST_CHARACTERS)
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                for row in csv.reader(file, delimiter="," if path.suffix == ".csv" else "\t"):
+                    yield from row
         elif path.suffix == ".jsonl":
-            for line in path.read_text("utf-8").splitlines():
-                yield from _strings(parse_json(line)) if line.strip() else ()
+            with open(path, encoding="utf-8-sig") as file:  # splitlines() would split texts at U+2028 too
+                for line in file:
+                    yield from _strings(parse_json(line)) if line.strip() else ()
         else:
-            yield from _strings(parse_json(path.read_text("utf-8")))
+            yield from _strings(parse_json(path.read_text("utf-8-sig")))
     except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
         raise UserError(f"the evaluation {path} cannot be read: {failure}. Get the file again.", 2) from failure
 

@@ -85,6 +85,17 @@ def test_contaminated_documents_are_counted_and_left_out_only_when_asked(
     assert not kept & {ORIGINALS[n] for n in (100, 101, 102, 103, 105)} and ORIGINALS[104] in kept
 
 
+def test_counting_keeps_what_was_left_out_earlier(
+    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "test.jsonl").write_text(json.dumps({"q": ORIGINALS[0]}) + "\n")
+    before = clean(corpus, True, None, False)
+    assert clean(corpus, False, tmp_path, False)["contaminated"] > 0
+    assert f"{len(COPIES)} documents were left out earlier and still are" in capsys.readouterr().out
+    assert read_about(corpus.folder)["dropped"] == before and len(tokens_of(corpus)) == len(ORIGINALS)
+
+
 def test_the_command_tokenises_what_is_left_and_takes_it_back(
     corpus: Corpus, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,19 @@ def test_files_of_every_kind_are_read_and_files_for_training_are_not(tmp_path: P
     assert named(found, "here and nowhere else in the world says the last of us who were here") == set()
 
 
+@pytest.mark.parametrize("name", ["test.jsonl", "test.json", "test.csv", "test.tsv"])
+def test_what_is_rare_in_intact_files_is_read(tmp_path: Path, name: str) -> None:
+    """A byte order mark, line separators that are part of a text, half a surrogate pair, and very long fields."""
+    text = f"one\u2028two {'long ' * 40_000} {QUESTION}"
+    if name.startswith("test.j"):
+        body = json.dumps({"q": text, "half": "a\ud800 教" * 20}, ensure_ascii=False).replace("\ud800", "\\ud800")
+    else:
+        body = f'id{"," if name == "test.csv" else chr(9)}"{text}"\n'
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / name).write_text(body, encoding="utf-8-sig")
+    assert named(read_passages(tmp_path), f"here {QUESTION}") == {"s"}
+
+
 def test_the_sets_of_the_test_data_are_found() -> None:
     assert "gsm8k" in read_passages(FILES).names
 

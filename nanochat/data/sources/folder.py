@@ -7,8 +7,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from nanochat.common import UserError, base_dir, log, visible
-from nanochat.data.corpora import MAKE_TINYWORLD, Corpus
+from nanochat.common import UserError, base_dir, log, tr, visible, warn
+from nanochat.data.corpora import DROPPED, MAKE_TINYWORLD, Corpus
 from nanochat.data.shards import read_about, write_shards
 from nanochat.data.sources.fetch import Bar, Bars
 from nanochat.data.sources.table import SOURCES
@@ -101,6 +101,7 @@ def _is_made(corpus: Corpus, about: dict[str, Any]) -> bool:
 
 
 def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any], bars: Bars) -> Corpus:
+    dropped = read_about(corpus.folder).get(DROPPED, {})
     with bars(corpus.name, None, "documents") as bar:
 
         def counted() -> Iterator[str]:
@@ -110,6 +111,10 @@ def _make(corpus: Corpus, source: Iterable[str], about: dict[str, Any], bars: Ba
 
         made = write_shards(corpus.folder, counted(), about=about)
     log(f"wrote {_summary(made)} to {corpus.folder}")
+    if dropped.get("documents"):  # their numbers mean other documents now
+        warn(tr("{corpus} was written again, so its {count:,} documents that were left out are back. Leave them out "
+                "again with: {command}", corpus=corpus.name, count=dropped["documents"],
+                command=dropped["make"]))  # fmt: skip
     return corpus
 
 
