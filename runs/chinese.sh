@@ -9,6 +9,7 @@
 #   bash runs/chinese.sh --preset tiny                          every stage in minutes, on TinyWorld, to see that it works
 # --depth N sets the number of layers, --shards N the files of each published corpus. Typed again after a stop, it resumes.
 set -euo pipefail
+typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
@@ -26,7 +27,18 @@ while [ $# -gt 0 ]; do
     esac
 done
 chats=() few=() conversations=() size=(--depth "$depth") vocabulary=65536 tag="zh-d$depth" tokens=0
-[ -z "$mix" ] || chats=(--mix "$mix")
+if [ -n "$mix" ]; then
+    case $mix in
+    '~'/*) mix=$HOME/${mix#*/} ;;
+    /*) ;;
+    *) [ "$typed_in" -ef . ] || mix=$typed_in/$mix ;;
+    esac
+    if ! [ -f "$mix" ] || ! [ -r "$mix" ]; then
+        echo "error: --mix must be a JSONL file of conversations that can be read, got $mix; check the path" >&2
+        exit 2
+    fi
+    chats=(--mix "$mix")
+fi
 case $preset in
 full) : "${shards:=16}" ;;
 cpu)

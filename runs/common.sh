@@ -32,6 +32,19 @@ prepare() { # make the environment of this host; sets `base`, `device`, and `dev
     fi
 }
 
+from_here() { # FOLDER WORD: print WORD, as an absolute path if it is a file of the folder that the command was typed in
+    local before='' path=$2 after=''
+    case $path in --*=*) before=${path%%=*}= path=${path#*=} ;; esac
+    if [[ $path =~ ^(.+)(:[0-9.]+)$ ]]; then path=${BASH_REMATCH[1]} after=${BASH_REMATCH[2]}; fi # FILE:TIMES
+    case $path in
+    /*) ;;
+    *[./]*) # a word without either may be the name of a corpus or a tag
+        if ! [ "$1" -ef . ] && [ -e "$1/$path" ]; then path=$1/$path; fi
+        ;;
+    esac
+    printf %s "$before$path$after"
+}
+
 launch() { # MODULE FLAGS...: run a module with one process on each device of this host
     if [ "$devices" -gt 1 ]; then
         python -m nanochat.runtime.launch --nproc_per_node="$devices" -m "$1" -- "${@:2}"

@@ -5,6 +5,7 @@
 # ModelArts sets all three variables, and so does Volcano with the plug-ins env and svc and a task named worker.
 # NANOCHAT_BASE_DIR must be a folder that all hosts share. Prepare the data on one host first.
 set -euo pipefail
+typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source runs/common.sh
 
@@ -12,7 +13,8 @@ if [ $# -eq 0 ]; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
-words=("$@")
+words=()
+for word in "$@"; do words+=("$(from_here "$typed_in" "$word")"); done
 set -- # setup_ascend.sh must not see these arguments
 hosts=${NNODES:-${MA_NUM_HOSTS:-${VC_WORKER_NUM:-1}}}
 number=${NODE_RANK:-${VC_TASK_INDEX:-}}

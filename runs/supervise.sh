@@ -6,18 +6,20 @@
 # wrong (code 2), or when SUPERVISE_TRIES starts in a row (default 3) have saved nothing new. It waits SUPERVISE_PAUSE
 # seconds (default 5) before each restart.
 set -euo pipefail
+typed_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=runs/common.sh
+source runs/common.sh
 
 if [ $# -eq 0 ]; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
-words=("$@")
+words=()
+for word in "$@"; do words+=("$(from_here "$typed_in" "$word")"); done
 set -- # setup_ascend.sh must not see these arguments
 case ${words[0]} in
 scripts.*)
-    # shellcheck source=runs/common.sh
-    source runs/common.sh
     prepare
     start=(launch "${words[@]}")
     ;;

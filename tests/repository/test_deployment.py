@@ -47,11 +47,13 @@ class Clone:
         (self.stubs / "python").write_text(PYTHON)
         (self.stubs / "python").chmod(0o755)
 
-    def run(self, script: str, *flags: str, **environment: str) -> tuple[int, list[str], str]:
+    def run(
+        self, script: str, *flags: str, folder: Path | None = None, **environment: str
+    ) -> tuple[int, list[str], str]:
         """Exit code, lines of standard output, standard error."""
         base = {"PATH": f"{self.stubs}:/usr/bin:/bin", "HOME": str(self.root)}
         done = subprocess.run(["bash", str(self.root / "runs" / script), *flags], env=base | environment,
-                              capture_output=True, text=True, timeout=60)  # fmt: skip
+                              capture_output=True, text=True, timeout=60, cwd=folder)  # fmt: skip
         return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -92,7 +94,7 @@ CPU = {"FAKE_DEVICE": "cpu", "FAKE_CARDS": "1", "NANOCHAT_DEVICE": "cpu"}
                 "4",
                 "--from=modelscope",
                 "--mix",
-                "chats.jsonl",
+                str(EXAMPLES / "persona.jsonl"),
             ],
             ["fineweb-zh-v2.1 -n 4 --from modelscope", "climbmix -n 4 --from modelscope"],
         ),
@@ -129,6 +131,33 @@ def test_a_recipe_says_what_it_needs_before_it_starts(clone: Clone, script: str)
         assert (code, lines) == (2, []) and errors.startswith("error: ")
     code, lines, _ = clone.run(script, "--help")
     assert code == 0 and f"bash runs/{script}" in "\n".join(lines)
+
+
+def test_a_recipe_reads_your_file_from_the_folder_it_was_typed_in_or_refuses_it_at_once(clone: Clone) -> None:
+    home = clone.root.parent / "my folder"
+    home.mkdir()
+    code, lines, errors = clone.run("chinese.sh", "--mix", "chats.jsonl", folder=home, **CPU)
+    assert (code, lines) == (2, [])
+    assert errors == (
+        f"error: --mix must be a JSONL file of conversations that can be read, got {home}/chats.jsonl; check the path\n"
+    )
+    (home / "chats.jsonl").touch()
+    code, lines, errors = clone.run("chinese.sh", "--mix", "chats.jsonl", folder=home, **CPU)
+    assert code == 0, errors
+    assert any(line.endswith(f"--mix {home}/chats.jsonl") for line in lines if "chat_sft" in line)
+
+
+@pytest.mark.parametrize("script", ["supervise.sh", "multinode_npu.sh"])
+def test_files_of_the_folder_that_a_command_was_typed_in_are_found(clone: Clone, script: str) -> None:
+    home = clone.root.parent / "my folder"
+    (home / "Qwen3-0.6B").mkdir(parents=True)
+    for name in ("chats.jsonl", "own", "more.jsonl"):
+        (home / name).touch()
+    words = ("--model", "Qwen3-0.6B", "--data", "own", "chats.jsonl:3", "more.jsonl", "--lr=0.5", "--mix=more.jsonl")
+    code, lines, errors = clone.run(script, "scripts.finetune", *words, folder=home, **CPU)
+    assert code == 0, errors
+    found = lines[-1].partition("scripts.finetune ")[2].replace(f"{home}/", "@")
+    assert found == "--model @Qwen3-0.6B --data own @chats.jsonl:3 @more.jsonl --lr=0.5 --mix=@more.jsonl"
 
 
 def test_a_recipe_stops_at_the_stage_that_failed_and_says_how_to_resume(clone: Clone) -> None:
