@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from nanochat.common import UserError, log, run
-from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, resolve, shards
+from nanochat.data.corpora import MAKE_FINEWEB, MAKE_TINYWORLD, Corpus, existing, resolve, shards
 from nanochat.data.shards import batches, check_sha256
 from nanochat.data.sources.fetch import download
 from nanochat.data.sources.folder import import_folder, make_tinyworld
@@ -87,8 +87,8 @@ def main(cfg: Config) -> None:
         )
     elif cfg.data == "tinyworld":
         corpus = make_tinyworld(Progress)
-    elif cfg.data is not None and Path(cfg.data).expanduser().exists():
-        corpus = import_folder(Path(cfg.data), cfg.name, cfg.text_column, Progress)
+    elif cfg.data is not None and (source := existing(cfg.data)) is not None:
+        corpus = import_folder(source, cfg.name, cfg.text_column, Progress)
     else:
         what = "no data was named" if cfg.data is None else f"there is no file or folder {cfg.data!r}"
         raise UserError(

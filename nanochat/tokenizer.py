@@ -52,6 +52,7 @@ FORMAT = "nanochat-tokenizer"
 VERSION = 1
 FILE_NAME = "tokenizer.json"
 BYTES = 256
+MOST_TOKENS = (1 << 31) - 1  # that rustbpe numbers
 # fancy-regex, which tiktoken and the published rustbpe use, keeps one backtracking entry per character of a run of
 # spaces and gives up near a million. So longer texts are cut here first, with every encoder, and only the pieces beside
 # a cut can differ from those of the uncut text.
@@ -118,6 +119,8 @@ class Tokenizer:
                 f"tokens), got {vocab_size}; choose a larger --vocab_size",
                 exit_code=2,
             )
+        if vocab_size > MOST_TOKENS:
+            raise UserError(f"--vocab_size must be at most {MOST_TOKENS:,}, got {vocab_size:,}", exit_code=2)
         ranks = bpe.train(_checked(texts), vocab_size - len(ROLES), PATTERNS[pattern], progress)
         largest = len(ranks) + len(ROLES)
         if largest < vocab_size:

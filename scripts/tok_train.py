@@ -107,6 +107,16 @@ def noted(cfg: Config, data: Data) -> dict[str, Any]:
     return {**kept, "data": data.name if len(data.corpora) > 1 else None}
 
 
+def export_folder(cfg: Config) -> Path | None:
+    """Where --export writes to, None without the flag. UserError (code 2) if a file has this name."""
+    if cfg.export is None:
+        return None
+    folder = cfg.export.expanduser()
+    if not next(place for place in (folder, *folder.absolute().parents) if place.exists()).is_dir():
+        raise UserError(f"--export must name a folder, got {folder}, which is a file or below one", exit_code=2)
+    return folder
+
+
 def export(tokenizer: Tokenizer, folder: Path | None) -> None:
     """Write the vocabulary in the formats of other libraries, if --export was given."""
     if folder is not None:
@@ -167,12 +177,13 @@ def train(cfg: Config) -> Tokenizer:
             )
     if cfg.pattern not in PATTERNS:
         raise UserError(f"--pattern must be one of {', '.join(PATTERNS)}, got {cfg.pattern!r}", exit_code=2)
+    exported = export_folder(cfg)
     data = resolve_data(cfg.data)
     corpora = [shards(corpus, "train") for corpus in data.corpora]
     folder, known = tokenizer_dir(data.vocabulary), known_characters(data)
     if tokenizer := done_before(folder, cfg, data, corpora):
         log(f"the tokenizer of {data.name} is already there: {tokenizer.vocab_size:,} tokens in {folder}")
-        export(tokenizer, cfg.export)
+        export(tokenizer, exported)
         return tokenizer
 
     vocab_size = choose_vocab_size(cfg.vocab_size, known)
@@ -216,7 +227,7 @@ def train(cfg: Config) -> Tokenizer:
         f"({used.characters:,} characters) in {duration(seconds)}; {ratios['val']:.2f} bytes per token on "
         f"held-out text; saved in {folder}"
     )
-    export(tokenizer, cfg.export)
+    export(tokenizer, exported)
     return tokenizer
 
 

@@ -348,6 +348,16 @@ def test_verify_reads_every_shard(tmp_path, capsys):
         main(Config(verify=True))
 
 
+@pytest.mark.parametrize("data", ["", "~nosuchuser/x", "x" * 300])
+def test_a_name_that_no_file_can_have_is_no_folder(tmp_path, monkeypatch, data):
+    own_files(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    for call in (lambda: main(Config(data=data)), lambda: resolve(data)):
+        with pytest.raises(UserError, match=r"there is no (corpus|file) or folder") as raised:
+            call()
+        assert raised.value.exit_code == 2
+
+
 @pytest.mark.parametrize("workers", [0, -3])
 def test_downloads_need_a_worker(workers):
     with pytest.raises(UserError, match="--num_workers must be at least 1") as raised:

@@ -37,6 +37,15 @@ def corpora() -> list[Corpus]:
     return [Corpus(f.name, f) for f in known if shard_paths(f)]
 
 
+def existing(data: str) -> Path | None:
+    """The file or folder that a value of --data names; None if there is none, or if no file can have this name."""
+    try:
+        path = Path(data).expanduser()
+        return path if data and path.exists() else None
+    except (OSError, RuntimeError):  # too long for a file, or ~ with a user whom nobody knows
+        return None
+
+
 def resolve(data: str | None) -> Corpus:
     """The corpus with a name, or the corpus that was imported from a folder; None means the only corpus.
 
@@ -63,8 +72,7 @@ def resolve(data: str | None) -> Corpus:
         if corpus.name == data:
             _warn_if_older(corpus)
             return corpus
-    source = Path(data).expanduser()
-    if source.exists():
+    if (source := existing(data)) is not None:
         imported = [c for c in there if read_about(c.folder).get("source") == str(source.resolve())]
         if len(imported) == 1:
             return imported[0]

@@ -225,7 +225,7 @@ def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
         if remote.path.exists():
             part.unlink(missing_ok=True)
             return Fetched(remote.path, remote.path.stat().st_size, None)
-        offset = f.tell()
+        offset = f.seek(0, os.SEEK_END)  # what another process has written while this one waited
         with _request(remote.url, transfer, _resume_headers(remote.path, offset)) as response:
             total = _total(response, transfer)
             if response.status_code == 416 and total != offset:

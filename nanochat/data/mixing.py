@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
-from pathlib import Path
 
 from nanochat.common import UserError
-from nanochat.data.corpora import Corpus, corpora, resolve
+from nanochat.data.corpora import Corpus, corpora, existing, resolve
 
 EXAMPLE = "--data web:0.7,books:0.3"
+LONGEST = 255  # bytes in the name of a folder
 FINEST = 1_000_000  # the largest sum of shares; with a larger one, counts of rows could overflow 64 bits
 
 
@@ -43,7 +43,7 @@ def resolve_data(data: str | None) -> Data:
     Weights are positive numbers and need not add up to 1; without weights all corpora count the same. None means the
     only corpus. UserError (code 2) if a corpus does not exist or a weight cannot be read.
     """
-    known = data is None or any(corpus.name == data for corpus in corpora()) or Path(data).expanduser().exists()
+    known = data is None or any(corpus.name == data for corpus in corpora()) or existing(data) is not None
     if known or not ({",", ":"} & set(data or "")):
         return Data((resolve(data),))
     assert data is not None
@@ -57,6 +57,13 @@ def resolve_data(data: str | None) -> Data:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
             f"{twice[0]} is named twice in {data!r}; give it once, with the sum of its weights", exit_code=2
+        )
+    if len(",".join(names).encode()) > LONGEST:
+        raise UserError(
+            f"the names of a mixture's corpora name the folder of its tokenizer, so they may have {LONGEST} bytes "
+            f"together with a comma between them, got {len(','.join(names).encode())}; take fewer corpora, or import "
+            "them under shorter names",
+            exit_code=2,
         )
     return Data(chosen, whole_shares([weight or Fraction(1) for _, weight in named], data))
 

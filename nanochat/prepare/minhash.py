@@ -68,8 +68,14 @@ def _smallest(text: str) -> np.ndarray:
     hashes = _mixed(eight[:count] * _factors()[0] + eight[8:] * _factors()[1])
     begins = (np.frombuffer(kept, np.uint8, count) & 0xC0) != 0x80  # a window begins with a character
     if count > 2 * ENOUGH:
-        begins &= hashes < np.uint64((ENOUGH << 64) // count)
-    hashes = hashes[begins]
+        found = _by_bin(hashes[begins & (hashes < np.uint64((ENOUGH << 64) // count))])
+        if np.count_nonzero(found != NONE) > BINS // 2:  # a text that repeats itself has fewer different windows
+            return found
+    return _by_bin(hashes[begins])
+
+
+def _by_bin(hashes: np.ndarray) -> np.ndarray:
+    """The smallest upper half of the hashes in each bin."""
     found = np.full(BINS, NONE, np.uint64)
     np.minimum.at(found, (hashes >> np.uint64(25) & np.uint64(BINS - 1)).astype(np.intp), hashes >> np.uint64(32))
     return found

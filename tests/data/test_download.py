@@ -228,6 +228,18 @@ def test_two_processes_that_fetch_the_same_file_do_not_mix_bytes(server, tmp_pat
     assert [p.name for p in tmp_path.glob("a*")] == ["a"]
 
 
+def test_what_another_process_wrote_meanwhile_is_not_fetched_again(server, tmp_path, monkeypatch):
+    """The other process held the lock, wrote a part of the file, and was stopped."""
+
+    def flock(f, how):
+        if f.tell() == 0:
+            part_of(tmp_path / "a.bin").write_bytes(CONTENT[:1000])
+
+    monkeypatch.setattr(download.fcntl, "flock", flock)
+    path, _ = fetch(server, tmp_path)
+    assert path.read_bytes() == CONTENT and ranges(server) == ["bytes=1000-"]
+
+
 def test_size_is_known_beforehand_and_a_full_disk_is_refused(server, tmp_path):
     assert probe_size(f"{server.url}/a", {}, QUICK) == len(CONTENT)
     check_space(tmp_path, 1)

@@ -68,3 +68,13 @@ def test_a_folder_may_stand_for_its_corpus_in_a_mixture_too(tmp_path: Path):
     import_folder(source)
     assert resolve_data(f"{source}:1,web:1").name == "own:1,web:1"
     assert resolve_data(str(source)).name == "own"
+
+
+def test_the_names_of_a_mixture_may_be_longer_than_a_file_name_but_not_its_tokenizer() -> None:
+    names = [letter * 100 for letter in "abc"]
+    for name in names:
+        write_shards(base_dir() / "base_data" / name, [f"{name} {i}" for i in range(9)])
+    assert len(resolve_data(",".join(f"{name}:{1:060d}" for name in names[:2])).corpora) == 2
+    with pytest.raises(UserError, match=r"may have 255 bytes together .*, got 302; take fewer corpora") as raised:
+        resolve_data(",".join(names))
+    assert raised.value.exit_code == 2

@@ -100,6 +100,11 @@ def test_signatures_do_not_depend_on_what_else_is_in_the_list() -> None:
         assert (alone.bins[0] == together.bins[number]).all() and (alone.bands[0] == together.bands[number]).all()
 
 
+def test_long_texts_that_repeat_themselves_resemble_only_each_other() -> None:
+    texts = ["哈" * 9_000, "x" * 9_000, "哈哈" * 9_000, "ab 1" * 9_000]
+    assert near_duplicates(signatures(texts)).tolist() == [False, False, True, False]
+
+
 def test_leaving_out_windows_of_long_texts_changes_no_full_bin(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(ENGLISH, 5, 5_000, " ")
     few = minhash._smallest(text)

@@ -95,6 +95,7 @@ def test_mistakes_are_refused_before_anything_is_read(folder):
         (Config(doc_cap=-1), "--doc_cap must be positive"),
         (Config(pattern="gpt9"), "--pattern must be one of nanochat"),
         (Config(vocab_size=100), "at least 265 tokens"),
+        (Config(vocab_size=3_000_000_000), "--vocab_size must be at most 2,147,483,647, got 3,000,000,000"),
         (Config(vocab_size=60_000), "the text is too small for a vocabulary of 60,000"),
         (Config(data="nowhere"), "no corpus or folder 'nowhere'; the corpora here are c"),
     ):
@@ -109,6 +110,17 @@ def test_the_vocabulary_is_exported_after_training_and_when_it_is_there(folder, 
         assert (tmp_path / name / "vocabulary.tiktoken").exists()
         assert (tmp_path / name / "huggingface" / "tokenizer.json").exists()
     assert "is already there: 400 tokens" in capsys.readouterr().out, "exporting is no other setting"
+
+
+def test_where_the_vocabulary_is_exported_to_is_checked_before_training(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with pytest.raises(UserError, match=r"--export must name a folder, got .*file") as refused:
+            train(Config(vocab_size=600, export=tmp_path / name))
+        assert refused.value.exit_code == 2 and not tokenizer_dir("c").exists()
+    train(Config(vocab_size=600, export=Path("~/new/out")))
+    assert (tmp_path / "new" / "out" / "vocabulary.tiktoken").exists()
 
 
 def test_merges_are_told_every_ten_seconds(monkeypatch, capsys):
