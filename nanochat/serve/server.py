@@ -42,7 +42,7 @@ SCRIPTS = (
     "about.js", "app.js", "client.js", "sse.js",
     "chats/check.js", "chats/conversation.js", "chats/exchange.js", "chats/files.js", "chats/kept.js", "chats/pair.js",
     "chats/panel.js", "chats/store.js", "chats/tree.js",
-    "language/i18n.js", "language/phrases.js", "language/words.js",
+    "language/i18n.js", "language/names.js", "language/phrases.js", "language/words.js",
     "reply/dom.js", "reply/draw.js", "reply/inline.js", "reply/markdown.js", "reply/saw.js",
     "reply/tokens.js", "reply/turn.js",
     "runs/chart.js", "runs/feed.js", "runs/figures.js", "runs/list.js", "runs/runs.js", "runs/samples.js",

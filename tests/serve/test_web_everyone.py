@@ -137,7 +137,10 @@ def test_language_follows_the_browser_and_then_the_switch(browser):
 def test_both_languages_have_the_same_words(browser):
     with running(FakeEngine()) as url, visit(browser, url) as page:
         words, examples = page.evaluate(
-            "async () => { const m = await import('./assets/language/words.js'); return [m.WORDS, m.EXAMPLES] }"
+            """async () => {
+                const [words, names] = await Promise.all(["words", "names"].map((n) => import(`./assets/language/${n}.js`)));
+                return [words.WORDS, names.EXAMPLES];
+            }"""
         )
     names = re.compile(r"\{\w+\}")
     assert words["en"].keys() == words["zh"].keys()

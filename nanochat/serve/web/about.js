@@ -5,7 +5,7 @@ import { keepModels, keptModels } from "./chats/kept.js";
 import { servedModels } from "./client.js";
 import { hasWords, say } from "./language/i18n.js";
 import { make } from "./reply/dom.js";
-import { CORPORA } from "./language/words.js";
+import { CORPORA } from "./language/names.js";
 
 const PUBLISHED = "published"; // the stage of a model that was not trained here
 const SMOKE = "smoke"; // the tag of the smoke preset's model, which was trained for a few steps

@@ -4,13 +4,13 @@ import { compareWith, loadDescription, model, rival, talkWith } from "./about.js
 import { Conversation } from "./chats/conversation.js";
 import { keep, kept } from "./chats/kept.js";
 import { HistoryPanel } from "./chats/panel.js";
-import { keepChats } from "./chats/store.js";
+import { baseOf, hold, saveChat } from "./chats/store.js";
 import { newChat } from "./chats/tree.js";
 import { currentLanguage, say, switchLanguage, translatePage } from "./language/i18n.js";
 import { phrased } from "./language/phrases.js";
 import { showTokens } from "./reply/tokens.js";
 import { SettingsDrawer } from "./settings/drawer.js";
-import { EXAMPLES } from "./language/words.js";
+import { EXAMPLES } from "./language/names.js";
 
 const find = (id) => document.getElementById(id);
 const [scroller, log, welcome, examples] = ["scroller", "log", "welcome", "examples"].map(find);
@@ -29,13 +29,19 @@ const conversation = new Conversation(log, {
 const panel = new HistoryPanel({
   current: () => conversation.chat,
   open(chat) {
-    if (chat.id !== conversation.chat.id) conversation.open(chat);
+    const { id, updated } = conversation.chat;
+    // Another tab may have added to the chat that this one shows.
+    const behind = updated === baseOf(id) && chat.updated > updated && !conversation.running;
+    if (chat.id !== id || behind) {
+      hold(chat, chat.updated);
+      conversation.open(chat);
+    }
     focusPrompt();
   },
   renamed(chat) {
     if (chat.id !== conversation.chat.id) return;
     conversation.chat.title = chat.title;
-    changed(); // the open chat may be newer than the one in the list
+    keepTab();
   },
   deleted({ id }) {
     if (id !== conversation.chat.id) return false;
@@ -56,19 +62,27 @@ async function changed(chat = conversation.snapshot()) {
   refreshComposer();
   showContext();
   keepTab();
-  if (chat.messages.length) await keepChats([chat]);
+  if (chat.messages.length) await save(chat);
   panel.draw();
 }
 
+async function save(chat) {
+  const { id, kept } = await saveChat(chat);
+  find("not-kept").hidden = kept;
+  if (id === chat.id || chat.id !== conversation.chat.id) return;
+  conversation.chat.id = id;
+  keepTab();
+}
+
 /** Keep the open chat over a reload. A question without an answer goes to the input box. */
-function keepTab() {
-  keep(conversation.snapshot(), prompt.value || conversation.unanswered);
+function keepTab(chat = conversation.snapshot()) {
+  keep({ chat, base: baseOf(chat.id), draft: prompt.value || conversation.unanswered });
 }
 
 addEventListener("pagehide", () => {
-  keepTab();
-  const chat = conversation.snapshot();
-  if (chat.messages.length) keepChats([chat]);
+  const chat = conversation.snapshot(); // one for both, or a reload would take the stored one for that of another tab
+  keepTab(chat);
+  if (chat.messages.length) saveChat(chat);
 });
 
 /** Show how much of the context the chat takes, by the usage of its last answer. */
@@ -203,8 +217,9 @@ find("model").addEventListener("keydown", ({ key }) => {
 
 translatePage();
 showLanguage();
-const { chat = newChat(), draft = "" } = kept() ?? {};
+const { chat = newChat(), base, draft = "" } = kept() ?? {};
 prompt.value = draft;
+hold(chat, base);
 conversation.open(chat);
 focusPrompt();
 loadDescription(described);

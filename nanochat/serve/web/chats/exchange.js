@@ -99,5 +99,8 @@ export function record(chat, exchange) {
   message.context = by?.context_length ?? 0;
   if (turn.by) message.model = turn.by;
   if (exchange.answer === null) exchange.answer = add(chat, message);
-  else chat.messages[exchange.answer] = message;
+  else {
+    chat.messages[exchange.answer] = message;
+    chat.updated = Date.now(); // or another tab would take the chat for unchanged
+  }
 }

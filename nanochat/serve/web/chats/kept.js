@@ -8,20 +8,22 @@ const MODEL = "nanochat.model";
 const RIVAL = "nanochat.rival";
 let apiKey = ""; // of this page, where the browser forbids storage
 
-/** Keep the open chat and what stands in the input box. */
-export function keep(chat, draft) {
+/** Keep the open chat, the `base` that store.js knows of it, what stands in the input box, and a question without an answer. */
+export function keep(state) {
   try {
-    sessionStorage.setItem(KEY, JSON.stringify({ chat, draft }));
+    sessionStorage.setItem(KEY, JSON.stringify(state));
   } catch {
     // the browser may forbid storage, or have no room left: then the chat lasts until the page is left
   }
 }
 
-/** The kept {chat, draft}, or null. */
+/** The kept {chat, base, draft, unanswered}, or null. */
 export function kept() {
+  const text = (value) => (typeof value === "string" ? value : "");
   try {
-    const { chat, draft } = JSON.parse(sessionStorage.getItem(KEY));
-    return { chat: readChat(chat), draft: typeof draft === "string" ? draft : "" };
+    const { chat, base, draft, unanswered } = JSON.parse(sessionStorage.getItem(KEY));
+    const time = typeof base === "number" ? base : undefined;
+    return { chat: readChat(chat), base: time, draft: text(draft), unanswered: text(unanswered) };
   } catch {
     return null;
   }

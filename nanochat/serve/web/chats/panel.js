@@ -3,7 +3,7 @@
 import { currentLanguage, say, words } from "../language/i18n.js";
 import { iconButton, make } from "../reply/dom.js";
 import { exportChats, importChats } from "./files.js";
-import { allChats, keepChats, removeChat } from "./store.js";
+import { allChats, keepChats, oneChat, removeChat, retitle, watch } from "./store.js";
 import { textOf, titleOf } from "./tree.js";
 
 const find = (id) => document.getElementById(id);
@@ -29,6 +29,7 @@ export class HistoryPanel {
       if (target === this.panel && !wide.matches) this.close(); // beside the panel, on its backdrop
     });
     wide.addEventListener("change", () => this.panel.close());
+    watch(() => this.draw());
     if (wide.matches && remembered()) this.show(false);
   }
 
@@ -90,16 +91,21 @@ export class HistoryPanel {
     const open = make("button", "open", title);
     open.type = "button";
     open.title = title;
-    open.addEventListener("click", () => {
-      if (!wide.matches) this.close();
-      this.page.open(chat);
-    });
+    open.addEventListener("click", () => this.#open(chat.id));
     if (chat.id === this.page.current().id) open.setAttribute("aria-current", "true");
     const item = make("li", "chat", open);
     item.dataset.id = chat.id;
     const rename = iconButton("rename", "edit", () => this.#rename(chat, item), { title });
     item.append(rename, iconButton("delete", "bin", () => this.#delete(chat), { title }));
     return item;
+  }
+
+  /** Open a chat as it is stored now: another tab may have changed it since the list was drawn. */
+  async #open(id) {
+    if (!wide.matches) this.close();
+    const chat = await oneChat(id);
+    if (chat) this.page.open(chat);
+    else await this.draw();
   }
 
   #rename(chat, item) {
@@ -113,7 +119,7 @@ export class HistoryPanel {
       ended = true;
       if (save && box.value.trim() !== titleOf(chat)) {
         chat.title = box.value.trim();
-        await keepChats([chat]);
+        if (!(await retitle(chat.id, chat.title))) this.tell("notKept");
         this.page.renamed(chat);
       }
       await this.draw();
@@ -134,18 +140,24 @@ export class HistoryPanel {
     (this.list.querySelector(`[data-id="${id}"]`)?.children[place] ?? this.search).focus();
   }
 
-  async #delete(chat) {
-    const reopen = this.page.deleted(chat); // at once: a reload keeps what is open
-    await removeChat(chat.id);
+  async #delete(listed) {
+    const reopen = this.page.deleted(listed); // at once: a reload keeps what is open
+    const chat = (await removeChat(listed.id)) ?? listed;
     await this.draw();
-    this.tell("deleted", { title: titleOf(chat) }, async () => {
-      await keepChats([chat]);
-      this.tell("restored", { title: titleOf(chat) });
-      if (reopen) this.page.open(chat);
-      await this.draw();
-      this.#focus(chat.id);
-    });
+    this.tell("deleted", { title: titleOf(chat) }, () => this.#undo(chat, reopen));
     find("history-told").querySelector("button").focus();
+  }
+
+  async #undo(chat, reopen) {
+    const title = titleOf(chat);
+    if (!(await keepChats([chat]))) {
+      this.tell("notRestored", { title }, () => this.#undo(chat, reopen));
+      return find("history-told").querySelector("button").focus();
+    }
+    this.tell("restored", { title });
+    if (reopen) this.page.open(chat);
+    await this.draw();
+    this.#focus(chat.id);
   }
 
   async #import() {

@@ -1,16 +1,28 @@
 // The history: every chat of this browser, in its IndexedDB. Without one, the chats last until the page is left.
 
 import { readChat } from "./check.js";
+import { randomId } from "./tree.js";
 
-const memory = new Map(); // id -> chat, where the browser forbids storage
+const memory = new Map(); // id -> chat, where the browser forbids storage or has no room
+const bases = new Map(); // id -> when the chat was last updated as this tab last read or wrote it
+const moved = new Map(); // id -> the new id of this tab's copy, where another tab has changed the chat too
+const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("nanochat");
 let opened = null; // the promise of the database, or of null
+
+/** Call a function whenever another tab has changed the history. */
+export function watch(changed) {
+  tabs?.addEventListener("message", changed);
+}
 
 function database() {
   opened ??= new Promise((resolve) => {
     try {
       const request = indexedDB.open("nanochat", 1);
       request.onupgradeneeded = () => request.result.createObjectStore("chats", { keyPath: "id" });
-      request.onsuccess = () => resolve(request.result);
+      request.onsuccess = () => {
+        request.result.onclose = () => (opened = null); // the browser closes it, for instance to free its disk
+        resolve(request.result);
+      };
       request.onerror = () => resolve(null);
     } catch {
       resolve(null);
@@ -20,15 +32,23 @@ function database() {
 }
 
 /** Run one transaction: it happens as a whole or not at all. The promise fails if the browser refuses it. */
-async function transaction(mode, work) {
+async function transaction(mode, work, retry = true) {
   const base = await database();
   if (base === null) return null;
-  return new Promise((resolve, reject) => {
-    const running = base.transaction("chats", mode);
-    const request = work(running.objectStore("chats"));
-    running.oncomplete = () => resolve(request?.result);
-    running.onabort = running.onerror = () => reject(running.error);
-  });
+  try {
+    const result = await new Promise((resolve, reject) => {
+      const running = base.transaction("chats", mode);
+      running.onabort = () => reject(running.error);
+      const request = work(running.objectStore("chats"));
+      running.oncomplete = () => resolve(request?.result);
+    });
+    if (mode === "readwrite") tabs?.postMessage("changed");
+    return result;
+  } catch (failure) {
+    if (failure?.name !== "InvalidStateError" || !retry) throw failure;
+    opened = null; // the database has been closed
+    return transaction(mode, work, false);
+  }
 }
 
 function readable(value) {
@@ -41,8 +61,67 @@ function readable(value) {
 
 /** Every chat, the one that was used last first. */
 export async function allChats() {
-  const found = (await transaction("readonly", (chats) => chats.getAll()).catch(() => null)) ?? [...memory.values()];
+  const stored = (await transaction("readonly", (chats) => chats.getAll()).catch(() => null)) ?? [];
+  const found = [...memory.values(), ...stored.filter(({ id }) => !memory.has(id))];
   return found.flatMap(readable).sort((a, b) => b.updated - a.updated);
+}
+
+/** The chat of an id as it is stored now, or null: another tab may have changed or removed what a list shows. */
+export async function oneChat(id) {
+  const stored = memory.get(id) ?? (await transaction("readonly", (chats) => chats.get(id)).catch(() => null));
+  return stored ? (readable(stored)[0] ?? null) : null;
+}
+
+/** Say which stored state this tab's copy of a chat comes from, by its time of update; undefined if it was never stored. */
+export function hold({ id }, base) {
+  if (memory.has(id)) return; // this tab alone has it, and bases tells what it was made from
+  moved.delete(id);
+  bases.set(id, base);
+}
+
+/** When the chat of an id was last updated as this tab last read or wrote it; undefined if it never did. */
+export function baseOf(id) {
+  return bases.get(id);
+}
+
+/** The id to write this tab's copy of a chat under, or null if what is stored must stay as it is. */
+function idFor({ id, updated }, stored) {
+  if (moved.has(id)) return moved.get(id);
+  const base = bases.get(id);
+  if (stored?.updated === base || stored?.updated === updated) return id;
+  if (updated === base) return null; // only another tab has changed the chat, or removed it
+  moved.set(id, randomId()); // both have: neither may destroy what the other one added
+  return moved.get(id);
+}
+
+/**
+ * Keep the chat of this tab, unless only another tab has changed it since. Returns {id, kept}: the id of this tab's copy,
+ * which is a new one if both have changed the chat, and whether the browser has stored it. Otherwise the chat
+ * lasts until the page is left.
+ */
+export async function saveChat(chat) {
+  let copy = structuredClone(chat);
+  let written = true;
+  try {
+    await transaction("readwrite", (store) => {
+      const request = store.get(copy.id);
+      request.onsuccess = () => {
+        const id = idFor(copy, request.result);
+        written = id !== null;
+        if (!written) return;
+        // A title is given in a list, maybe in that of another tab.
+        copy = { ...copy, id, title: (memory.get(copy.id) ?? request.result ?? copy).title };
+        store.put(copy);
+      };
+    });
+    memory.delete(chat.id);
+    if ((await database()) === null) memory.set(copy.id, copy);
+    if (written) bases.set(copy.id, copy.updated);
+    return { id: copy.id, kept: true };
+  } catch {
+    memory.set(copy.id, copy);
+    return { id: copy.id, kept: false };
+  }
 }
 
 /** Keep chats, all or none, in place of those with the same ids. False if the browser has no room for them. */
@@ -53,12 +132,34 @@ export async function keepChats(chats) {
   } catch {
     return false;
   }
-  if ((await database()) === null) copies.forEach((chat) => memory.set(chat.id, chat));
+  const base = await database();
+  for (const chat of copies) {
+    if (base === null) memory.set(chat.id, chat);
+    else memory.delete(chat.id);
+  }
   return true;
 }
 
-/** Remove a chat. */
+/** Give a chat another title, and leave everything else of it as it is stored. False if the browser has no room. */
+export async function retitle(id, title) {
+  if (memory.has(id)) memory.set(id, { ...memory.get(id), title });
+  try {
+    await transaction("readwrite", (store) => {
+      const request = store.get(id);
+      request.onsuccess = () => request.result && store.put({ ...request.result, title });
+    });
+    return true;
+  } catch {
+    const stored = await oneChat(id);
+    if (stored) memory.set(id, { ...stored, title });
+    return false;
+  }
+}
+
+/** Remove a chat. Returns what was stored, or null. */
 export async function removeChat(id) {
+  const stored = await oneChat(id);
   memory.delete(id);
   await transaction("readwrite", (chats) => void chats.delete(id)).catch(() => null);
+  return stored;
 }

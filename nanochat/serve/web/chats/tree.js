@@ -13,7 +13,8 @@ export function newChat() {
   return { id: randomId(), title: "", created: now, updated: now, messages: [], at: -1 };
 }
 
-function randomId() {
+/** An id for a chat. */
+export function randomId() {
   return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 

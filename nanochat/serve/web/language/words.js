@@ -22,6 +22,8 @@ const CHAT = {
     deleted: "Deleted “{title}”.",
     undo: "Undo",
     restored: "“{title}” is back.",
+    notRestored: "“{title}” is not back: the browser has no room for it.",
+    notKept: "The browser has no room to save this chat: what is new in it lasts only until you leave the page.",
     exportChats: "Export",
     exportTitle: "Save all chats as one JSON file",
     importChats: "Import",
@@ -162,6 +164,8 @@ const CHAT = {
     deleted: "已删除“{title}”。",
     undo: "撤销",
     restored: "已恢复“{title}”。",
+    notRestored: "未能恢复“{title}”：浏览器的存储空间不够。",
+    notKept: "浏览器的存储空间不够，无法保存这个对话：离开页面后，新增的内容会丢失。",
     exportChats: "导出",
     exportTitle: "把所有对话保存为一个 JSON 文件",
     importChats: "导入",
@@ -286,12 +290,3 @@ const CHAT = {
 };
 
 export const WORDS = { en: { ...CHAT.en, ...RUNS.en }, zh: { ...CHAT.zh, ...RUNS.zh } };
-
-// Questions that a small model can answer.
-export const EXAMPLES = {
-  en: ["What is the capital of France?", "What is 37 * 48?", "What is the opposite of hot?"],
-  zh: ["法国的首都是哪里？", "37 乘以 48 等于多少？", "企鹅会飞吗？"],
-};
-
-// How the page writes the names of the corpora that come with nanochat.
-export const CORPORA = { tinyworld: "TinyWorld", fineweb: "FineWeb-Edu" };
