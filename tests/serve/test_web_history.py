@@ -143,6 +143,25 @@ def test_a_chat_that_is_deleted_while_it_is_answered_does_not_come_back(browser)
         expect(chats(page)).to_have_text(["other"])
 
 
+def test_an_answer_that_ends_leaves_a_title_that_is_being_typed(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        ask_in_new_chat(page, "hello")
+        show(page)
+        engine.gated = True
+        send(page, "sum")
+        expect(page.locator(".turn.user")).to_have_count(2)
+        page.get_by_role("button", name="Rename “hello”").press("Enter")
+        page.keyboard.type("My new na")
+        engine.allow(1000)
+        finished(page)
+        page.wait_for_timeout(300)  # the list would be drawn again by now
+        page.keyboard.type("me")
+        page.keyboard.press("Enter")
+        expect(chats(page)).to_have_text(["My new name"])
+        expect(chats(page)).to_be_focused()
+
+
 @pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
 def test_on_a_phone_the_list_is_a_drawer_over_the_chat(browser, locale):
     with running(FakeEngine(REPLIES)) as url, visit(browser, url, locale=locale, **PHONE) as page:

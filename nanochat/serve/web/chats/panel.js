@@ -18,6 +18,7 @@ export class HistoryPanel {
     this.panel = find("history");
     this.list = find("history-list");
     this.search = find("history-search");
+    this.renaming = false; // whether the list holds a box for a new title
     this.search.addEventListener("input", () => this.draw());
     find("history-toggle").addEventListener("click", () => (this.panel.open ? this.close() : this.show()));
     find("history-close").addEventListener("click", () => this.close());
@@ -70,6 +71,7 @@ export class HistoryPanel {
     if (!this.panel.open) return;
     const wanted = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const chats = (await allChats()).filter((chat) => matches(chat, wanted));
+    if (this.renaming) return; // the box would go, and half a title would be kept; the end of renaming draws the list
     const nodes = [];
     let [day, items] = ["", null];
     for (const chat of chats.slice(0, SHOWN)) {
@@ -117,6 +119,7 @@ export class HistoryPanel {
     const end = async (save) => {
       if (ended) return;
       ended = true;
+      this.renaming = false;
       if (save && box.value.trim() !== titleOf(chat)) {
         chat.title = box.value.trim();
         if (!(await retitle(chat.id, chat.title))) this.tell("notKept");
@@ -132,6 +135,7 @@ export class HistoryPanel {
     });
     box.addEventListener("blur", () => end(true));
     item.replaceChildren(box);
+    this.renaming = true;
     box.select();
   }
 
