@@ -1,6 +1,8 @@
 """Several models behind the page: the reader chooses one, and the chat continues with it."""
 
+import contextlib
 import re
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import expect
@@ -64,3 +66,78 @@ def test_the_choice_is_in_chinese_too(browser):
     with running(FakeEngine(), beside=beside) as url, visit(browser, url, locale="zh-CN") as page:
         page.locator("#model summary").click()
         expect(page.locator(".panel")).to_contain_text("这里可以对话的模型：")
+
+
+# --- a server that is started again --------------------------------------------------------------
+
+
+def test_a_page_that_is_open_goes_on_with_the_model_of_a_server_that_was_started_again(browser):
+    first, second = contextlib.ExitStack(), FakeEngine()
+    url = first.enter_context(running(FakeEngine()))
+    with visit(browser, url, problems=["404"]) as page:
+        send(page, "one")
+        finished(page)
+        first.close()
+        settings = replace(SETTINGS, model="nanochat-rl-d4", stage="rl", tag="d5")
+        with running(second, settings=settings, port=int(url.rsplit(":", 1)[1])):
+            send(page, "two")
+            finished(page)
+            expect(answers(page)).to_have_text(["one", "two"])
+            expect(page.locator(".error")).to_have_count(0)
+            assert page.title() == "nanochat · d5"
+            send(page, "three")
+            finished(page)
+            assert len(second.seen) == 2
+
+
+def test_a_comparison_goes_on_when_the_server_is_back(browser):
+    def engines(stack: contextlib.ExitStack, port: int = 0) -> str:
+        pip = FakeEngine()
+        return stack.enter_context(running(FakeEngine(), beside=[Loadable(pip, pip.tokenizer, OTHER)], port=port))  # type: ignore[arg-type]
+
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    url = engines(first)
+    with second, visit(browser, url, problems=["Failed to load resource"]) as page:
+        page.locator("#model summary").click()
+        page.locator(".panel .compare button").click()
+        send(page, "one")
+        finished(page)
+        first.close()
+        send(page, "two")
+        finished(page)
+        expect(page.locator(".error")).to_have_count(2)
+        expect(page.locator("#comparing")).to_be_hidden()
+        engines(second, int(url.rsplit(":", 1)[1]))
+        send(page, "three")
+        expect(page.locator(".pair .body")).to_have_text(["three", "three"])
+        finished(page)
+        expect(page.locator("#comparing")).to_be_visible()
+        second.close()
+        send(page, "four")
+        finished(page)
+        expect(page.locator("#model-name")).to_have_text("server not reachable")
+        with contextlib.ExitStack() as third:
+            engines(third, int(url.rsplit(":", 1)[1]))
+            page.get_by_role("button", name="Try again").first.click()
+            expect(page.locator("#comparing")).to_be_visible()
+            expect(page.locator("#model-name")).not_to_have_text("server not reachable")
+            finished(page)
+
+
+def test_a_comparison_with_a_model_that_is_gone_gives_the_question_back(browser):
+    pip, first = FakeEngine(), contextlib.ExitStack()
+    url = first.enter_context(running(FakeEngine(), beside=[Loadable(pip, pip.tokenizer, OTHER)]))  # type: ignore[arg-type]
+    with visit(browser, url, problems=["404"]) as page:
+        page.locator("#model summary").click()
+        page.locator(".panel .compare button").click()
+        first.close()
+        with running(FakeEngine(), settings=replace(SETTINGS, model="other"), port=int(url.rsplit(":", 1)[1])):
+            send(page, "one")
+            expect(page.locator(".error")).to_have_count(2)
+            finished(page)
+            expect(page.locator("#comparing")).to_be_hidden()
+            expect(page.get_by_role("button", name="Try again")).to_have_count(0)
+            expect(page.locator("#prompt")).to_have_value("one")
+            page.press("#prompt", "Enter")
+            finished(page)
+            expect(answers(page).last).to_have_text("one")

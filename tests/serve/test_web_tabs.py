@@ -1,4 +1,4 @@
-"""Two tabs of one browser, and a browser that refuses to store: no chat is lost, and none that was deleted comes back."""
+"""Two tabs of one browser, and a browser that stores nothing: no chat is lost, and no deleted chat comes back."""
 
 import contextlib
 from collections.abc import Iterator

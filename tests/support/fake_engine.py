@@ -183,11 +183,12 @@ def running(
     settings: ServerSettings = SETTINGS,
     wrap: Any = None,
     beside: Sequence[Loadable] = (),
+    port: int = 0,
 ) -> Iterator[str]:
-    """Run a real server in a thread, on a free port, and yield its address. `wrap` may wrap the ASGI app, `beside` are
-    further models."""
+    """Run a real server in a thread, and yield its address. `wrap` may wrap the ASGI app, `beside` are further models,
+    and port 0 takes a free one."""
     app = create_app([Loadable(engine, tokenizer or engine.tokenizer, settings), *beside], settings)
-    with serving(replace(app, asgi=wrap(app.asgi)) if wrap else app) as url:
+    with serving(replace(app, asgi=wrap(app.asgi)) if wrap else app, port) as url:
         try:
             yield url
         finally:
@@ -197,9 +198,9 @@ def running(
 
 
 @contextlib.contextmanager
-def serving(app: App) -> Iterator[str]:
-    """Run a real server for an application in a thread, on a free port, and yield its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serving(app: App, port: int = 0) -> Iterator[str]:
+    """Run a real server for an application in a thread, and yield its address. Port 0 takes a free one."""
+    listener = socket.create_server(("127.0.0.1", port))
     server = Server(app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

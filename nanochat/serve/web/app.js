@@ -2,7 +2,7 @@
 
 import { compareWith, loadDescription, model, rival, talkWith } from "./about.js";
 import { Conversation } from "./chats/conversation.js";
-import { keep, kept } from "./chats/kept.js";
+import { keep, kept, keptModels } from "./chats/kept.js";
 import { HistoryPanel } from "./chats/panel.js";
 import { baseOf, hold, saveChat } from "./chats/store.js";
 import { newChat } from "./chats/tree.js";
@@ -102,7 +102,8 @@ function startNewChat() {
   focusPrompt();
 }
 
-function send(text) {
+async function send(text) {
+  if (model === null && keptModels()[1]) await loadDescription(described); // the comparison goes on as soon as it can
   if (conversation.send(text)) prompt.value = "";
   refreshComposer();
 }

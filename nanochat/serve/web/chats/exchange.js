@@ -7,7 +7,8 @@ import { ModelTurn } from "../reply/turn.js";
 import { current, requestSettings, systemMessage } from "../settings/values.js";
 import { add } from "./tree.js";
 
-const TOO_LONG = ["context_length_exceeded", "body_too_large"]; // trying again as it is would fail again
+const GONE = "model_not_found";
+const HOPELESS = ["context_length_exceeded", "body_too_large", GONE]; // trying again as it is would fail again
 
 /**
  * An exchange without an answer. `asked` and `turn` are the two turns on the page, `user` and `answer` the places of
@@ -27,7 +28,7 @@ export function newExchange({ asked, user = null, parent, old = null, forgotten,
 export async function ask(exchange, request, signal, page) {
   const { earlier, lively = false, before = 0, more = {} } = request;
   try {
-    if (exchange.by === null && model === null) await loadDescription(page.described);
+    if (model === null) await loadDescription(page.described);
     exchange.by ??= model;
     if (exchange.by === null) throw new ChatError("unreachable");
     const messages = messagesOf(exchange, earlier);
@@ -36,9 +37,19 @@ export async function ask(exchange, request, signal, page) {
     return await stream(exchange, answer(messages, settings, signal), page);
   } catch (failure) {
     if (signal.aborted) return "stopped";
+    if (failure.code === GONE && (await successor(exchange, page))) return ask(exchange, request, signal, page);
     fail(failure, exchange, page);
     return null;
   }
+}
+
+/** The server was started again with other models: give the exchange the one that it has now. False if it has no other. */
+async function successor(exchange, page) {
+  await loadDescription(page.described);
+  const named = exchange.turn.by !== ""; // the answer stands under the name of its model
+  if (named || model === null || model.id === exchange.by.id) return false;
+  exchange.by = model;
+  return true;
 }
 
 function messagesOf({ asked, forgotten, answer: answered, by }, earlier) {
@@ -78,8 +89,8 @@ function fail(failure, { turn, asked, answer: answered, by }, page) {
   const { code = "broken", detail = "", values = {} } = failure;
   const key = hasWords(code) ? code : "failed";
   turn.fail(key, { ...values, detail, context: by?.context_length });
-  turn.hopeless = TOO_LONG.includes(code);
-  if (turn.hopeless && answered === null) page.giveBack(asked.text); // to be made shorter
+  turn.hopeless = HOPELESS.includes(code);
+  if (turn.hopeless && answered === null) page.giveBack(asked.text); // to be made shorter, or to be asked of another model
   if (code === "unreachable") loadDescription(page.described);
 }
 
