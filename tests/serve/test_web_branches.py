@@ -98,6 +98,45 @@ def test_editing_is_left_with_escape_and_an_unchanged_text_asks_nothing(browser)
         assert len(engine.seen) == 1
 
 
+def test_an_edited_question_waits_for_the_answer_in_progress(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "one")
+        finished(page)
+        engine.gated = True
+        send(page, "two")
+        expect(page.locator(".turn.user")).to_have_count(2)
+        page.get_by_role("button", name="Edit this message").first.press("Enter")
+        page.keyboard.type(" and more")
+        page.keyboard.press("Enter")
+        box = page.get_by_role("textbox", name="Your message")
+        expect(box).to_have_value("one and more")
+        engine.allow(1000)
+        finished(page)
+        box.press("Enter")
+        finished(page)
+        expect(page.locator(".turn.user .bubble")).to_have_text("one and more")
+        assert heard(engine) == "one and more"
+
+
+def test_an_edited_question_that_had_no_answer_replaces_what_came_after_it(browser):
+    engine = FakeEngine(REPLIES, fail=True)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "failed")
+        finished(page)
+        for question in ("one", "two"):
+            send(page, question)
+            finished(page)
+        edit(page, 0, "edited")
+        expect(page.locator(".turn.user .bubble")).to_have_text("edited")
+        assert heard(engine) == "edited"
+        send(page, "next")
+        finished(page)
+        assert heard(engine) == "editededitednext"
+        page.reload()
+        expect(page.locator(".turn.user .bubble")).to_have_text(["edited", "next"])
+
+
 def test_an_edited_question_that_fails_is_tried_again(browser):
     engine = FakeEngine(REPLIES)
     with running(engine) as url, visit(browser, url) as page:

@@ -135,19 +135,18 @@ export class Conversation {
     return true;
   }
 
-  /** Ask an edited question in place of a shown one; the earlier one stays on a branch of its own. */
+  /** Ask an edited question in place of one on the page; an answered one stays on a branch of its own. */
   #edit(asked, text) {
-    if (this.running) return;
-    const place = this.shown.findIndex((entry) => entry.asked === asked);
-    const from = place < 0 ? this.last : this.shown[place];
-    const parent = place < 0 ? from.parent : this.chat.messages[from.user].parent;
+    if (this.running) return false;
+    const stays = Node.DOCUMENT_POSITION_FOLLOWING; // what stands before the question
+    this.shown = this.shown.filter((entry) => entry.asked.element.compareDocumentPosition(asked.element) & stays);
     while (asked.element.nextSibling) asked.element.nextSibling.remove();
     asked.element.remove();
-    this.shown = place < 0 ? this.shown : this.shown.slice(0, place);
-    this.chat.at = parent;
+    this.chat.at = this.shown.at(-1)?.answer ?? -1;
     this.last = this.pair = null;
     this.send(text);
     this.page.focus();
+    return true;
   }
 
   /** Answer the last question again: an answer that failed with the same settings, a finished one by drawing words. */

@@ -58,7 +58,7 @@ export class UserTurn {
     if (count > 1) this.tools.append(branchArrows(place, count, go));
   }
 
-  /** Offer to edit the question; `send` gets the new text. */
+  /** Offer to edit the question; `send` gets the new text, and returns false if it cannot be sent now. */
   offerEdit(send) {
     this.tools.prepend(iconButton("edit", "edit", () => this.#edit(send)));
   }
@@ -66,10 +66,11 @@ export class UserTurn {
   #edit(send) {
     const box = make("textarea", "edit");
     const end = (text) => {
+      const changed = text.trim() && text !== this.text;
+      if (changed && !send(text)) return; // the text stays in the box
       editor.remove();
       this.bubble.hidden = this.tools.hidden = false;
-      if (text.trim() && text !== this.text) send(text);
-      else this.tools.querySelector("button").focus();
+      if (!changed) this.tools.querySelector("button").focus();
     };
     box.value = this.text;
     box.rows = Math.min(8, this.text.split("\n").length + 1);
