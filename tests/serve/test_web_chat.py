@@ -78,6 +78,32 @@ def test_an_answer_that_a_reload_cut_short_is_marked_and_a_question_without_one_
         expect(page.locator("#prompt")).to_have_value("sum")
 
 
+def test_a_question_without_an_answer_and_the_next_draft_both_survive_a_reload(browser):
+    engine = FakeEngine(REPLIES, gated=True)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "hello")
+        expect(page.locator(".turn.user")).to_have_count(1)
+        page.fill("#prompt", "a draft")
+        page.reload()
+        expect(page.locator("#prompt")).to_have_value("hello\n\na draft")
+
+
+def test_a_question_without_an_answer_goes_to_the_input_box_when_another_chat_is_opened(browser):
+    engine = FakeEngine(REPLIES, fail=True)
+    with running(engine) as url, visit(browser, url) as page:
+        send(page, "hello")
+        expect(page.get_by_role("alert")).to_contain_text("The model failed")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("#prompt")).to_have_value("hello")
+        expect(page.locator("#send")).to_be_enabled()
+        engine.gated = True
+        page.press("#prompt", "Enter")
+        expect(page.locator(".turn.user")).to_have_count(1)
+        page.fill("#prompt", "a draft")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("#prompt")).to_have_value("a draft")
+
+
 @pytest.mark.parametrize("kept", ["nonsense", "[]", '{"exchanges": [{"question": 7}], "seen": 0}', '{"seen": 0}'])
 def test_what_is_kept_and_is_no_chat_is_ignored(browser, kept):
     with running(FakeEngine(REPLIES)) as url, visit(browser, url) as page:

@@ -74,9 +74,9 @@ async function save(chat) {
   keepTab();
 }
 
-/** Keep the open chat over a reload. A question without an answer goes to the input box. */
+/** Keep the open chat over a reload. */
 function keepTab(chat = conversation.snapshot()) {
-  keep({ chat, base: baseOf(chat.id), draft: prompt.value || conversation.unanswered });
+  keep({ chat, base: baseOf(chat.id), draft: prompt.value, unanswered: conversation.unanswered });
 }
 
 addEventListener("pagehide", () => {
@@ -218,8 +218,9 @@ find("model").addEventListener("keydown", ({ key }) => {
 
 translatePage();
 showLanguage();
-const { chat = newChat(), base, draft = "" } = kept() ?? {};
-prompt.value = draft;
+const { chat = newChat(), base, draft = "", unanswered = "" } = kept() ?? {};
+// A question without an answer goes to the input box, unless it is there already.
+prompt.value = draft.includes(unanswered) ? draft : [unanswered, draft].filter(Boolean).join("\n\n");
 hold(chat, base);
 conversation.open(chat);
 focusPrompt();

@@ -1,8 +1,8 @@
 // The open chat: shows the branch that the reader is on, and asks one question at a time.
 
 import { model, rival } from "../about.js";
-import { forgottenLine, ModelTurn, UserTurn } from "../reply/turn.js";
-import { ask, newExchange, record } from "./exchange.js";
+import { forgottenLine, UserTurn } from "../reply/turn.js";
+import { ask, newExchange, readExchange, record } from "./exchange.js";
 import { Pair } from "./pair.js";
 import { besideAt, children, newChat, newestEnd, pathTo } from "./tree.js";
 
@@ -36,8 +36,12 @@ export class Conversation {
     return this.log.childElementCount === 0;
   }
 
-  /** Show a chat, at the branch where it was left. An answer in progress ends; what has arrived of it is kept. */
+  /**
+   * Show a chat, at the branch where it was left. An answer in progress ends; what has arrived of it is kept, and a
+   * question without an answer goes to the input box.
+   */
   open(chat) {
+    this.page.giveBack(this.unanswered);
     if (this.running) {
       const left = this.snapshot();
       this.running.abort();
@@ -48,10 +52,10 @@ export class Conversation {
     this.page.changed();
   }
 
-  /** Stop the answer in progress, and keep nothing of it. */
+  /** Stop the answer in progress, and keep nothing of it nor of its question. */
   discard() {
     this.running?.abort();
-    this.running = null;
+    this.running = this.last = this.pair = null;
   }
 
   #draw() {
@@ -67,9 +71,9 @@ export class Conversation {
     for (let place = 0; place + 1 < path.length; place += 2) {
       const [user, answered] = path.slice(place, place + 2);
       const asked = this.#question(chat.messages[user].text);
-      const entry = this.#entry(asked, user, answered);
+      const entry = readExchange(chat, asked, answered);
       const paired = beside && answered === chat.at;
-      if (paired) this.pair = new Pair([entry, this.#entry(asked, user, beside[1])], [...this.shown]);
+      if (paired) this.pair = new Pair([entry, readExchange(chat, asked, beside[1])], [...this.shown]);
       this.log.append(asked.element, paired ? this.pair.element : entry.turn.element);
       this.shown.push(entry);
       this.#arrows(entry);
@@ -78,12 +82,6 @@ export class Conversation {
     this.#showForgotten(this.last?.forgotten, this.last && chat.messages[this.last.answer].context);
     this.#offer();
     this.page.follow(true);
-  }
-
-  #entry(asked, user, answered) {
-    const message = this.chat.messages[answered];
-    const { parent } = this.chat.messages[user];
-    return { asked, turn: ModelTurn.of(message), user, answer: answered, parent, forgotten: message.forgotten, by: null };
   }
 
   #question(text) {

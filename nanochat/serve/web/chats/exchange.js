@@ -20,6 +20,14 @@ export function newExchange({ asked, user = null, parent, old = null, forgotten,
   return { asked, turn: new ModelTurn(current().logprobs), user, answer: null, parent, old, forgotten, by };
 }
 
+/** The exchange of an answer in a chat, by the answer's place; `asked` is the turn of its question. */
+export function readExchange(chat, asked, place) {
+  const message = chat.messages[place];
+  const user = message.parent;
+  const { parent } = chat.messages[user];
+  return { asked, turn: ModelTurn.of(message), user, answer: place, parent, forgotten: message.forgotten, by: null };
+}
+
 /**
  * Ask for the answer of an exchange, or for more of it, and show what arrives. Returns the note to show below the
  * answer, or null. `request` has `earlier`, the exchanges before, `lively` and `before` as requestSettings takes them,
