@@ -47,9 +47,17 @@ def test_earlier_answers_stay_behind_arrows_over_a_reload(browser):
             expect(answers(page)).to_have_text(words)
         expect(page.locator(".branches")).to_have_text("3 / 3")
         expect(page.get_by_role("button", name="Later version")).to_be_disabled()
-        page.get_by_role("button", name="Earlier version").click()
+        earlier, later = (page.get_by_role("button", name=f"{name} version") for name in ("Earlier", "Later"))
+        earlier.press("Enter")
         expect(answers(page)).to_have_text("second")
         expect(page.locator(".branches")).to_have_text("2 / 3")
+        expect(earlier).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(answers(page)).to_have_text("first")
+        expect(later).to_be_focused()  # there is no earlier one
+        page.keyboard.press("Enter")
+        expect(answers(page)).to_have_text("second")
+        expect(later).to_be_focused()
         send(page, "next")  # the chat goes on from the answer that is shown
         finished(page)
         assert heard(engine) == "whosecondnext"
@@ -328,6 +336,25 @@ def test_tokens_show_their_probability_and_alternatives(browser):
         tokens.last.click()
         expect(tip.locator("tr")).to_have_text(["<b>5%", "other1%"])
         expect(tip.locator(".chosen")).to_have_text("<b>5%")
+
+
+def test_an_answer_continues_as_text_after_probabilities_were_switched_off(browser):
+    engine = FakeEngine({"long": ["**0123456789**"]})
+    with running(engine, settings=replace(SETTINGS, max_tokens=4)) as url, visit(browser, url) as page:
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Token probabilities").check()
+        page.keyboard.press("Escape")
+        send(page, "long")
+        finished(page)
+        expect(page.locator(".token")).to_have_text(["*", "*", "0", "1"])
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Token probabilities").uncheck()
+        page.keyboard.press("Escape")
+        engine.replies = {"long": ["23**"]}
+        page.get_by_role("button", name="Continue").click()
+        finished(page)
+        expect(answers(page).locator("strong")).to_have_text("0123")
+        expect(answers(page)).not_to_have_class("body tokens")
 
 
 def test_the_bar_tells_how_much_of_the_context_is_used_and_when_messages_were_dropped(browser):

@@ -148,6 +148,23 @@ def test_both_fail_and_the_question_is_not_lost(browser):
         expect(answers(page)).to_have_text(["I am the first.", "I am Pip."])
 
 
+def test_on_a_phone_the_page_follows_both_answers_and_says_nothing_of_keys(browser):
+    engines = [FakeEngine({"who": ["line\n\n" * 40], "more": ["line\n\n" * 40]}, gated=True) for _ in range(2)]
+    with comparing(browser, *engines, size=PHONE, has_touch=True, is_mobile=True) as page:
+        for question in ("who", "more"):
+            send(page, question)
+            expect(page.get_by_role("button", name="Stop pip")).to_be_visible()
+            page.wait_for_timeout(200)  # a scroll event comes after the next frame
+            for engine in engines:
+                engine.allow(6 * 40 + 1)
+            finished(page)
+        expect(page.locator("#to-end")).to_be_hidden()
+        place = "(s) => [s.scrollTop, s.scrollHeight - s.clientHeight]"
+        top, most = page.locator("#scroller").evaluate(place)
+        assert top > 1000 and most - top < 48
+        expect(page.locator(".hint .keys")).to_be_hidden()
+
+
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_the_chat_continues_from_the_answer_that_was_taken(browser, size):
     engines = FakeEngine(FIRST), FakeEngine(SECOND)

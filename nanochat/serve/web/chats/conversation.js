@@ -1,8 +1,9 @@
 // The open chat: shows the branch that the reader is on, and asks one question at a time.
 
 import { model, rival } from "../about.js";
-import { forgottenLine, UserTurn } from "../reply/turn.js";
-import { ask, newExchange, readExchange, record } from "./exchange.js";
+import { focusArrow, forgottenLine, UserTurn } from "../reply/turn.js";
+import { current } from "../settings/values.js";
+import { ask, newExchange, readExchange, record, turnAt, unansweredOf } from "./exchange.js";
 import { Pair } from "./pair.js";
 import { besideAt, children, newChat, newestEnd, pathTo } from "./tree.js";
 
@@ -36,10 +37,7 @@ export class Conversation {
     return this.log.childElementCount === 0;
   }
 
-  /**
-   * Show a chat, at the branch where it was left. An answer in progress ends; what has arrived of it is kept, and a
-   * question without an answer goes to the input box.
-   */
+  /** Show a chat, at the branch where it was left. What has arrived of an answer is kept, or its question given back. */
   open(chat) {
     this.page.giveBack(this.unanswered);
     if (this.running) {
@@ -93,17 +91,21 @@ export class Conversation {
   #arrows({ asked, turn, user, answer: answered }) {
     const put = (where, place, parent) => {
       const all = children(this.chat, parent);
-      where.branches(all.indexOf(place), all.length, (next) => this.#goTo(all[next]));
+      const own = all.indexOf(place);
+      where.branches(own, all.length, (next) => this.#goTo(all[next], next < own));
     };
     put(asked, user, this.chat.messages[user].parent);
     if (!this.pair?.exchanges.some((one) => one.turn === turn)) put(turn, answered, user);
   }
 
-  #goTo(place) {
+  /** Show the branch of a message, and leave the focus on the arrow that led there. */
+  #goTo(place, back) {
     if (this.running) return;
     this.chat.at = newestEnd(this.chat, place);
     this.#draw();
     this.page.changed();
+    const turn = turnAt(this.shown, place);
+    if (!turn || !focusArrow(turn.element, back)) this.page.focus(); // two answers next to each other have no arrows
   }
 
   #offer() {
@@ -168,7 +170,7 @@ export class Conversation {
   carryOn() {
     const { last } = this;
     if (this.running || !last) return;
-    last.turn.resume();
+    last.turn.resume(current().logprobs);
     last.by = null; // the model of the chat may be another one by now
     this.#run(last, { more: { continue_final_message: true } });
     this.page.focus();
@@ -242,7 +244,9 @@ export class Conversation {
     pair.withdraw();
     pair.exchanges[0].asked.element.classList.remove("unanswered");
     this.#begin(pair, pair.exchanges[0]);
-    await pair.run(exchanges, this.asking);
+    const running = pair.run(exchanges, this.asking);
+    this.page.follow(true); // the Stop buttons of the answers have moved the end of the page
+    await running;
     if (pair !== this.running) return; // the reader has opened another chat meanwhile
     this.running = null;
     pair.record(this.chat);
@@ -289,9 +293,6 @@ export class Conversation {
 
   /** A question that has no answer, as text: it would be lost with the page. */
   get unanswered() {
-    const { last, shown, running, pair } = this;
-    const saying = pair ? pair.said.length > 0 : last?.turn.saidSomething || last?.old;
-    const answered = running ? saying : shown.some(({ asked }) => asked === last?.asked);
-    return last && !answered ? last.asked.text : "";
+    return unansweredOf(this);
   }
 }

@@ -123,3 +123,16 @@ export function record(chat, exchange) {
     chat.updated = Date.now(); // or another tab would take the chat for unchanged
   }
 }
+
+/** The turn of the message at a place of the chat, a question or an answer; undefined if no exchange has it. */
+export function turnAt(exchanges, place) {
+  const exchange = exchanges.find(({ user, answer: answered }) => user === place || answered === place);
+  return exchange?.user === place ? exchange.asked : exchange?.turn;
+}
+
+/** The text of the last question of a conversation if it has no answer, else an empty text. */
+export function unansweredOf({ last, shown, running, pair }) {
+  const saying = pair ? pair.said.length > 0 : last?.turn.saidSomething || last?.old;
+  const answered = running ? saying : shown.some(({ asked }) => asked === last?.asked);
+  return last && !answered ? last.asked.text : "";
+}

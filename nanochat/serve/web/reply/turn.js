@@ -32,6 +32,14 @@ function branchArrows(place, count, go) {
   return make("span", "branches", before, make("span", "", `${place + 1} / ${count}`), after);
 }
 
+/** Focus the arrow of a turn to the branch before or after, or its neighbour at the end. False if it has no arrows. */
+export function focusArrow(element, back) {
+  const [before, after] = element.querySelectorAll(".branches button");
+  const [wanted, other] = back ? [before, after] : [after, before];
+  (wanted?.disabled ? other : wanted)?.focus();
+  return Boolean(wanted);
+}
+
 /** A calculator call: shows the result at a glance, and an explanation when opened. */
 function toolChip({ expression, result }) {
   const failed = result === null || result === "error"; // the engine's answer to an invalid expression
@@ -232,8 +240,14 @@ export class ModelTurn {
     for (const button of [this.again, this.more, this.take]) button?.remove();
   }
 
-  /** Grow again, after the turn has ended. */
-  resume() {
+  /** Grow again, after the turn has ended. Without `scored`, tokens become Markdown: what comes has no probabilities. */
+  resume(scored) {
+    if (this.scores && !scored) {
+      this.scores = null;
+      this.body.classList.remove("tokens");
+      this.body.replaceChildren();
+      this.#draw(true);
+    }
     this.note = null;
     this.open = true;
     this.error?.remove();
