@@ -308,6 +308,23 @@ def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
         assert len(asked) == 2
 
 
+@pytest.mark.parametrize("typed", ["密钥", "“secret”", "two words"])
+def test_a_key_that_no_header_can_carry_is_asked_for_again(browser, typed):
+    engine, asked = FakeEngine(REPLIES), []
+
+    def answered(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        dialog.accept(typed if len(asked) == 1 else "secret")
+
+    with running(engine, settings=replace(SETTINGS, api_key="secret")) as url, browser.new_page(locale="en") as page:
+        page.on("dialog", answered)
+        page.goto(url)
+        send(page, "hello")
+        finished(page)
+        expect(answers(page)).to_have_text("你好，世界！🌍")
+        assert len(asked) == 2
+
+
 # --- a fine-tuned model --------------------------------------------------------------------------
 
 

@@ -40,11 +40,18 @@ export async function request(path, options) {
   return response;
 }
 
-/** Ask for the key of a server that was started with --api_key; false if the reader gives none. */
+/**
+ * Ask for the key of a server that was started with --api_key; false if the reader gives none. A header carries only
+ * visible ASCII: with another key, such as one in curly quotes, each request would fail before it is sent.
+ */
 function askForKey() {
-  const key = window.prompt(words("askKey"))?.trim();
-  if (key) keepKey(key);
-  return Boolean(key);
+  for (;;) {
+    const key = window.prompt(words("askKey"))?.trim();
+    if (!key) return false;
+    if (!/^[\x21-\x7e]+$/.test(key)) continue;
+    keepKey(key);
+    return true;
+  }
 }
 
 /**
