@@ -117,6 +117,7 @@ def test_models_and_health(client):
     assert (model["id"], model["object"], model["stage"], model["tag"]) == ("nanochat-sft-d4", "model", "sft", "d4")
     assert (model["step"], model["context_length"]) == (300, 200)
     assert model["capabilities"] == {"system_message": False, "tools": False}
+    assert model["vocab_size"] == ByteTokenizer.vocab_size
     assert model["defaults"] == {"temperature": 0.6, "min_p": 0.0, "top_k": 50, "max_tokens": 512}
     eventually(lambda: client.get("/health").json()["free_slots"] == 4)
     assert client.get("/health").json() == {"status": "ok", "slots": 4, "free_slots": 4, "chats": 0}

@@ -241,6 +241,16 @@ def test_only_a_model_that_knows_system_messages_is_given_one(browser):
         assert not {"seed", "top_k", "logprobs"} & body.keys()
 
 
+def test_a_top_k_above_the_vocabulary_takes_all_of_it(browser):
+    engine = FakeEngine(REPLIES)
+    with running(engine) as url, visit(browser, url) as page:
+        page.evaluate("localStorage.setItem('nanochat.settings', JSON.stringify({ top_k: 100000 }))")
+        page.reload()
+        send(page, "hello")
+        finished(page)
+        assert engine.seen[-1].sampling.top_k == engine.tokenizer.vocab_size
+
+
 # --- what the model saw --------------------------------------------------------------------------
 
 

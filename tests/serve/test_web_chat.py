@@ -1,5 +1,6 @@
 """The page in a real browser: the chat survives a reload, questions are answered again, the model is described."""
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,31 @@ def test_an_answer_that_a_reload_cut_short_is_marked_and_a_question_without_one_
         page.reload()
         expect(page.locator(".turn.user")).to_have_count(1)
         expect(page.locator("#prompt")).to_have_value("sum")
+
+
+@pytest.mark.parametrize("exchanges, text", [(510, "x"), (8, "长" * 15_000)], ids=["messages", "bytes"])
+def test_a_chat_that_is_larger_than_a_request_goes_on_without_its_oldest_messages(browser, exchanges, text):
+    answer = {"role": "assistant", "parts": [{"type": "text", "text": text}], "note": None, "numbers": None}
+    answer |= {"used": 0, "forgotten": 0, "context": 0}
+    messages = []
+    for place in range(0, 2 * exchanges, 2):
+        messages.append({"parent": place - 1, "role": "user", "text": "q"})
+        messages.append({**answer, "parent": place})
+    chat = {"id": "x", "title": "", "created": 1, "updated": 1, "messages": messages, "at": len(messages) - 1}
+    engine = FakeEngine(REPLIES, length=10**6)
+    with running(engine) as url, visit(browser, url) as page:
+        kept = json.dumps({"chat": chat})
+        page.evaluate("kept => { window.onpagehide = () => sessionStorage.setItem('nanochat.chat', kept) }", kept)
+        page.reload()
+        expect(page.locator(".turn.user")).to_have_count(exchanges)
+        with page.expect_request("**/v1/chat/completions") as request:
+            send(page, "hello")
+        finished(page)
+        expect(answers(page).last).to_have_text("你好，世界！🌍")
+        expect(page.locator(".forgotten")).to_have_count(1)
+        asked = json.loads(request.value.post_data or "")["messages"]
+        assert len(asked) == (999 if exchanges > 500 else 11)
+        assert asked[0]["role"] == "user" and asked[-1] == {"role": "user", "content": "hello"}
 
 
 def test_a_question_without_an_answer_and_the_next_draft_both_survive_a_reload(browser):

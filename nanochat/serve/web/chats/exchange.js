@@ -7,6 +7,8 @@ import { ModelTurn } from "../reply/turn.js";
 import { current, requestSettings, systemMessage } from "../settings/values.js";
 import { add } from "./tree.js";
 
+const MOST_MESSAGES = 1000;
+const MOST_BYTES = 240_000; // the rest of a request is for its settings
 const GONE = "model_not_found";
 const HOPELESS = ["context_length_exceeded", "body_too_large", GONE]; // trying again as it is would fail again
 
@@ -39,7 +41,7 @@ export async function ask(exchange, request, signal, page) {
     if (model === null) await loadDescription(page.described);
     exchange.by ??= model;
     if (exchange.by === null) throw new ChatError("unreachable");
-    const messages = messagesOf(exchange, earlier);
+    const messages = messagesOf(exchange, earlier, page);
     if (exchange.answer === null) exchange.turn.asked = { messages, model: exchange.by.id }; // else it is continued
     const settings = { ...requestSettings(exchange.by, lively, before), ...more };
     return await stream(exchange, answer(messages, settings, signal), page);
@@ -60,13 +62,33 @@ async function successor(exchange, page) {
   return true;
 }
 
-function messagesOf({ asked, forgotten, answer: answered, by }, earlier) {
-  const turns = earlier.slice(forgotten).flatMap((entry) => [
+/** The messages of a request. The server takes no more than 1,000 nor 256 kB: the oldest exchanges are left out. */
+function messagesOf(exchange, earlier, page) {
+  const { asked, forgotten, answer: answered, by } = exchange;
+  const turns = earlier.slice(forgotten).map((entry) => [
     { role: "user", content: entry.asked.text },
     { role: "assistant", parts: entry.turn.parts },
   ]);
+  const system = systemMessage(by);
   const question = answered === null ? [{ role: "user", content: asked.text }] : [];
-  return [...systemMessage(by), ...turns, ...question];
+  let count = system.length + question.length;
+  let size = bytesOf([system, question]);
+  let first = turns.length;
+  for (; first > 0; first--) {
+    count += 2;
+    size += bytesOf(turns[first - 1]);
+    const needed = answered !== null && first === turns.length; // the answer to continue
+    if (!needed && (count > MOST_MESSAGES || size > MOST_BYTES)) break;
+  }
+  if (first > 0) {
+    exchange.forgotten += first;
+    page.forgot(exchange);
+  }
+  return [...system, ...turns.slice(first).flat(), ...question];
+}
+
+function bytesOf(value) {
+  return new TextEncoder().encode(JSON.stringify(value)).length;
 }
 
 async function stream(exchange, pieces, page) {

@@ -68,10 +68,11 @@ export function defaultTokens(model) {
  * on by the number of answers `before`, as it would give the same answer again.
  */
 export function requestSettings(model, lively, before) {
-  const { system, logprobs, seed, max_tokens, temperature, ...numbers } = settings;
+  const { system, logprobs, seed, max_tokens, temperature, top_k, ...numbers } = settings;
   return {
     ...numbers,
     model: model.id,
+    top_k: top_k && Math.min(top_k, model.vocab_size),
     temperature: lively ? Math.max(temperature ?? model.defaults.temperature, LIVELY) : temperature,
     seed: seed === undefined ? undefined : seed + before,
     max_tokens: max_tokens ? Math.min(max_tokens, Math.max(1, model.context_length - 1)) : defaultTokens(model),
