@@ -63,7 +63,8 @@ class Hosted:
         place = {"stage": told.stage, "tag": told.tag, "step": told.step}
         defaults = {name: getattr(told, name) for name in ("temperature", "min_p", "top_k", "max_tokens")}
         return {**model, **told.about, **place, "context_length": context, "max_model_len": context,
-                "vocab_size": self.limits.vocabulary, "defaults": defaults, "capabilities": self._capabilities}  # fmt: skip
+                "vocab_size": self.limits.vocabulary, "defaults": defaults,
+                "capabilities": self._capabilities}  # fmt: skip
 
 
 class Models:
