@@ -4,7 +4,8 @@
 #   source setup_env.sh && setup_env    in a script: afterwards `python` is the Python of .venv
 #   bash setup_env.sh                   by hand
 # --dev also installs the test tools. On an Ascend host this script does not choose torch: setup_ascend.sh picks a pair
-# of torch and torch_npu and passes --npu VERSION --python-max MINOR (the newest Python 3 for which it has a wheel).
+# of torch and torch_npu and passes --npu VERSION --python-max MINOR (the newest Python 3 for which it has a wheel), and
+# --numpy 1 beside a CANN that cannot work with numpy 2.
 #
 # .venv/setup.stamp records the inputs for which the environment is complete. .venv/setup.busy exists while packages
 # are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache.
@@ -289,7 +290,7 @@ then type the same command again." \
 fingerprint() { # prints the inputs that determine the environment
     local files
     echo "root $SETUP_ROOT"
-    echo "parts dev=$DEV torch=$TORCH${NPU:+ npu=$NPU python_max=$PYTHON_MAX}"
+    echo "parts dev=$DEV torch=$TORCH${NPU:+ npu=$NPU python_max=$PYTHON_MAX numpy=${NUMPY:-2}}"
     "$SETUP_VENV/bin/python" -c 'import sys; print("python", sys.version.split()[0])' 2>/dev/null || echo "python broken"
     if command -v cargo >/dev/null; then echo "cargo yes"; else echo "cargo no"; fi
     cd "$SETUP_ROOT" || return
@@ -314,6 +315,7 @@ keep_parts() { # keeps the installed parts, so that a speedrun after the tests d
     if [ -z "$NPU" ] && [[ $parts =~ npu=([^ ]+)\ python_max=([0-9]+) ]]; then
         NPU=${BASH_REMATCH[1]} PYTHON_MAX=${BASH_REMATCH[2]} TORCH=0
     fi
+    if [ -z "$NUMPY" ] && [[ $parts =~ numpy=([12]) ]]; then NUMPY=${BASH_REMATCH[1]}; fi
 }
 
 make_environment() { # leaves a working .venv with pip, a stamp that says "stale", and the mark setup.busy
@@ -343,7 +345,7 @@ make_environment() { # leaves a working .venv with pip, a stamp that says "stale
 
 setup_main() {
     set -euo pipefail
-    DEV=0 TORCH=1 NPU='' PYTHON_MAX=0
+    DEV=0 TORCH=1 NPU='' PYTHON_MAX=0 NUMPY=''
     SETUP_LOG=$SETUP_VENV/setup.log
     local stamp
     while [ $# -gt 0 ]; do
@@ -351,6 +353,7 @@ setup_main() {
         --dev) DEV=1 ;;
         --npu) NPU=$2 TORCH=0 && shift ;;
         --python-max) PYTHON_MAX=$2 && shift ;;
+        --numpy) NUMPY=$2 && shift ;;
         *) fail "setup_env.sh takes --dev, got $1. Leave $1 out, and type the command again." "setup_env.sh 只认识 --dev，不认识 $1。请去掉它，然后再次输入同一条命令。" ;;
         esac
         shift
@@ -382,6 +385,8 @@ setup_main() {
             "无法安装 nanochat 本身。请按上面的信息处理，然后再次输入同一条命令。"
     fi
     install_rustbpe
+    # Last, because the other locks hold numpy 2.
+    if [ -n "$NPU" ] && [ "$NUMPY" = 1 ]; then install_lock "numpy 1, for this CANN" requirements-numpy1.lock; fi
     check_imports
     check_compiler
     rm -rf "$SETUP_VENV/uv-cache"

@@ -7,6 +7,7 @@
 #   requirements-torch.lock  torch and its dependencies; an Ascend host gets a pair of torch and torch_npu instead
 #   requirements-npu.lock    what CANN's operators import, and what torch requires everywhere
 #   requirements-dev.lock    the test tools
+#   requirements-numpy1.lock what replaces numpy 2, and the packages that need numpy 2, beside a CANN before 9.0
 #   requirements-pairs.lock  torch and torch_npu in every version that setup_ascend.sh may pick, for setup_env.sh to pick from
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,6 +35,14 @@ compile pyproject.toml --group build --excludes "$scratch/torch" "${with_hashes[
 compile --group torch "${with_hashes[@]}" requirements-torch.lock
 printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions >"$scratch/of_torch"
 compile "$scratch/of_torch" --group npu "${with_hashes[@]}" requirements-npu.lock
+# CANN before 9.0 needs numpy 1 up to Python 3.12. Everything is resolved once more, so that what is kept fits numpy 1.
+# pyarrow does not declare that release 26 refuses numpy 1.
+printf "%s ; python_full_version < '3.13'\n" 'numpy<2' 'pyarrow<26' >"$scratch/numpy1"
+grep -vE '^(numpy|pandas|pyarrow|scipy)==' "$all" >"$scratch/old"
+compile pyproject.toml --group build --group torch --group npu --group dev --excludes "$scratch/unused" \
+    --constraints "$scratch/numpy1" --output-file "$scratch/old"
+printf "%s ; python_full_version < '3.13'\n" numpy pandas pyarrow scipy >"$scratch/of_numpy1"
+compile "$scratch/of_numpy1" --generate-hashes --constraints "$scratch/old" --output-file requirements-numpy1.lock
 compile --group dev --excludes "$scratch/torch" --excludes "$scratch/unused" "${with_hashes[@]}" requirements-dev.lock
 
 { # releases later than the table too, because --torch-npu may name one

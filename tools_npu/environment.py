@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import shlex
 import socket
 from typing import Mapping, NamedTuple
 
 from tools_npu.versions import order
 
 FILES_WANTED = 4096
+NAME = re.compile(r"[A-Za-z_]\w*")
 # The first patch of each minor of torch_npu that reads PYTORCH_ALLOC_CONF: TorchNPU 26.2 with torch 2.10 or later.
 FIRST_WITH_TORCHS_NAME = {(2, 10): 7, (2, 11): 3, (2, 12): 3}
 # Those that read TORCH_HCCL_ASYNC_ERROR_HANDLING, and warn of the older name.
@@ -141,6 +144,19 @@ def advice(one: Finding, fix: bool) -> tuple[str, str]:
             f"or {one.remedy}",
             f"{one.chinese}。bash setup_ascend.sh --fix 改不了当前 shell，请输入 source setup_ascend.sh --fix，或 "
             f"{one.remedy}")  # fmt: skip
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """The lines that turn one environment into the other in any shell."""
+    own = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
+    names = sorted(name for name in {*old, *new} - own if NAME.fullmatch(name))
+    lines = [f"export {name}={shlex.quote(new[name])}" for name in names if name in new and old.get(name) != new[name]]
+    lines += [f"unset {name}" for name in names if name not in new]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES_WANTED and (hard == resource.RLIM_INFINITY or hard > soft):
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        lines.append(f"ulimit -S -n {most}")
+    return lines
 
 
 def port_is_free(port: int) -> bool:

@@ -16,7 +16,6 @@ import getpass
 import os
 import platform
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -29,13 +28,16 @@ from tools_npu import environment, host, lines, versions
 ROOT = Path(__file__).resolve().parent.parent
 NO_NPU = 3
 PLACES = ("ASCEND_HOME", "ASCEND_OPP", "CUDA_")  # --fix keeps these, because only the user knows the right value
-NAME = re.compile(r"[A-Za-z_]\w*")
 PROBE_SECONDS = 180
 LIBRARY = r"lib\w+\.so[\w.]*"  # a missing library of CANN or the driver, which reinstalling the pair cannot fix
 PROBE = (
     "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
     "import torch; print('torch', torch.__version__)\n"
-    "import torch_npu; print('torch_npu', torch_npu.__version__)\n"
+    "import torch_npu; print('torch_npu', torch_npu.__version__, flush=True)\n"
+)
+OPEN = (  # an error here blames the card, its owner or numpy, not the pair
+    "try: torch.npu.set_device(0)\n"
+    "except Exception as failure: print('closed', ' '.join(str(failure).split()) or repr(failure))\n"
 )
 
 
@@ -177,28 +179,17 @@ def job_environment(found: Found, torch_npu: str, env: Mapping[str, str], fix: b
     return new
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The lines that turn one environment into the other in any shell."""
-    own = {"_", "PWD", "OLDPWD", "SHLVL"}  # every shell sets these itself
-    names = sorted(name for name in {*old, *new} - own if NAME.fullmatch(name))
-    lines = [f"export {name}={shlex.quote(new[name])}" for name in names if name in new and old.get(name) != new[name]]
-    lines += [f"unset {name}" for name in names if name not in new]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < environment.FILES_WANTED and (hard == resource.RLIM_INFINITY or hard > soft):
-        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        lines.append(f"ulimit -S -n {most}")
-    return lines
-
-
 # --- the environment -------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
-    """The pair in .venv: the versions that load, and the last line of the error if one does not load."""
+    """The pair in .venv: the versions that load, the last line of the error if one does not load, and why card 0 does
+    not open ("" if it opens, or was not asked)."""
 
     torch: str
     torch_npu: str
     failure: str
+    closed: str = ""
 
     @property
     def loads(self) -> bool:
@@ -206,19 +197,21 @@ class Pair(NamedTuple):
         return not self.failure
 
 
-def probe(python: str, env: Mapping[str, str]) -> Pair:
-    """Import torch and torch_npu in the environment of a job."""
+def probe(python: str, env: Mapping[str, str], cards: bool) -> Pair:
+    """Import torch and torch_npu in the environment of a job; open card 0 if there are cards."""
+    code = PROBE + (OPEN if cards else "")
+    late = f"no answer within {PROBE_SECONDS} s"
     try:
-        done = subprocess.run([python, "-c", PROBE], env=dict(env), capture_output=True, timeout=PROBE_SECONDS, cwd="/")
-    except subprocess.TimeoutExpired:
-        return Pair("", "", f"no answer within {PROBE_SECONDS} s")
-    words = [line.split(None, 1) for line in done.stdout.decode("utf-8", "replace").splitlines()]
+        done = subprocess.run([python, "-c", code], env=dict(env), capture_output=True, timeout=PROBE_SECONDS, cwd="/")
+        out, err, status = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as failure:
+        out, err, status = failure.stdout or b"", late.encode(), 1
+    words = [line.split(None, 1) for line in out.decode("utf-8", "replace").splitlines()]
     told = {line[0]: line[1] for line in words if len(line) == 2}
-    failure = ""
-    if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        failure = lines[-1] if lines else f"exit code {done.returncode}"
-    return Pair(told.get("torch", ""), told.get("torch_npu", ""), failure)
+    why = ((err.decode("utf-8", "replace").strip() or f"exit code {status}").splitlines())[-1] if status else ""
+    if cards and told.get("torch_npu") and status:
+        return Pair(told["torch"], told["torch_npu"], "", why)
+    return Pair(told.get("torch", ""), told.get("torch_npu", ""), why, told.get("closed", ""))
 
 
 def own_python() -> str:
@@ -243,10 +236,10 @@ def run(command: Sequence[str], env: Mapping[str, str], dry: bool) -> int:
     return subprocess.run(list(command), env=dict(env)).returncode
 
 
-def make_environment(pick: versions.Pick | None, env: Mapping[str, str], dry: bool) -> None:
-    """Make .venv with setup_env.sh and install the pair; None keeps the installed pair."""
+def make_environment(pick: versions.Pick | None, numpy: int, env: Mapping[str, str], dry: bool) -> None:
+    """Make .venv with setup_env.sh and install the pair, beside this major version of numpy; None keeps the pair."""
     flags = [] if pick is None else ["--npu", pick.torch_npu, "--python-max", str(pick.python[1])]
-    words = " ".join(shlex.quote(word) for word in ["setup_env", *flags])
+    words = " ".join(shlex.quote(word) for word in ["setup_env", *flags, "--numpy", str(numpy)])
     code = run(["bash", "-c", f"source {shlex.quote(str(ROOT / 'setup_env.sh'))} && {words}"], env, dry)
     if code != 0:
         raise Refusal("the environment could not be made. The lines above say why and what to do; then type the same "
@@ -291,29 +284,32 @@ def set_up(options: argparse.Namespace, env: Mapping[str, str]) -> int:
             "看不到 NPU 卡（/dev/davinci*），但仍会创建环境", "warning")  # fmt: skip
     check_permissions(found, env, options.fix, options.dry_run)
 
-    python = own_python()
-    pair = (
-        probe(python, job_environment(found, pick.torch_npu, env, options.fix)) if python else Pair("", "", "no .venv")
-    )
+    python, cards, numpy = own_python(), bool(found.cards), versions.numpy_for(cann)
+    planned = job_environment(found, pick.torch_npu, env, options.fix)
+    pair = probe(python, planned, cards) if python else Pair("", "", "no .venv")
     if keeps(pair, cann, options.torch_npu):
         say(f"torch {pair.torch} and torch_npu {pair.torch_npu} load and fit CANN {cann}: kept",
             f"torch {pair.torch} 和 torch_npu {pair.torch_npu} 能加载，与 CANN {cann} 配套：保留不动")  # fmt: skip
         torch_npu = pair.torch_npu
-        make_environment(None, env, options.dry_run)
+        make_environment(None, numpy, env, options.dry_run)
     else:
         torch_npu = pick.torch_npu
         say(*versions.explain(cann, pick, bool(options.torch_npu)))
         if options.fix and python and not options.dry_run and not re.search(LIBRARY, pair.failure):
             (ROOT / ".venv" / "setup.busy").touch()  # .venv is broken: this mark makes setup_env.sh start from scratch
-        make_environment(pick, env, options.dry_run)
+        make_environment(pick, numpy, env, options.dry_run)
         pair = Pair("", "", "not yet loaded")
 
     new = job_environment(found, torch_npu, env, options.fix)
-    if not options.dry_run and not pair.loads:  # a pair that was kept has already been loaded above
-        pair = probe(own_python() or shutil.which("python", path=new.get("PATH")) or sys.executable, new)
+    # A pair that was kept has already been loaded above; a card may have been closed for want of another numpy.
+    if not options.dry_run and (not pair.loads or pair.closed):
+        pair = probe(own_python() or shutil.which("python", path=new.get("PATH")) or sys.executable, new, cards)
         if not pair.loads:
-            report_load_failure(pair, bool(found.cards), options.fix)
-    lines = changes(env, new)
+            report_load_failure(pair, cards, options.fix)
+        if pair.closed:
+            say(f"card 0 does not open: {pair.closed[:200]}. `python check_npu.py` names the cause",
+                f"NPU 0 打不开：{pair.closed[:200]}。运行 python check_npu.py 查明原因", "warning")  # fmt: skip
+    lines = environment.changes(env, new)
     if options.env_file:
         Path(options.env_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if options.dry_run:

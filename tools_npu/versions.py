@@ -9,6 +9,7 @@ from typing import NamedTuple
 PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 7)
 CANN_FLOOR = "8.3.RC1"
+NUMPY_2_FLOOR = "9.0.0"  # an older CANN needs numpy < 2 up to Python 3.12; no torch_npu for it has a wheel for 3.13
 GLIBC_FLOOR = (2, 28)
 
 
@@ -53,6 +54,12 @@ def cann_key(version: str) -> tuple[int, int, int, int] | None:
     if not found:
         return None
     return int(found[1]), int(found[2]), 0 if found[3] else 1, int(found[4] or 0)
+
+
+def numpy_for(cann: str) -> int:
+    """The major version of numpy that a CANN works with; 1, which works everywhere, if the CANN is not known."""
+    key, floor = cann_key(cann), cann_key(NUMPY_2_FLOOR)
+    return 2 if key and floor and key >= floor else 1
 
 
 def release(version: str) -> tuple[int, ...]:

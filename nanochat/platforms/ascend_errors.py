@@ -24,6 +24,12 @@ TROUBLES = (
      "--torch-npu VERSION (for an Ascend 950 such as 2.10.0.post4 or later, with CANN 9.1)",
      "这个 torch_npu 比芯片旧，不认识它。请安装更新的版本：bash setup_ascend.sh --torch-npu 版本号"
      "（Ascend 950 可用 2.10.0.post4 或更高，配 CANN 9.1）"),
+    (r"SetPrecisionMode|\b500001\b",
+     "CANN could not initialise its compiler. Before CANN 9.0 that is what numpy 2 does: bash setup_ascend.sh installs "
+     "the numpy that fits this CANN. If numpy is 1.26 already, a Python package or the operator package is missing: "
+     "python check_npu.py",
+     "CANN 的编译器初始化失败。CANN 9.0 之前的版本遇到 numpy 2 就会这样：bash setup_ascend.sh 会装上配套的 numpy。"
+     "如果 numpy 已经是 1.26，那就是缺少 Python 包或算子包：python check_npu.py"),
     (r"EJ0003|EI0019",
      "a port of this job's collectives is taken: another job on this host uses the same block. Start again with a "
      "free block: export HCCL_IF_BASE_PORT={block}",

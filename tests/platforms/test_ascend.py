@@ -155,6 +155,7 @@ def test_a_taken_meeting_port_is_named_with_a_free_one() -> None:
         ),
         ("Failed to allocate device memory, error code 207001", "TASK_QUEUE_ENABLE=1"),
         ("Unsupported soc version: Ascend950PR 9599", "--torch-npu VERSION"),
+        ("SetPrecisionMode:AclInterface.cpp:72 NPU function error, error code is 500001", "numpy that fits this CANN"),
         ("EJ0003: Failed to bind the IP port", "HCCL_IF_BASE_PORT=6"),
         ("EI0019: port conflict", "HCCL_IF_BASE_PORT=6"),
         ("EI0006: getting socket times out", "HCCL_CONNECT_TIMEOUT"),

@@ -54,7 +54,7 @@ def wanted(share: str) -> list[Requirement]:
 
 
 def locked(share: str) -> list[Requirement]:
-    lines = (ROOT / LOCKS[share]).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / LOCKS.get(share, f"requirements-{share}.lock")).read_text(encoding="utf-8").splitlines()
     return [Requirement(line.removesuffix("\\").strip()) for line in lines if not line.startswith(" ")]
 
 
@@ -73,7 +73,7 @@ def pins(share: str, python: str, machine: str) -> dict[str, str]:
     for line in locked(share):
         if line.marker is None or line.marker.evaluate(place):
             name = canonicalize_name(line.name)
-            assert name not in found, f"{LOCKS[share]}: two versions of {name} for Python {python}, {machine}"
+            assert name not in found, f"{share}: two versions of {name} for Python {python}, {machine}"
             found[name] = str(line.specifier).removeprefix("==")
     return found
 
@@ -100,6 +100,18 @@ def test_locks_agree_with_each_other(python: str, machine: str) -> None:
     assert {name: found for name, found in versions.items() if len(found) > 1} == {}
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_numpy_1_replaces_only_what_needs_numpy_2(python: str, machine: str) -> None:
+    replaced, base = pins("numpy1", python, machine), {**pins("base", python, machine), **pins("npu", python, machine)}
+    if python == "3.13":
+        assert replaced == {}, "no torch_npu for an older CANN has a wheel for it"
+        return
+    assert replaced["numpy"].startswith("1.26."), "the only numpy 1 with wheels for Python 3.12"
+    differ = {name for name, version in replaced.items() if base.get(name) != version}
+    assert differ <= {"numpy", "pandas", "pyarrow", "scipy"} | ({"pytz"} if python == "3.10" else set())
+
+
 def test_torch_comes_from_its_own_lock_only() -> None:
     for share in ("base", "npu", "dev"):
         names = {line.name for line in locked(share)}
@@ -111,7 +123,7 @@ def test_the_extra_for_npus_names_what_its_lock_holds() -> None:
     assert extra[1:] == project()["dependency-groups"]["npu"] and Requirement(extra[0]).name == "torch_npu"
 
 
-@pytest.mark.parametrize("lock", [*LOCKS.values(), "requirements-pairs.lock"])
+@pytest.mark.parametrize("lock", [*LOCKS.values(), "requirements-pairs.lock", "requirements-numpy1.lock"])
 def test_every_pin_has_hashes_and_no_index_is_named(lock: str) -> None:
     blocks = re.split(r"\n(?=\S)", (ROOT / lock).read_text(encoding="utf-8").strip())
     assert not [block for block in blocks if "==" not in block or "--hash=sha256:" not in block]

@@ -63,7 +63,7 @@ class Machine:
         )
         (self.root / "requirements-torch.lock").write_text("torch==1\n")
         (self.root / "requirements-dev.lock").write_text("pytest==1\n")
-        for name in ("requirements-npu.lock", "requirements-pairs.lock"):
+        for name in ("requirements-npu.lock", "requirements-pairs.lock", "requirements-numpy1.lock"):
             shutil.copy(ROOT / name, self.root)
         (self.root / "rustbpe").mkdir()
         (self.root / "rustbpe" / "Cargo.toml").write_text("[package]\n")

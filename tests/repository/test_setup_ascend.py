@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ascend_hosts import Host, install_cann, make_host
-from tools_npu import host, setup
+from tools_npu import environment, host, setup
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -37,6 +37,7 @@ case "$2" in
     esac
     echo "torch ${version%%.post*}"
     echo "torch_npu $version"
+    case "$2" in *set_device*) if [ -n "${FAKE_CLOSED:-}" ]; then echo "closed $FAKE_CLOSED"; fi ;; esac
     ;;
 *) exec REAL "$@" ;;
 esac
@@ -110,7 +111,7 @@ def test_every_layout_of_cann_is_found(clone: Clone, layout: str) -> None:
     assert f"CANN 8.5.0 in {made.home}" in out
     assert "driver 24.1.rc1" in out and "2 card(s) davinci0 davinci1" in out
     assert "CANN 8.5.0 -> torch_npu 2.9.0 -> torch 2.9.0" in out
-    assert clone.called == ["setup_env --npu 2.9.0 --python-max 12"]
+    assert clone.called == ["setup_env --npu 2.9.0 --python-max 12 --numpy 1"]
 
 
 def test_the_cann_of_the_environment_wins_over_the_newest(clone: Clone) -> None:
@@ -152,7 +153,7 @@ def test_cann_newer_than_the_table_gives_a_warning(clone: Clone) -> None:
     assert code == 0
     assert "warning: CANN 9.4.0 is newer than the table: torch_npu 2.14.0" in out
     assert "To choose another release: --torch-npu VERSION" in out
-    assert clone.called == ["setup_env --npu 2.14.0 --python-max 14"]
+    assert clone.called == ["setup_env --npu 2.14.0 --python-max 14 --numpy 2"]
 
 
 def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> None:
@@ -160,7 +161,7 @@ def test_cann_without_a_readable_version_asks_for_a_torch_npu(clone: Clone) -> N
     code, out = clone.run()
     assert (code, "--torch-npu VERSION" in out) == (1, True)
     assert clone.run("--torch-npu", "2.8.0.post2")[0] == 0
-    assert clone.called == ["setup_env --npu 2.8.0.post2 --python-max 12"]
+    assert clone.called == ["setup_env --npu 2.8.0.post2 --python-max 12 --numpy 1"]
 
 
 def test_a_requested_torch_npu_is_installed_if_it_is_new_enough(clone: Clone) -> None:
@@ -169,7 +170,7 @@ def test_a_requested_torch_npu_is_installed_if_it_is_new_enough(clone: Clone) ->
     assert (code, "torch_npu 2.6.0.post5 is too old: 2.7 or later is needed" in out) == (1, True)
     assert "leave out --torch-npu and NANOCHAT_TORCH_NPU" in out
     assert clone.run(NANOCHAT_TORCH_NPU="2.9.0.post4")[0] == 0
-    assert clone.called == ["setup_env --npu 2.9.0.post4 --python-max 13"]
+    assert clone.called == ["setup_env --npu 2.9.0.post4 --python-max 13 --numpy 1"]
 
 
 def test_old_glibc_is_refused(
@@ -239,7 +240,7 @@ def test_a_pair_that_loads_and_fits_is_kept(clone: Clone) -> None:
     code, out = clone.run()
     assert code == 0
     assert "torch 2.8.0 and torch_npu 2.8.0.post4 load and fit CANN 9.0.0: kept" in out
-    assert clone.called == ["setup_env "]
+    assert clone.called == ["setup_env --numpy 2"]
 
 
 @pytest.mark.parametrize("there", ["2.12.0", "broken"])
@@ -247,7 +248,15 @@ def test_a_pair_that_does_not_fit_or_load_is_replaced(clone: Clone, there: str) 
     clone.make_host(cann="9.0.0")
     clone.has_pair(there)
     assert clone.run()[0] == 0
-    assert clone.called == ["setup_env --npu 2.10.0.post2 --python-max 13"]
+    assert clone.called == ["setup_env --npu 2.10.0.post2 --python-max 13 --numpy 2"]
+
+
+def test_a_card_that_does_not_open_is_named_and_the_pair_kept(clone: Clone) -> None:
+    clone.make_host(cann="8.5.0")
+    clone.has_pair("2.9.0")
+    code, out = clone.run(FAKE_CLOSED="SetPrecisionMode: error code is 500001")
+    assert code == 0 and "warning: card 0 does not open: SetPrecisionMode: error code is 500001" in out
+    assert clone.called == ["setup_env --numpy 1"]
 
 
 def test_fix_rebuilds_a_broken_environment(clone: Clone) -> None:
@@ -263,7 +272,7 @@ def test_dry_run_prints_and_changes_nothing(clone: Clone) -> None:
     made = clone.make_host()
     code, out = clone.run("--dry-run")
     assert code == 0
-    assert "would run: bash -c" in out and "setup_env --npu 2.9.0 --python-max 12" in out
+    assert "would run: bash -c" in out and "setup_env --npu 2.9.0 --python-max 12 --numpy 1" in out
     assert "export TASK_QUEUE_ENABLE=2" in out and f"export ASCEND_HOME_PATH={made.home}" in out
     assert "nothing was changed" in out
     assert clone.called == [] and not (clone.root / ".venv").exists()
@@ -376,7 +385,7 @@ def test_a_terminal_without_chinese_is_no_obstacle(clone: Clone) -> None:
 
 def test_values_with_quotes_and_blanks_arrive_whole(clone: Clone) -> None:
     old: dict[str, str] = {"A": "1", "C": "gone", "BASH_FUNC_f%%": "() { :; }"}
-    lines = setup.changes(old, {"A": "1", "B": 'it\'s "two" words $HOME'})
+    lines = environment.changes(old, {"A": "1", "B": 'it\'s "two" words $HOME'})
     assert [line for line in lines if not line.startswith("ulimit")] == [
         "export B='it'\"'\"'s \"two\" words $HOME'",
         "unset C",

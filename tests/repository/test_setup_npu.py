@@ -94,3 +94,13 @@ def test_without_a_python_for_torch_npu_one_is_named(machine: Machine) -> None:
     assert code == 1
     assert "torch_npu 2.8.0 has wheels for Python 3.10 to 3.11, and PATH has only 3.13" in err
     assert "apt-get install -y python3.11" in err and "请用上面的命令安装，或升级 CANN" in err
+
+
+def test_beside_a_cann_that_needs_numpy_1_it_is_installed_after_every_lock(machine: Machine) -> None:
+    flags = ("--npu", "2.9.0", "--python-max", "12", "--numpy", "1")
+    assert machine.run(*flags, "--dev")[0] == 0
+    locks = [line for line in machine.called("--require-hashes") if "requirements-" in line]
+    assert "requirements-numpy1.lock" in locks[-1], "the others hold numpy 2"
+    assert machine.run()[:2] == (0, ""), "a later plain call keeps numpy 1"
+    assert machine.run("--numpy", "2")[0] == 0
+    assert len(machine.called("requirements-numpy1.lock")) == 1, "CANN was upgraded"

@@ -31,6 +31,13 @@ def test_cann_decides_the_pair(cann: str, torch_npu: str, warned: bool) -> None:
     assert pick.torch == torch_npu.partition(".post")[0]
 
 
+@pytest.mark.parametrize(
+    ("cann", "numpy"), [("8.3.RC1", 1), ("8.5.1", 1), ("9.0.RC1", 1), ("9.0.0", 2), ("9.1.0", 2), ("", 1)]
+)
+def test_cann_decides_the_numpy(cann: str, numpy: int) -> None:
+    assert versions.numpy_for(cann) == numpy
+
+
 def test_the_choice_of_a_pair_is_explained_with_the_others_that_fit() -> None:
     english, chinese = versions.explain("9.1.0", versions.resolve("9.1.0"), named=False)
     assert english.startswith(
