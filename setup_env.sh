@@ -4,8 +4,7 @@
 #   source setup_env.sh && setup_env    in a script: afterwards `python` is the Python of .venv
 #   bash setup_env.sh                   by hand
 # --dev also installs the test tools. On an Ascend host this script does not choose torch: setup_ascend.sh picks a pair
-# of torch and torch_npu and passes --npu VERSION --python-max MINOR (the newest Python 3 for which it has a wheel), and
-# --numpy 1 beside a CANN that cannot work with numpy 2.
+# of torch and torch_npu and passes --npu VERSION, --python-max MINOR (the newest Python 3 with a wheel) and --numpy 1|2.
 #
 # .venv/setup.stamp records the inputs for which the environment is complete. .venv/setup.busy exists while packages
 # are being changed: an environment that a killed set-up left behind is deleted and rebuilt from uv's cache.
@@ -88,44 +87,39 @@ pick_python() { # sets PYTHON to the newest of 3.10 to 3.13 that can make an env
 or upgrade CANN, then type the same command again." \
             "torch_npu $NPU 只支持 Python 3.10 到 3.$limit，而 PATH 里只有 $((newest / 100)).$((newest % 100))。请用上面的命令安装，或升级 CANN，然后再次输入同一条命令。"
     fi
-    local again='then type the same command again' again_zh='然后再次输入同一条命令'
     if [ $best -eq 0 ]; then
-        local found='none was found' found_zh='没有找到 Python'
-        if [ $newest -gt 0 ]; then
-            found="the newest on PATH is $((newest / 100)).$((newest % 100))"
-            found_zh="PATH 里最新的是 $((newest / 100)).$((newest % 100))"
-        fi
+        local found='none was found' found_zh='没有找到 Python' there=$((newest / 100)).$((newest % 100))
+        if [ $newest -gt 0 ]; then found="the newest on PATH is $there" found_zh="PATH 里最新的是 $there"; fi
         fail "Python 3.10 or later is needed; $found. Install one, for example with
   apt-get install -y python3.11 python3.11-venv python3.11-dev    (Debian, Ubuntu)
   dnf install -y python3.11 python3.11-devel                      (openEuler, Fedora)
-$again." \
-            "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，$again_zh。"
+then type the same command again." \
+            "需要 Python 3.10 或更高版本；$found_zh。请用上面的命令安装，然后再次输入同一条命令。"
     fi
     if [ "$best_whole" -ne 1 ]; then
         fail "$PYTHON (Python $PYTHON_VERSION) cannot make a virtual environment, because its venv or ensurepip module is missing. Install the module with
   apt-get install -y python$PYTHON_VERSION-venv    (Debian, Ubuntu)
   dnf install -y python3-pip               (openEuler, Fedora)
-$again." \
-            "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请用上面的命令安装，$again_zh。"
+then type the same command again." \
+            "$PYTHON（Python $PYTHON_VERSION）缺少 venv 或 ensurepip 模块，无法创建虚拟环境。请用上面的命令安装，然后再次输入同一条命令。"
     fi
 }
 
 free_gb() { df -Pk "$1" | awk 'NR == 2 { printf "%d", $4 / 1048576 }'; }
 mount_of() { df -Pk "$1" | awk 'NR == 2 { print $6 }'; }
 
-check_disk() {
-    local need=2 free cache
-    if [ "$TORCH" = 1 ]; then need=8; fi
-    if compgen -G "$SETUP_VENV/lib/python3*/site-packages/torch" >/dev/null; then need=1; fi
+check_disk() { # PACKAGE GB: GB are needed, or 1 if the largest package is there already
+    local need=$2 free cache
+    if compgen -G "$SETUP_VENV/lib/python3*/site-packages/$1" >/dev/null; then need=1; fi
     free=$(free_gb "$SETUP_ROOT")
-    if [ "$free" -lt $need ]; then
+    if [ "$free" -lt "$need" ]; then
         fail "the disk of $SETUP_ROOT has $free GB free; the environment needs $need GB. Free some space, or clone the repository onto a larger disk, then type the same command again." \
             "$SETUP_ROOT 所在的磁盘剩余 $free GB，安装环境需要 $need GB。请清理磁盘，或把仓库克隆到更大的磁盘上，然后再次输入同一条命令。"
     fi
     cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/uv}
     while [ ! -d "$cache" ]; do cache=$(dirname "$cache"); done
     # uv keeps its downloads, which would fill a home folder that lies on a small disk.
-    if [ "$(mount_of "$cache")" != "$(mount_of "$SETUP_ROOT")" ] && [ "$(free_gb "$cache")" -lt $need ]; then
+    if [ "$(mount_of "$cache")" != "$(mount_of "$SETUP_ROOT")" ] && [ "$(free_gb "$cache")" -lt "$need" ]; then
         export UV_CACHE_DIR=$SETUP_VENV/uv-cache
     fi
 }
@@ -206,12 +200,20 @@ install_lock() { # NAME FILE; the file names everything but torch, which test to
     fi
 }
 
+brings_cuda() { # VERSION: whether the index's plain torch for this machine requires CUDA, without which it does not load
+    [ "$(uname -m)" = x86_64 ] || [ "$(uname -m)-$(printf '%s\n' 2.11 "$1" | sort -V | head -n 1)" = aarch64-2.11 ]
+}
+
 install_npu() { # installs the pair that setup_ascend.sh picked; torch_npu itself requires a torch that indexes lack
     local torch=${NPU%%.post*} lock=$SETUP_VENV/pair.lock own=''
     # CANN's own operators import these packages at run time, and torch needs some of them.
     install_lock "the packages that CANN imports" requirements-npu.lock
-    if [ "$(uname -m)" = x86_64 ]; then # the plain torch for x86_64 brings 2 GB of CUDA that nothing here uses
-        if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then own=yes; fi
+    if brings_cuda "$torch"; then
+        if step "torch $torch for CPUs" pip_install "torch==$torch+cpu"; then own=yes; else
+            check_disk nvidia 8
+            say "the package index has no torch $torch+cpu: the plain torch brings 2 GB of CUDA, which nothing here uses"
+            say "软件包索引里没有 torch $torch+cpu：普通版 torch 会带上 2 GB 用不到的 CUDA 软件包"
+        fi
     fi
     pin_of "torch-npu==$NPU " requirements-pairs.lock >"$lock"
     if [ -z "$own" ]; then pin_of "torch==$torch " requirements-pairs.lock >>"$lock"; fi
@@ -371,7 +373,7 @@ setup_main() {
         if is_whole; then return; fi
     fi
     pick_python
-    check_disk
+    check_disk torch $((TORCH == 1 ? 8 : 2))
     make_environment
     stamp=$(fingerprint)
     hand_on_index

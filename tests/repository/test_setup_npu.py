@@ -44,7 +44,7 @@ def test_the_requested_pair_is_installed_and_kept(machine: Machine) -> None:
     assert machine.run("--dev")[0] == 0
     assert versions(machine)[3:] == versions(machine)[:3], "adding the test tools keeps it too"
     assert machine.run("--npu", "2.12.0", "--python-max", "13")[0] == 0
-    assert versions(machine)[6:] == ["torch-npu==2.12.0", "torch==2.12.0", "torch==2.12.0"]
+    assert versions(machine)[6:] == ["torch==2.12.0+cpu", "torch-npu==2.12.0"]
 
 
 def test_every_pair_that_set_up_may_pick_has_hashes() -> None:
@@ -57,21 +57,37 @@ def test_a_torch_npu_without_known_hashes_is_installed_with_a_word_about_it(mach
     machine.stub("uname", "#!/bin/bash\necho aarch64\n")
     code, out, _ = machine.run("--npu", "2.99.0", "--python-max", "13")
     assert code == 0 and "torch_npu 2.99.0 is unknown to this repository" in out
-    assert versions(machine) == ["torch_npu==2.99.0", "torch==2.99.0"]
+    assert versions(machine) == ["torch==2.99.0+cpu", "torch_npu==2.99.0"]
 
 
-def test_on_x86_torch_without_cuda_is_installed_if_the_index_has_it(machine: Machine) -> None:
-    machine.stub("uname", "#!/bin/bash\necho x86_64\n")
-    assert machine.run("--npu", "2.9.0", "--python-max", "12")[0] == 0
-    assert versions(machine) == ["torch==2.9.0+cpu", "torch-npu==2.9.0"]
+@pytest.mark.parametrize(("machine_name", "torch"), [("x86_64", "2.9.0"), ("aarch64", "2.11.0")])
+def test_torch_without_cuda_is_installed_if_the_index_has_it(machine: Machine, machine_name: str, torch: str) -> None:
+    machine.stub("uname", f"#!/bin/bash\necho {machine_name}\n")
+    assert machine.run("--npu", torch, "--python-max", "12")[0] == 0
+    assert versions(machine) == [f"torch=={torch}+cpu", f"torch-npu=={torch}"]
+    without_builds_for_cpus(machine)
+    code, out, _ = machine.run("--npu", torch, "--python-max", "12")
+    assert (code, "falling back to pip" in out) == (0, False)
+    assert versions(machine)[2:] == [f"torch=={torch}+cpu", f"torch-npu=={torch}", f"torch=={torch}", f"torch=={torch}"]
+    assert "the plain torch brings 2 GB of CUDA, which nothing here uses" in out
+
+
+def without_builds_for_cpus(machine: Machine) -> None:
+    """Let the index have no +cpu, and no environment be there."""
     recorded = (machine.stubs / "uv.stub").read_text()
     fails = 'case "$*" in *+cpu) echo no such version; exit 1 ;; esac'
     first = 'case "${FAKE_UV'
     machine.stub("uv.stub", recorded.replace(first, f"{fails}\n{first}", 1))
     shutil.rmtree(machine.root / ".venv")
-    code, out, _ = machine.run("--npu", "2.9.0", "--python-max", "12")
-    assert (code, "falling back to pip" in out) == (0, False)
-    assert versions(machine)[2:] == ["torch==2.9.0+cpu", "torch-npu==2.9.0", "torch==2.9.0", "torch==2.9.0"]
+
+
+def test_cuda_that_comes_along_needs_room(machine: Machine) -> None:
+    machine.stub("uname", "#!/bin/bash\necho aarch64\n")
+    assert machine.run("--npu", "2.11.0", "--python-max", "13", FAKE_GB="4")[0] == 0
+    without_builds_for_cpus(machine)
+    code, _, err = machine.run("--npu", "2.11.0", "--python-max", "13", FAKE_GB="4")
+    assert code == 1 and "4 GB free; the environment needs 8 GB" in err
+    assert machine.run("--npu", "2.10.0.post2", "--python-max", "13", FAKE_GB="4")[0] == 0, "it has no CUDA"
 
 
 def test_a_python_for_which_torch_npu_has_a_wheel_is_used(machine: Machine) -> None:
