@@ -140,3 +140,9 @@ class BlockedAttention(torch.autograd.Function):
         work: Callable[..., Any] = _opaque_backward if is_compiling() else _backward
         parts = work(*ctx.saved_tensors, gradient, ctx.window, ctx.hidden)
         return *(part.view(B, H, T, D).transpose(1, 2) for part in parts), None, None
+
+
+def ungrouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A key head and a value head for every query head."""
+    group = q.size(2) // k.size(2)
+    return (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)) if group > 1 else (k, v)

@@ -177,6 +177,9 @@ class Ascend(Platform):
             return tr("a {chip} captures no graphs; the second generation (910B, 910C) does", chip=self.chip.name)
         if not hasattr(self.module, "make_graphed_callables"):
             return tr("this torch_npu has no make_graphed_callables; install a newer one")
+        if ascend_kernels.missing(("npu_fusion_attention_v3",)):  # torch's own attention calls it too where it exists
+            return tr("the attention of this torch_npu cannot be captured; 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 and "
+                      "2.10.0 are the first releases with npu_fusion_attention_v3, for CANN 9.0")  # fmt: skip
         if os.environ.get("TASK_QUEUE_ENABLE") == "2":
             return tr("TASK_QUEUE_ENABLE is 2, with which nothing can be captured; export TASK_QUEUE_ENABLE=1")
         return ""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.nn import few_launches
-from nanochat.nn.blocked_attention import BlockedAttention
+from nanochat.nn.blocked_attention import BlockedAttention, ungrouped
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import Kept, cache_mask
 from nanochat.nn.together import Unit, cast_together
@@ -145,7 +145,7 @@ class AscendChunked(AscendPlain):
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See Operations.attend."""
-        k, v = _ungrouped(q, k, v)
+        k, v = ungrouped(q, k, v)
         return BlockedAttention.apply(q, k, v, window, self.hidden_score)  # type: ignore[no-any-return]
 
 
@@ -301,10 +301,12 @@ class AscendFused(AscendChunked):
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         short = window < k.size(1) - 1
-        return torch_npu.npu_fusion_attention(
-            q, k, v, q.size(2), "BSND", atten_mask=self.causal_mask(q.device), scale=_scale(q, scale),
-            pre_tockens=window if short else WHOLE, next_tockens=0, sparse_mode=4 if short else 3,
-        )[0]  # fmt: skip
+        how = {"atten_mask": self.causal_mask(q.device), "scale": _scale(q, scale), "next_tockens": 0,
+               "pre_tockens": window if short else WHOLE, "sparse_mode": 4 if short else 3}  # fmt: skip
+        if torch_npu.npu.is_current_stream_capturing():  # the first version forks to a stream that no graph has
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # no other layout can be captured
+            return torch_npu.npu_fusion_attention_v3(q, k, v, q.size(1), "BNSD", **how)[0].transpose(1, 2)
+        return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", **how)[0]
 
     def takes_lengths(self, q: Tensor) -> bool:
         """See Operations.takes_lengths. The operator multiplies 16-bit numbers, in units of 16 channels."""
@@ -359,12 +361,6 @@ def _last_keys(
     return k[rows, last], v[rows, last], [min(end, window + 1) for end in ends]
 
 
-def _ungrouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """A key head and a value head for every query head."""
-    group = q.size(2) // k.size(2)
-    return (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)) if group > 1 else (k, v)
-
-
 def prompt(
     q: Tensor,  # (B, T, H, D) fp16
     k: Tensor,  # (B, K, Hkv, D)
@@ -374,7 +370,7 @@ def prompt(
     """Attention of many queries on an inference card, which takes whole masks only."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    k, v = _ungrouped(q, k, v)
+    k, v = ungrouped(q, k, v)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_prompt_flash_attention(
         q, k, v, atten_mask=~seen, num_heads=q.size(2), scale_value=q.size(3) ** -0.5, next_tokens=WHOLE,
@@ -392,7 +388,7 @@ def decode(
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     longest = max(ends)
-    k, v = _ungrouped(q, k[:, :longest], v[:, :longest])
+    k, v = ungrouped(q, k[:, :longest], v[:, :longest])
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return torch_npu.npu_incre_flash_attention(
         q, k, v, actual_seq_lengths=list(ends), num_heads=q.size(2), scale_value=q.size(3) ** -0.5,

@@ -228,7 +228,7 @@ def test_torchs_own_attention_is_fused_as_in_the_package() -> None:
         with log.record() as seen:
             got = torch.nn.functional.scaled_dot_product_attention(q.to(NPU), k.to(NPU), v.to(NPU), **there)
         torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-6)
-        assert bool(seen.operators["npu_fusion_attention"]) == fused
+        assert bool(seen.operators["npu_fusion_attention_v3"]) == fused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

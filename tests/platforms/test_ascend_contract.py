@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = ROOT / "tests" / "emulated_npu" / "stub"
 # The oldest supported release, and the last known patch of every minor up to the newest.
 VERSIONS = (versions.OLDEST, *versions.LAST_PATCHES)
+ASKED_FIRST = {"torch_npu.npu_fusion_attention_v3"}  # graphs_missing() asks whether a release has them
 STUB_MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.profiler")
 
 
@@ -39,9 +40,15 @@ def package(request: pytest.FixtureRequest) -> Package:
         pytest.skip(f"torch_npu {request.param} could not be downloaded: {why}")
 
 
+def problems(found: list[Use], package: Package) -> list[str]:
+    """What is wrong with uses, but for names that the project asks for first."""
+    there = (use for use in found if use.name not in ASKED_FIRST or package.find(use.name))
+    return [why for use in there if (why := problem(use, package))]
+
+
 @pytest.mark.contract
 def test_what_the_project_uses_is_there_with_these_arguments(package: Package) -> None:
-    found = [text for use in uses() if (text := problem(use, package))]
+    found = problems(uses(), package)
     assert not found, "\n".join(found)
 
 
@@ -73,7 +80,7 @@ def test_the_uses_of_the_project_are_seen() -> None:
 # Wrong calls: the file, what is written there, and what is written instead.
 KERNELS, FUSED = (
     "nanochat/platforms/ascend_kernels.py",
-    "torch_npu.npu_fusion_attention(\n            q, k, v, q.size(2), ",
+    "torch_npu.npu_fusion_attention(q, k, v, q.size(2), ",
 )
 MUTATIONS = {
     "the name of an operator": (KERNELS, "torch_npu.npu_fusion_attention(", "torch_npu.npu_flash_attention("),
@@ -81,14 +88,14 @@ MUTATIONS = {
     "the name of a value": ("nanochat/platforms/ascend_profiler.py", "ProfilerLevel.Level1", "ProfilerLevel.Level9"),
     "a keyword": (
         KERNELS,
-        "atten_mask=self.causal_mask(q.device), scale",
-        "attn_mask=self.causal_mask(q.device), scale",
+        '"atten_mask": self.causal_mask(q.device), "scale"',
+        '"attn_mask": self.causal_mask(q.device), "scale"',
     ),
-    "the spelling of a keyword": (KERNELS, "pre_tockens=window", "pre_tokens=window"),
-    "an argument too few": (KERNELS, FUSED, "torch_npu.npu_fusion_attention(\n            q, k, v, "),
+    "the spelling of a keyword": (KERNELS, '"pre_tockens": window', '"pre_tokens": window'),
+    "an argument too few": (KERNELS, FUSED, "torch_npu.npu_fusion_attention(q, k, v, "),
     "a layout": (KERNELS, FUSED + '"BSND"', FUSED + '"BSDN"'),
-    "a sparse mode": (KERNELS, "next_tockens=0, sparse_mode=4 if", "next_tockens=0, sparse_mode=14 if"),
-    "the type of a value": (KERNELS, "next_tockens=0, sparse_mode=4 if", "next_tockens=0, sparse_mode='4' if"),
+    "a sparse mode": (KERNELS, '"sparse_mode": 4 if short else 3}', '"sparse_mode": 14 if short else 3}'),
+    "the type of a value": (KERNELS, '"sparse_mode": 4 if short else 3}', '"sparse_mode": "4" if short else 3}'),
 }
 
 
@@ -98,10 +105,8 @@ def test_a_call_that_is_made_wrong_is_found(mutation: str, package: Package) -> 
     path, right, wrong = MUTATIONS[mutation]
     text = (ROOT / path).read_text(encoding="utf-8")
     assert right in text
-    assert not [why for use in Reader(path, ast.parse(text)).uses if (why := problem(use, package))]
-    assert [
-        why for use in Reader(path, ast.parse(text.replace(right, wrong, 1))).uses if (why := problem(use, package))
-    ]
+    assert not problems(Reader(path, ast.parse(text)).uses, package)
+    assert problems(Reader(path, ast.parse(text.replace(right, wrong, 1))).uses, package)
 
 
 @pytest.mark.contract
@@ -127,6 +132,8 @@ def test_what_the_stub_has_is_there_and_takes_no_less(package: Package) -> None:
     for name in names:
         mine, theirs = stub.find(name), package.find(name)
         assert mine is not None, f"the stub lists {name}, but has none"
+        if theirs is None and name in ASKED_FIRST:
+            continue
         if theirs is None:
             found.append(f"{name} is not there")
         elif mine.kind == "function" and theirs.signatures:

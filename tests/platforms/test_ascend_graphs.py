@@ -126,6 +126,36 @@ def test_graphs_are_refused_where_the_task_queue_or_the_chip_forbids_them() -> N
             os.environ["TASK_QUEUE_ENABLE"] = "2"
 
 
+@pytest.mark.parametrize("window", [5, 64])
+@on_npu(TASK_QUEUE_ENABLE="1", NANOCHAT_DTYPE="float32")
+def test_captured_attention_is_attention(window: int) -> None:
+    """The first version of the fused operator cannot be captured, and the third can, in one layout."""
+    import torch_npu
+
+    compute = device.compute_init("npu")
+    q, k, v = (torch.randn(2, 12, 4, 16, generator=torch.Generator().manual_seed(i)).npu() for i in range(3))
+    expected, out = compute.operations.attend(q, k, v, window), torch.zeros_like(q)
+    replay = compute.platform.captured(lambda: out.copy_(compute.operations.attend(q, k, v, window)))
+    replay()
+    assert torch.equal(out.cpu(), expected.cpu())
+    with pytest.raises(RuntimeError, match=r"not permitted .*: npu_fusion_attention on a second stream"):
+        compute.platform.captured(lambda: torch_npu.npu_fusion_attention(q, k, v, 4, "BSND"))
+    with pytest.raises(RuntimeError, match="a graph can hold the layout BNSD alone"):
+        compute.platform.captured(lambda: torch_npu.npu_fusion_attention_v3(q, k, v, 4, "BSND"))
+
+
+@on_npu(TASK_QUEUE_ENABLE="1")
+def test_graphs_are_refused_where_attention_cannot_be_captured() -> None:
+    import torch_npu
+
+    compute = device.compute_init("npu")
+    graphs.check(compute)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch_npu, "npu_fusion_attention_v3")
+        with pytest.raises(UserError, match="attention of this torch_npu cannot be captured"):
+            graphs.check(compute)
+
+
 @on_npu(TASK_QUEUE_ENABLE="1")
 def test_a_graph_may_not_wait_allocate_elsewhere_or_read_pageable_memory() -> None:
     x, pinned = torch.arange(4.0).npu(), torch.ones(4).pin_memory()

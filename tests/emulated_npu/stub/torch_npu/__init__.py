@@ -29,6 +29,7 @@ from torch_npu import profiler  # noqa: E402
 from torch_npu._attention import (  # noqa: E402
     npu_fused_infer_attention_score,
     npu_fusion_attention,
+    npu_fusion_attention_v3,
     npu_incre_flash_attention,
     npu_prompt_flash_attention,
 )
@@ -48,6 +49,6 @@ __version__ = _load.version()
 
 __all__ = [
     "npu", "npu_add_rms_norm", "npu_apply_rotary_pos_emb", "npu_clear_float_status", "npu_fused_infer_attention_score",
-    "npu_fusion_attention", "npu_get_float_status", "npu_incre_flash_attention", "npu_prompt_flash_attention",
-    "npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "profiler",
+    "npu_fusion_attention", "npu_fusion_attention_v3", "npu_get_float_status", "npu_incre_flash_attention",
+    "npu_prompt_flash_attention", "npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "profiler",
 ]  # fmt: skip

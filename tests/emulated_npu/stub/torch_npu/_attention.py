@@ -12,19 +12,23 @@ from torch import Tensor
 from torch_npu._load import emulated
 from torch_npu._operators import FLOATS, kernel, refuse
 from torch_npu._softmax import Band, Sequences, attend, attend_backward
+from torch_npu.npu.graphs import is_current_stream_capturing
 
 FOREVER = 2147483647
 
 
 class _FusionAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Sequences, band: Band) -> Any:
-        with kernel("npu_fusion_attention", q, k, v, mask) as device:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Sequences, band: Band, version: str
+    ) -> Any:  # fmt: skip
+        _check_capture(f"npu_fusion_attention{version}")
+        with kernel(f"npu_fusion_attention{version}", q, k, v, mask) as device:
             alias = device.cpu_alias
             out, top, total = attend(alias(q), alias(k), alias(v), None if mask is None else alias(mask), plan, band)
             results = device.give(out.to(q.dtype), q), device.give(top, q), device.give(total, q)
         ctx.save_for_backward(q, k, v, mask, *results)
-        ctx.plan, ctx.band = plan, band
+        ctx.plan, ctx.band, ctx.version = plan, band, version
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)  # no kernels that fill gradients with zeros: the real package launches none
         return results
@@ -32,10 +36,12 @@ class _FusionAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, mask, out, top, total = ctx.saved_tensors
-        with kernel("npu_fusion_attention_grad", grads[0], q, k, v, mask, out, top, total) as device:
+        name = f"npu_fusion_attention_grad{ctx.version}"
+        _check_capture(name)
+        with kernel(name, grads[0], q, k, v, mask, out, top, total) as device:
             given = (None if t is None else device.cpu_alias(t) for t in (grads[0], q, k, v, mask, out, top, total))
             parts = attend_backward(*given, plan=ctx.plan, band=ctx.band)
-            return *(device.give(part.to(q.dtype), q) for part in parts), None, None, None
+            return *(device.give(part.to(q.dtype), q) for part in parts), None, None, None, None
 
 
 def npu_fusion_attention(
@@ -46,18 +52,51 @@ def npu_fusion_attention(
     gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
     """Attention for training on 910B and 910C: (out, softmax_max, softmax_sum, reserved, seed, offset, mask_len)."""
-    name = "npu_fusion_attention"
-    _check_chip(name)
+    lengths = actual_seq_qlen, actual_seq_kvlen
     if pse is not None or padding_mask is not None or prefix is not None or keep_prob != 1.0 or softmax_layout:
-        refuse(name, "pse, padding_mask, prefix, keep_prob and softmax_layout are not emulated")
-    _check_formats(name, query, key, value, FLOATS)
-    plan = Sequences.of(name, query, key, value, head_num, 0, input_layout, actual_seq_qlen, actual_seq_kvlen)
+        refuse("npu_fusion_attention", "pse, padding_mask, prefix, keep_prob and softmax_layout are not emulated")
+    band = Band(scale, sparse_mode, pre_tockens, next_tockens)
+    results = _fusion("", query, key, value, head_num, input_layout, atten_mask, band, lengths)
+    return *results, query.new_empty(0), 0, 0, 0
+
+
+def npu_fusion_attention_v3(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
+    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = FOREVER, next_tockens: int = FOREVER,
+    inner_precise: int = 0, prefix: list[int] | None = None, actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The version that a graph can capture, in the layout BNSD; torch's own attention calls it too."""
+    if any(x is not None for x in (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)) or keep_prob != 1.0:
+        refuse("npu_fusion_attention_v3", "pse, padding_mask, prefix, keep_prob and lengths are not emulated")
+    if is_current_stream_capturing() and input_layout != "BNSD":
+        refuse("npu_fusion_attention_v3", f"a graph can hold the layout BNSD alone, got {input_layout}")
+    band = Band(scale, sparse_mode, pre_tockens, next_tockens)
+    results = _fusion("_v3", query, key, value, head_num, input_layout, atten_mask, band, (None, None))
+    return *results, *(query.new_empty(0) for _ in range(3))
+
+
+def _fusion(
+    version: str, q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, mask: Tensor | None, band: Band,
+    lengths: tuple[list[int] | None, list[int] | None],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    name = f"npu_fusion_attention{version}"
+    _check_chip(name)
+    _check_formats(name, q, k, v, FLOATS)
+    plan = Sequences.of(name, q, k, v, heads, 0, layout, *lengths)
     if plan.heads > 256 or not 1 <= plan.width <= 768:
         refuse(name, f"there may be at most 256 heads of 1 to 768 channels, got {plan.heads} of {plan.width}")
-    _check_mask(name, atten_mask, sparse_mode, plan)
-    band = Band(scale, sparse_mode, pre_tockens, next_tockens)
-    out, top, total = _FusionAttention.apply(query, key, value, atten_mask, plan, band)  # type: ignore[misc]
-    return out, top, total, query.new_empty(0), 0, 0, 0
+    _check_mask(name, mask, band.mode, plan)
+    return _FusionAttention.apply(q, k, v, mask, plan, band, version)  # type: ignore[no-any-return]
+
+
+def _check_capture(name: str) -> None:
+    """Refuse the first version inside a graph: it makes its dropout mask on a second stream."""
+    if is_current_stream_capturing() and not name.endswith("_v3"):
+        raise RuntimeError(
+            f"aclmdlRICapture: operation not permitted while a stream is capturing a graph: {name} on a second stream"
+        )
 
 
 def npu_fused_infer_attention_score(
@@ -135,7 +174,7 @@ def scaled_dot_product_attention(
         if mask.dim() == 3:
             mask = mask.unsqueeze(1)
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    return npu_fusion_attention(
+    return npu_fusion_attention_v3(
         query, key, value, query.size(1), "BNSD", atten_mask=mask, scale=factor, sparse_mode=mode
     )[0]
 
