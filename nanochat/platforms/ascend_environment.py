@@ -7,6 +7,7 @@ import sys
 from collections.abc import MutableMapping
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
 BLOCK = 16  # ports that a job's collectives take from HCCL_IF_BASE_PORT on
 FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above the ports that Linux hands out by itself (32768-60999)
 
@@ -50,6 +51,8 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
     environ.setdefault("HCCL_WHITELIST_DISABLE", "1")
     given = environ.get("HCCL_EXEC_TIMEOUT", "")
     inner = int(given) if given.isdigit() else 1836  # its default
+    if inner == 0:  # HCCL's word for never, which no outer time-out may cut short
+        return NEVER
     if given.isdigit():
         environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
     return max(2400, inner + 300)

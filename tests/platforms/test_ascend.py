@@ -88,6 +88,12 @@ def test_each_timeout_exceeds_the_one_inside_it() -> None:
     assert environ["HCCL_CONNECT_TIMEOUT"] == "600"
 
 
+def test_a_user_who_wants_to_wait_without_end_waits() -> None:
+    environ = {"HCCL_EXEC_TIMEOUT": "0"}  # HCCL's word for never
+    assert ascend_environment.prepare_collectives(environ) > 7 * 24 * 3600
+    assert "HCCL_EVENT_TIMEOUT" not in environ
+
+
 # --- ports ---------------------------------------------------------------------------------------
 
 
