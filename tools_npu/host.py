@@ -31,7 +31,7 @@ class Cann(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The driver's version, and the folders of the driver that belong on LD_LIBRARY_PATH."""
+    """The driver's version ("" if unknown), and the folders of the driver that belong on LD_LIBRARY_PATH."""
 
     version: str
     path: str
@@ -126,16 +126,18 @@ def find_canns(environment: Mapping[str, str]) -> list[Cann]:
 
 
 def find_driver(environment: Mapping[str, str]) -> Driver | None:
-    """The driver, read from its version.info; /etc/ascend_install.info may name the folder of the driver."""
+    """The driver, read from its version.info; /etc/ascend_install.info may name the folder of the driver.
+
+    In a container of the Ascend Docker Runtime, which mounts the libraries without version.info, the version is "".
+    """
     root = prefix(environment)
     told = first_value(Path(root + "/etc/ascend_install.info"), "Driver_Install_Path_Param")
-    for base in [told, "/usr/local/Ascend"]:
-        path = Path(f"{root}{base}/driver") if base else None
-        if path and (path / "version.info").is_file():
-            version = first_value(path / "version.info", "Version")
-            folders = tuple(str(path / "lib64" / name) for name in ("common", "driver", "") if
-                            (path / "lib64" / name).is_dir())  # fmt: skip
-            return Driver(version, str(path), tuple(folder.rstrip("/") for folder in folders))
+    paths = [Path(f"{root}{base}/driver") for base in (told, "/usr/local/Ascend") if base]
+    installed = [path for path in paths if (path / "version.info").is_file()]
+    for path in installed or [path for path in paths if (path / "lib64").is_dir()]:
+        folders = [path / "lib64" / name for name in ("common", "driver", "")]
+        there = tuple(str(folder) for folder in folders if folder.is_dir())
+        return Driver(first_value(path / "version.info", "Version"), str(path), there)
     return None
 
 

@@ -59,7 +59,7 @@ def system() -> Iterator[Line]:
 
 def driver_and_cann(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
     """Check the driver, CANN, and whether this shell has the variables of CANN."""
-    if found.driver:
+    if found.driver and found.driver.version:
         yield Line("driver", PASS, f"{found.driver.version} in {found.driver.path}",
                    f"{found.driver.version}，位于 {found.driver.path}",
                    data={"version": found.driver.version})  # fmt: skip

@@ -84,7 +84,7 @@ def describe(found: Found) -> None:
     """Print one line each about CANN, the driver and the cards."""
     cann, driver = found.cann, found.driver
     say(f"CANN {cann.version or '(unknown version)'} in {cann.home} ({cann.layout})" if cann else "CANN not found")
-    say(f"driver {driver.version} in {driver.path}" if driver else "driver not found")
+    say(f"driver {driver.version or '(unknown version)'} in {driver.path}" if driver else "driver not found")
     say(f"{len(found.cards)} card(s)" + "".join(f" {Path(card.path).name}" for card in found.cards))
 
 

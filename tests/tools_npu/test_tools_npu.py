@@ -206,6 +206,18 @@ Legend:
 """
 
 
+def test_a_container_s_driver_without_version_info_gives_its_libraries(tmp_path: Path) -> None:
+    """What the Ascend Docker Runtime mounts: lib64 and include, and no version.info."""
+    path = tmp_path / "usr/local/Ascend/driver"
+    for name in ("lib64/common", "lib64/driver", "include"):
+        (path / name).mkdir(parents=True)
+    env = {"ASCEND_ROOT_PREFIX": str(tmp_path)}
+    libraries = tuple(str(path / name) for name in ("lib64/common", "lib64/driver", "lib64"))
+    assert host.find_driver(env) == host.Driver("", str(path), libraries)
+    (path / "version.info").write_text("Version=25.5.0\n")
+    assert host.find_driver(env) == host.Driver("25.5.0", str(path), libraries)
+
+
 def test_the_published_table_of_eight_cards_is_read() -> None:
     version, cards, holders = host.parse_smi(EIGHT)
     assert (version, len(cards), holders) == ("24.1.rc1.b030", 8, [])
