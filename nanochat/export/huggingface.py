@@ -90,7 +90,9 @@ def _configs(loaded: Loaded, dtype: str) -> dict[str, dict[str, Any]]:
                                    **cached},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": end,
                                   "pad_token": end, "model_max_length": shape.sequence_len, "padding_side": "left",
-                                  "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE},
+                                  "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+                                  # Transformers 4 would add token_type_ids, which generate() then refuses.
+                                  "model_input_names": ["input_ids", "attention_mask"]},
         "tokenizer.json": tokenizer_json(tokenizer),
     }  # fmt: skip
 

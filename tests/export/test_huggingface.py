@@ -120,6 +120,14 @@ def test_the_tokens_are_equal(vocabulary: int, tmp_path: Path) -> None:
     assert theirs.convert_tokens_to_ids("<|assistant_end|>") == ours.special("assistant_end")
 
 
+def test_the_tokenizer_gives_only_what_the_model_takes(folder: Path) -> None:
+    """Transformers 4 reads this from the file, and would otherwise add token_type_ids; 5 has another default."""
+    names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["model_input_names"]
+    assert names == ["input_ids", "attention_mask"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert sorted(tokenizer("the cat")) == sorted(names)
+
+
 def test_a_chat_is_rendered_alike(loaded: Loaded, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat?"},
