@@ -212,7 +212,8 @@ class Holder(NamedTuple):
 # its last pair of numbers is HBM.
 ROW_ONE = re.compile(r"^\|\s*(\d+)\s+(\S+).*?\|\s*(\S+)\s+\|\s*(\S+)\s+(\d+)")
 ROW_TWO = re.compile(r"^\|\s*(\d+)\s+(\d*)\s*\|\s*([0-9A-Fa-f:.]+|NA)\s*\|\s*(\d+)\s.*?(\d+)\s*/\s*(\d+)\s*\|$")
-HOLDER = re.compile(r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|$")
+# npu-smi 26 adds a column to a process: its id in the container.
+HOLDER = re.compile(r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(\d+)\s*\|\s*([^|]*?)\s*\|\s*(\d+)\s*\|(?:[^|]*\|)?$")
 
 
 def parse_smi(text: str) -> tuple[str, list[Card], list[Holder]]:

@@ -206,6 +206,12 @@ Legend:
 """
 
 
+@pytest.mark.parametrize("more", ["", " 412                     |", " NA                      |"])
+def test_a_process_is_read_with_and_without_its_id_in_a_container(more: str) -> None:
+    line = "| 6       1                 | 3085961       | python3.11               | 122                     |"
+    assert host.parse_smi(line + more)[2] == [host.Holder(6, 1, 3085961, "python3.11", 122)]
+
+
 def test_a_container_s_driver_without_version_info_gives_its_libraries(tmp_path: Path) -> None:
     """What the Ascend Docker Runtime mounts: lib64 and include, and no version.info."""
     path = tmp_path / "usr/local/Ascend/driver"
