@@ -163,6 +163,8 @@ class AscendInference(AscendChunked):
         scale: float | None = None,
     ) -> Tensor:  # (B, T, H, D)
         """See Operations.attend."""
+        if q.dtype != torch.float16:
+            return super().attend(q, k, v, window, scale)
         length, device = q.size(1), q.device
 
         def causal() -> Tensor:  # (1, 1, T, T) which keys each query sees

@@ -193,6 +193,15 @@ def test_formats_and_widths_that_the_operator_lacks_go_by_mask() -> None:
 
 
 @on_npu(chip="310P", devices=1)
+def test_an_inference_card_attends_by_matmuls_in_fp32() -> None:
+    """Its own operators take fp16 alone; NANOCHAT_DTYPE=float32 asks for another format."""
+    given = qkv(24, 4, 2, 16, torch.float32)
+    with torch.inference_mode():
+        out = on_this_chip().attend(*(x.npu() for x in given), 5)
+    torch.testing.assert_close(out.cpu(), softmax_attention(*given, 5, 0.25), atol=1e-4, rtol=1e-4)
+
+
+@on_npu(chip="310P", devices=1)
 def test_an_inference_card_attends_with_its_own_operators() -> None:
     from tests.emulated_npu import log
 
