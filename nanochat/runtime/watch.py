@@ -142,8 +142,16 @@ def calls() -> int:
     """How many collectives the main thread of this rank has begun, summed over all groups that count them."""
     begun = 0
     for group in [group for group in list(c10d._world.pg_map) if group.group_desc != UNCOUNTED]:
-        with suppress(RuntimeError):  # not all backends count
-            begun += group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+        # A group with one backend for the CPU and another for the device has no count of its own. One backend may
+        # serve several kinds of devices, and is then counted once.
+        backends: dict[int, Any] = {}
+        for kind in group._device_types:  # pyright: ignore[reportAttributeAccessIssue]
+            with suppress(RuntimeError):  # not all kinds have a backend
+                backend = group._get_backend(kind)
+                backends[id(backend)] = backend
+        for backend in backends.values():
+            with suppress(RuntimeError):  # not all backends count
+                begun += backend._get_sequence_number_for_group()
     return begun
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from nanochat.device import Compute
-from nanochat.runtime import parallel
+from nanochat.runtime import parallel, watch
 from tests.checkpoint_manager.parts import test_background as background
 from tests.emulated_npu import worker
 from tests.support import ranks
@@ -77,6 +77,20 @@ def test_collectives_on_two_ranks() -> None:
     assert (first["all_to_all_single"], second["all_to_all_single"]) == ([0, 10], [1, 2, 3, 11, 12, 13])
     assert (first["all_to_all"], second["all_to_all"]) == ([0, 1, 10, 11], [2, 3, 12, 13])
     assert (first["send_and_receive"], second["send_and_receive"]) == ([10, 11, 12, 13], [0, 1, 2, 3])
+
+
+def counted(compute: Compute) -> list[int]:
+    """How many collectives the hang watch counts for two on the device, and one on the host."""
+    before = watch.calls()
+    for _ in range(2):
+        dist.all_reduce(torch.ones(2, device=compute.device))
+    between = watch.calls()
+    dist.all_reduce(torch.ones(2))
+    return [between - before, watch.calls() - between]
+
+
+def test_the_hang_watch_counts_the_collectives_of_both_backends() -> None:
+    assert worker.run_ranks(2, counted) == [[2, 1], [2, 1]]
 
 
 def refusals(compute: Compute) -> list[str]:

@@ -107,7 +107,7 @@ struct Hccl final : c10d::Backend {
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
-    return 0;
+    return gloo->getSequenceNumberForGroup();
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
