@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
-BLOCK = 16  # ports that a job's collectives take from HCCL_IF_BASE_PORT on
+BLOCK = 32  # ports that a job's collectives take from HCCL_IF_BASE_PORT on: 16 before CANN 8.5
 FIRST_BLOCK, LAST_BLOCK = 61008, 65504  # above the ports that Linux hands out by itself (32768-60999)
 
 

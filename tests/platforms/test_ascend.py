@@ -100,7 +100,7 @@ def test_a_user_who_wants_to_wait_without_end_waits() -> None:
 def test_a_taken_port_of_a_block_is_named_with_a_free_block() -> None:
     ports = PortBlocks()
     base = ports.free()
-    assert base % 2 == 0
+    assert base % 2 == 0 and ascend_environment.BLOCK == 32, "what CANN 8.5 and later take"
     assert ports.hold(base) == 0
     ports.release(base)
     with socket.socket() as other:
