@@ -1,5 +1,6 @@
 """Whether a stage is finished, and the step that it resumes from."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,22 @@ def finished(
     return True
 
 
+def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:
+    """How many rows a step had in the run that will resume, or None if there is none to resume. All ranks get the
+    same answer.
+
+    An automatic batch size depends on the number of ranks, but within one run it must stay the same.
+    """
+    found = 0
+    if compute.main and start != "none":
+        for step in reversed(steps(folder) if start == "auto" else [start]):
+            with contextlib.suppress(UserError, OSError):  # resume_stage() says what is wrong with a damaged step
+                row = read_meta(folder, step)["state"].get("row", 0)
+                found = row // step if type(row) is int and step else 0
+                break
+    return parallel.agree(found, compute) or None
+
+
 @dataclass(frozen=True)
 class Resumed:
     """Where a stage resumes."""
@@ -58,14 +75,14 @@ class Resumed:
 
 def resume_stage(
     folder: Path, model: nn.Module, optimizers: Optimizers, settings: RunSettings, compute: Compute, data: str = "",
-    start: Start = "auto", other_code: bool = False,
+    start: Start = "auto", other_code: bool = False, plan: tuple[int, int] | None = None,
 ) -> Resumed:  # fmt: skip
     """Load a checkpoint into model and optimizers: the newest undamaged one ("auto"), or the step that `start` names.
 
     Without a checkpoint, or for "none", the stage starts at step 0 without state. Later steps are set aside unless
-    `start` is "auto". `data` names the rows to train on. UserError if the rows, the settings or (unless `other_code`
-    is accepted) the code differ from those the run started with or differ between ranks, or if the named step is
-    missing or damaged.
+    `start` is "auto". `data` names the rows to train on, and `plan` is the number of steps and of rows in a step.
+    UserError if the rows, the plan, the settings or (unless `other_code` is accepted) the code differ from those the
+    run started with or differ between ranks, or if the named step is missing or damaged.
     """
     fingerprint.check({"the data": data}, compute)
     if compute.main:
@@ -77,6 +94,8 @@ def resume_stage(
         same_run.check_settings(folder, meta, settings)
         same_run.check_data(folder, meta, data)
         same_run.check_code(folder, meta, other_code, compute)
+        if plan is not None:
+            same_run.check_plan(folder, meta, *plan)
     if start != "auto" and compute.main and (place := set_aside(folder, step or 0)):
         log(tr("the steps after {step:,} were moved to {place}; delete that folder when you no longer need them",
                step=step or 0, place=place))  # fmt: skip

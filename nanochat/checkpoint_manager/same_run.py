@@ -71,6 +71,20 @@ def check_data(folder: Path, meta: Mapping[str, Any], data: str) -> None:
         )  # fmt: skip
 
 
+def check_plan(folder: Path, meta: Mapping[str, Any], steps: int, per_step: int) -> None:
+    """Refuse to resume with another number of steps, or of rows or problems in a step: the run would repeat or skip
+    data, and its learning rate would jump."""
+    row = meta["state"].get("row")
+    then = row / meta["step"] if type(row) is int else per_step  # checkpoints of early versions have no row
+    if (meta["steps"], then) != (steps, per_step):
+        raise UserError(
+            tr("{folder} was begun with {steps:,} steps of {then:,.10g} rows or problems, but this start would make "
+               "{steps_now:,} steps of {now:,}. Resume on the number of devices and with the version of nanochat that "
+               "the run began with, {instead}", folder=folder, steps=meta["steps"], then=then, steps_now=steps,
+               now=per_step, instead=_instead(meta))
+        )  # fmt: skip
+
+
 def _instead(meta: Mapping[str, Any]) -> str:
     """How to start without the checkpoints that are there."""
     flag = "--model_tag" if meta["stage"] == "base" else "--out_tag"

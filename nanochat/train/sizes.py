@@ -177,15 +177,20 @@ class Batch:
 def batch(
     total_batch_size: int | Auto, device_batch_size: int | Auto, shape: ModelConfig, parameters: int,
     tokens: float | None, corpus: str, compute: Compute, asked_passes: int | None = None,
+    begun_rows: int | None = None,
 ) -> Batch:  # fmt: skip
     """How a step is split: its tokens, and the rows of a pass.
 
     `tokens` is the expected horizon, or None if the number of steps is given. `asked_passes` decides an automatic
-    device_batch_size; if both are given they must agree.
+    device_batch_size; if both are given they must agree. `begun_rows` are the rows of a step of the run that resumes:
+    an automatic step keeps them. UserError if the ranks cannot share them.
     """
     unit = shape.sequence_len * compute.world_size
     total = total_batch_size
-    if total == "auto":
+    if total == "auto" and begun_rows is not None:
+        total = _as_begun(begun_rows, compute) * shape.sequence_len
+        log(f"total_batch_size: {total:,} tokens a step (as the run began)")
+    elif total == "auto":
         if (total := traits(corpus).step_tokens) is not None:
             why = f"{corpus} is small"
         elif tokens is None:
@@ -211,6 +216,18 @@ def batch(
     log(f"step: {product}")
     probe = device_batch_size == "auto" and asked_passes is None
     return Batch(total, total // shape.sequence_len, per_pass, passes, probe)
+
+
+def _as_begun(rows: int, compute: Compute) -> int:
+    """The rows of a step of the run that resumes. UserError (code 2) if the ranks cannot share them equally."""
+    if rows % compute.world_size:
+        fits = ", ".join(str(ranks) for ranks in range(1, rows + 1) if rows % ranks == 0)
+        raise UserError(
+            tr("a step of this run has {rows} rows, which {ranks} devices cannot share equally. Resume on a number of "
+               "devices that divides {rows} ({fits}), or give --resume=none to start again, which moves the "
+               "checkpoints aside.", rows=rows, ranks=compute.world_size, fits=fits), exit_code=2,
+        )  # fmt: skip
+    return rows
 
 
 def example_batch(

@@ -220,7 +220,7 @@ class Stage:
         """Load the checkpoint to resume from, if there is one, and the figures that it holds."""
         flags, compute = self.flags, self.compute
         resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
-                               flags.resume, flags.other_code)  # fmt: skip
+                               flags.resume, flags.other_code, (work.steps, work.items_per_step))  # fmt: skip
         self.work, self.step, self.total = work, resumed.step, work.steps
         try:
             self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)

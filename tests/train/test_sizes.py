@@ -175,6 +175,14 @@ def test_an_automatic_step_follows_corpus_and_horizon(
     assert f"total_batch_size: {expected:,} tokens a step" in capsys.readouterr().out
 
 
+def test_an_automatic_step_stays_as_the_run_began() -> None:
+    three = replace(CPU, world_size=3)
+    assert sizes.batch("auto", 2, SHAPE, 10**6, None, "x", three, begun_rows=48).rows_per_step == 48
+    assert sizes.batch(256 * 6, 2, SHAPE, 10**6, None, "x", three, begun_rows=48).rows_per_step == 6
+    with pytest.raises(UserError, match=r"8 rows, which 3 devices cannot .*divides 8 \(1, 2, 4, 8\).*--resume=none"):
+        sizes.batch("auto", 2, SHAPE, 10**6, None, "x", three, begun_rows=8)
+
+
 def test_a_pass_on_a_cpu_is_4096_tokens() -> None:
     assert sizes.batch(2**16, "auto", SHAPE, 10**6, None, "x", CPU).device_batch_size == 16
     long = replace(SHAPE, sequence_len=8192)

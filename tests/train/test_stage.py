@@ -10,6 +10,7 @@ import pytest
 
 from nanochat import device
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
+from nanochat.checkpoint_manager.resume import rows_per_step
 from nanochat.common import UserError, free_flags
 from nanochat.report.sections import has_training_section
 from nanochat.runtime.progress import Progress
@@ -24,7 +25,7 @@ from tests.support.tiny_training import Batches
 TOKENIZER = tiny_tokenizer()
 
 
-def begun(total: int = 100, every: int = 0, first: bool = False, **flags: Any) -> Stage:
+def begun(total: int = 100, every: int = 0, first: bool = False, items: int = 4, **flags: Any) -> Stage:
     """A stage of a tiny model, ready for its next step; measuring writes `accuracy` into the line."""
 
     def measure(line: Line) -> None:
@@ -32,7 +33,7 @@ def begun(total: int = 100, every: int = 0, first: bool = False, **flags: Any) -
 
     stage = Stage("base", StageFlags(**flags), on_cpu(), "d2", corpus="cats")
     stage.set_up(tiny_gpt(TOKENIZER.vocab_size, 16), TOKENIZER, Rates(), 0.1)
-    stage.resume(Work(total, 64, 4, "rows", every, measure, first))
+    stage.resume(Work(total, 64, items, "rows", every, measure, first))
     stage.begin()
     return stage
 
@@ -137,6 +138,24 @@ def test_figures_of_another_version_are_refused_in_one_sentence() -> None:
     write_meta(step_dir(stage.folder, 2), meta)
     with pytest.raises(UserError, match=r"step 2 .* does not know .*bits_saved.*--resume=none"):
         begun(8)
+
+
+def test_a_run_resumes_only_with_as_many_steps_and_rows_as_it_began_with(base_folder: Path) -> None:
+    stage = begun(8, stop_at=2)
+    go(stage)
+    before = sorted(base_folder.rglob("*"))
+    assert rows_per_step(stage.folder, "auto", on_cpu()) == rows_per_step(stage.folder, 2, on_cpu()) == 4
+    assert rows_per_step(stage.folder, "none", on_cpu()) is rows_per_step(stage.folder, 1, on_cpu()) is None
+    with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 9 steps of 4"):
+        begun(9)
+    with pytest.raises(UserError, match=r"begun with 8 steps of 4 rows .* would make 8 steps of 6"):
+        begun(8, items=6)
+    assert sorted(base_folder.rglob("*")) == before
+    meta = read_meta(stage.folder, 2)
+    del meta["sha256"], meta["state"]["row"]  # as early versions wrote it
+    write_meta(step_dir(stage.folder, 2), meta)
+    assert rows_per_step(stage.folder, "auto", on_cpu()) is None
+    assert begun(8, items=6).step == 2
 
 
 def test_the_end_says_where_the_checkpoints_are_and_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
