@@ -2,6 +2,7 @@
 # Restarts a training command whenever it fails. Each start has a new rendezvous and resumes from the newest checkpoint.
 #   bash runs/supervise.sh scripts.base_train --depth=20            one process on each device of this host
 #   bash runs/supervise.sh bash runs/multinode_npu.sh scripts.base_train --depth=20    type this on every host
+# Once a start has saved something, --resume is left out: naming a step or none again would throw that away.
 # It ends when the command succeeds, when a signal stops it (the command gets the signal too), when the command line is
 # wrong (code 2), or when SUPERVISE_TRIES starts in a row (default 3) have saved nothing new. It waits SUPERVISE_PAUSE
 # seconds (default 5) before each restart.
@@ -36,7 +37,23 @@ saved() { # print a checksum of the checkpoints, which changes with every save
     local home=${HOME:-~} base
     base=${NANOCHAT_BASE_DIR:-$home/.cache/nanochat}
     case $base in '~'/*) base=$home/${base#*/} ;; esac
-    { find "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null || true; } | sort | cksum
+    { find -L "$base" -maxdepth 3 -path '*_checkpoints/*/step_*' -printf '%p %T@\n' 2>/dev/null || true; } | sort | cksum
+}
+
+without_resume() { # take --resume and its value out of the command's words
+    local word skip=
+    start=()
+    for word in "$@"; do
+        if [ -n "$skip" ]; then
+            skip=
+            continue
+        fi
+        case $word in
+        --resume | -resume) skip=1 ;;
+        --resume=* | -resume=*) ;;
+        *) start+=("$word") ;;
+        esac
+    done
 }
 
 alive() { # whether any process of the command still runs
@@ -79,7 +96,10 @@ while true; do
     fi
     child=
     fruitless=$((fruitless + 1))
-    if [ "$(saved)" != "$before" ]; then fruitless=0; fi
+    if [ "$(saved)" != "$before" ]; then
+        fruitless=0
+        without_resume "${start[@]}"
+    fi
     if [ "$fruitless" -ge "${SUPERVISE_TRIES:-3}" ]; then
         echo "supervise: $fruitless starts in a row ended with code $code and saved nothing new; fix the cause, then type the same command again" >&2
         reason=$(cat "$NANOCHAT_REASON_FILE")

@@ -252,6 +252,31 @@ def test_supervise_watches_the_folder_that_a_tilde_means(clone: Clone) -> None:
     assert clone.run("supervise.sh", "bash", "-c", saves, **given)[0] == 0, "the first start has saved something"
 
 
+def test_supervise_follows_a_base_folder_that_is_a_link(clone: Clone) -> None:
+    saves = 'mkdir -p "$HOME/disk/base_checkpoints/d2/step_$$"; mkdir "$HOME/first" && exit 7 || exit 0'
+    (clone.root / "disk").mkdir()
+    (clone.root / "base").symlink_to(clone.root / "disk")
+    given = {"SUPERVISE_TRIES": "1", "SUPERVISE_PAUSE": "0", "NANOCHAT_BASE_DIR": str(clone.root / "base")}
+    assert clone.run("supervise.sh", "bash", "-c", saves, **given)[0] == 0, "the first start has saved something"
+
+
+@pytest.mark.parametrize("words", [["--resume=none"], ["--resume", "none"], ["-resume", "4"], ["--resume=4"]])
+def test_supervise_leaves_resume_out_once_a_start_has_saved(clone: Clone, words: list[str]) -> None:
+    """The first start fails and saves nothing, the second one saves, and the third one succeeds."""
+    runs = """
+        echo "$*"; starts=$(cat "$HOME/starts" 2>/dev/null); echo "$starts." >"$HOME/starts"
+        case $starts in
+        ..) exit 0 ;;
+        .) mkdir -p "$NANOCHAT_BASE_DIR/base_checkpoints/d2/step_000003" ;;
+        esac
+        exit 7"""
+    given = {"SUPERVISE_PAUSE": "0", "NANOCHAT_BASE_DIR": str(clone.root / "base")}
+    code, lines, errors = clone.run("supervise.sh", "bash", "-c", runs, "x", "--depth=2", *words, "--keep=9", **given)
+    assert code == 0, errors
+    whole = " ".join(["--depth=2", *words, "--keep=9"])
+    assert lines == [whole, whole, "--depth=2 --keep=9"]
+
+
 VOLCANO = {"VC_WORKER_NUM": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 MODELARTS = {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "job-worker-0.job"}
