@@ -145,12 +145,7 @@ class Profile:
 
     def __init__(self, stage: str, folder: Path, steps_left: int, compute: Compute):
         """Write to `folder`; UserError if the run has fewer steps left than a profile takes."""
-        if steps_left < NEEDED:
-            raise UserError(
-                f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the profiler to warm up, "
-                f"{TRACED} traced), and this run has {steps_left} left. Leave --profile out, or give it more steps.",
-                exit_code=2,
-            )
+        check(True, steps_left)
         self.stage, self.folder, self.compute = stage, folder, compute
         self.module = compute.platform.module
         self.number = 0  # steps since the start
@@ -273,6 +268,16 @@ class Idle:
 
     def end_step(self) -> None:
         """Do nothing."""
+
+
+def check(wanted: bool, steps_left: int) -> None:
+    """UserError (code 2) if a profile is wanted and the run has fewer steps left than a profile takes."""
+    if wanted and steps_left < NEEDED:
+        raise UserError(
+            f"--profile needs {NEEDED} steps ({SETTLING} to warm up, {TIMED} timed, 1 for the profiler to warm up, "
+            f"{TRACED} traced), and this run has {steps_left} left. Leave --profile out, or give it more steps.",
+            exit_code=2,
+        )
 
 
 def begin(wanted: bool, stage: str, folder: Path, steps_left: int, compute: Compute) -> Profile | Idle:

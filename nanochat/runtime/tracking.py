@@ -19,10 +19,11 @@ MODES = {
 }
 
 
-def parse_trackers(text: str) -> dict[str, str]:
+def parse_trackers(text: str, run: str = "dummy") -> dict[str, str]:
     """The trackers in a list such as `swanlab,wandb:offline`, each with its mode or "".
 
-    UserError (code 2) for an unknown name or mode, a repeated name, or a library that is not installed.
+    `run` names a wandb run, which adds wandb; "dummy" means that none is asked for. UserError (code 2) for an unknown
+    name or mode, a repeated name, or a library that is not installed.
     """
     found: dict[str, str] = {}
     for word in (part.strip() for part in text.split(",")):
@@ -40,6 +41,10 @@ def parse_trackers(text: str) -> dict[str, str]:
                 2,
             )
         found[name] = mode
+    if run != "dummy":
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out")
+        found.setdefault("wandb", "")
     return found
 
 
@@ -60,11 +65,7 @@ class Tracker:
         self._beside: list[Beside] = []
         if not main:
             return
-        wanted = parse_trackers(track)
-        if run != "dummy":
-            wanted.setdefault("wandb", "")
-            if importlib.util.find_spec("wandb") is None:
-                raise UserError(f"--run {run} needs wandb, which is not installed. Install wandb, or leave --run out")
+        wanted = parse_trackers(track, run)
         self._jsonl = Jsonl(folder, step)
         self.last = self._jsonl.last
         for tracker, mode in wanted.items():

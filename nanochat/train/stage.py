@@ -87,7 +87,7 @@ class Stage:
         """
         if why := compute.platform.cannot_train():
             raise UserError(why)
-        parse_trackers(flags.track)  # refuses a wrong list before anything is read
+        parse_trackers(flags.track, flags.run)  # refuses a wrong list before anything is read
         self.name, self.flags, self.compute, self.tag = name, flags, compute, tag
         self.folder = checkpoint_dir(name, tag)
         self.settings = RunSettings.of(flags, **facts)
@@ -219,6 +219,11 @@ class Stage:
     def resume(self, work: Work) -> None:
         """Load the checkpoint to resume from, if there is one, and the figures that it holds."""
         flags, compute = self.flags, self.compute
+        if "lora" in self.about:
+            refuse_parts_of_adapter(flags.checkpoint_files)
+        if flags.resume != "auto":  # refused before later steps are moved aside
+            first = 0 if flags.resume == "none" else flags.resume
+            profiling.check(flags.profile, min(flags.stop_at or work.steps, work.steps) - first)
         resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
                                flags.resume, flags.other_code, (work.steps, work.items_per_step))  # fmt: skip
         self.work, self.step, self.total = work, resumed.step, work.steps
@@ -244,8 +249,6 @@ class Stage:
         """Open log, progress and profile. Then measure what is due before the next step: the measurement that a run
         missed when it was stopped right after a save, or the one before the first step."""
         flags, compute = self.flags, self.compute
-        if "lora" in self.about:
-            refuse_parts_of_adapter(flags.checkpoint_files)
         self.stop = min(flags.stop_at or self.total, self.total)
         shown = f"{self.name}-{self.tag}"
         self.tracker = Tracker(self.folder, flags.run, asdict(flags), self.step, compute.main, flags.track, shown)

@@ -1,5 +1,6 @@
 """What a stage does between its steps: when it saves and measures, what it owes after a stop, and how it ends."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -25,13 +26,17 @@ from tests.support.tiny_training import Batches
 TOKENIZER = tiny_tokenizer()
 
 
-def begun(total: int = 100, every: int = 0, first: bool = False, items: int = 4, **flags: Any) -> Stage:
+def begun(
+    total: int = 100, every: int = 0, first: bool = False, items: int = 4, about: Any = None,
+    **flags: Any,
+) -> Stage:  # fmt: skip
     """A stage of a tiny model, ready for its next step; measuring writes `accuracy` into the line."""
 
     def measure(line: Line) -> None:
         line["accuracy"] = 0.5
 
     stage = Stage("base", StageFlags(**flags), on_cpu(), "d2", corpus="cats")
+    stage.about = about or {}
     stage.set_up(tiny_gpt(TOKENIZER.vocab_size, 16), TOKENIZER, Rates(), 0.1)
     stage.resume(Work(total, 64, items, "rows", every, measure, first))
     stage.begin()
@@ -188,6 +193,25 @@ def test_what_the_device_cannot_do_is_refused_before_an_earlier_run_is_moved_asi
                          ({"graphs": True, "compile": True}, "both asked for")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             begun(3, resume="none", **flags)
+    assert sorted(base_folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"checkpoint_files": "per_rank"}, "--checkpoint_files=per_rank is for whole models"),
+        ({"run": "mine"}, "--run mine needs wandb, which is not installed"),
+        ({"profile": True}, "--profile needs .* this run has 3 left"),
+    ],
+)
+def test_what_the_flags_cannot_do_is_refused_before_an_earlier_run_is_moved_aside(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
+) -> None:
+    go(begun(2))
+    before = sorted(base_folder.rglob("*"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=words):
+        begun(3, resume="none", about={"lora": {}}, **flags)
     assert sorted(base_folder.rglob("*")) == before
 
 
