@@ -7,6 +7,8 @@ torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl -- --device_batch_si
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from nanochat.common import UserError, log
 from nanochat.dataloader import epoch_numbers
 from nanochat.device import Compute
@@ -91,8 +93,9 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer = stage.load_parent()
     task, held_out = rl_tasks(stage.corpus, cfg.problems)
     sampled = cfg.examples_per_step * cfg.oversample  # problems of a step
-    steps = cfg.steps(len(task), sampled)
-    log(f"task: {task.name}, {len(task):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
+    fitting = np.array(rollout.fitting(task, tokenizer, model.config.sequence_len))
+    steps = cfg.steps(len(fitting), sampled)
+    log(f"task: {task.name}, {len(fitting):,} problems; {steps:,} steps of {sampled} x {cfg.num_samples} replies")
 
     sampler, reference = Sampler(model, compute), None
     if cfg.kl:
@@ -116,7 +119,7 @@ def train(cfg: Config, compute: Compute) -> None:
     sampler.renew(model)
     stage.begin()
     while stage.next_step():
-        numbers = epoch_numbers(len(task), cfg.seed, stage.step * sampled, sampled).tolist()
+        numbers = fitting[epoch_numbers(len(fitting), cfg.seed, stage.step * sampled, sampled)].tolist()
         stage.mark("sampling")
         rolled, samples = rollout.roll_out(
             task, numbers, cfg.num_samples, replace(sampling, seed=cfg.seed * 1_000_003 + stage.step),

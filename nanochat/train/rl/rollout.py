@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanochat import device
+from nanochat.common import UserError, tr, warn
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
 from nanochat.engine import Engine
@@ -62,6 +63,22 @@ def task_key(task: Task) -> str:
     return f"{task.name} {len(task)} {digest.hexdigest()[:16]}"
 
 
+def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
+    """The problems of a task that a context of so many tokens holds, with room for a reply; a warning if some are left
+    out, and a UserError if all are."""
+    numbers = [i for i in range(len(task)) if len(tokenizer.render_prompt(task[i])) < context]
+    if not numbers:
+        raise UserError(
+            tr("no problem of {task} fits into the model's context of {context:,} tokens. Shorten the problems, or "
+               "train a model with a larger --max_seq_len", task=task.name, context=context)
+        )  # fmt: skip
+    if left_out := len(task) - len(numbers):
+        warn(tr("{count:,} of {all:,} problems are left out, since they and a reply do not fit into the model's "
+                "context of {context:,} tokens. Shorten them, or train a model with a larger --max_seq_len", count=left_out,
+                all=len(task), context=context))  # fmt: skip
+    return numbers
+
+
 def roll_out(
     task: Task, numbers: Sequence[int], samples: int, sampling: Sampling, device_batch_size: int, model: Model,
     tokenizer: Tokenizer, compute: Compute, policy: PolicyFlags, shuffle: bool = False, groups: Groups | None = None,
@@ -91,7 +108,7 @@ def roll_out(
     worth = [
         shaped(reward, len(reply.tokens), limit, overlong) for reward, reply in zip(rewards, completions, strict=True)
     ]
-    dealt = shuffled(worth, str(sampling.seed)) if shuffle else worth
+    dealt = _dealt(worth, len(numbers), samples, str(sampling.seed), compute) if shuffle else worth
     members = [slice(at * samples, (at + 1) * samples) for at in range(len(mine))]
     judged = [advantages(dealt[group], policy.advantage) for group in members]
     flat = [not any(of_prompt) for of_prompt in judged]
@@ -122,6 +139,16 @@ def roll_out(
                         flat_all / of_all, cut_all / count, extras,
                         None if reference is None else divergence / max(targets, 1))  # fmt: skip
     return rollouts, kept
+
+
+def _dealt(worth: Sequence[float], total: int, samples: int, seed: str, compute: Compute) -> list[float]:
+    """This rank's share of the rewards of all ranks' replies to `total` problems, shuffled in the problems' order."""
+    rewards = [0.0] * (total * samples)
+    mine = [at * samples + reply for at in range(compute.rank, total, compute.world_size) for reply in range(samples)]
+    for place, reward in zip(mine, worth, strict=True):
+        rewards[place] = reward
+    dealt = shuffled(parallel.total(rewards, compute), seed)
+    return [dealt[place] for place in mine]
 
 
 def _trained(flat: Sequence[bool], total: int, oversample: int, compute: Compute) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
+from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, chat
 from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
@@ -14,7 +15,7 @@ from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.runtime import parallel
 from nanochat.train.rl import rollout
-from nanochat.train.rl.policy import PolicyFlags
+from nanochat.train.rl.policy import PolicyFlags, shuffled
 from nanochat.train.update import LossScale, Outcome, update
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
@@ -299,3 +300,28 @@ def test_a_ratio_gets_the_sampler_s_log_probabilities():
     assert outcome.figures == {"clipped": 0.0, "policy_shift": pytest.approx(0, abs=1e-6)}
     for name, value in recorder.gradients.items():  # a policy that has not moved learns what REINFORCE does
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_problems_that_the_context_cannot_hold_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = [len(TOKENIZER.render_prompt(Even()[i])) for i in range(8)]
+    assert rollout.fitting(Even(), TOKENIZER, max(lengths) + 1) == list(range(8))
+    assert not capsys.readouterr().err
+    kept = [i for i, length in enumerate(lengths) if length < max(lengths)]  # a reply needs a place
+    assert rollout.fitting(Even(), TOKENIZER, max(lengths)) == kept and 0 < len(kept) < 8
+    assert f"{8 - len(kept)} of 8 problems are left out" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"no problem of even fits into .* of 1 tokens"):
+        rollout.fitting(Even(), TOKENIZER, 1)
+
+
+def dealt(compute: Compute) -> list[float]:
+    """Rewards 0, 1, ... 11 of two replies to each of six problems."""
+    mine = [float(2 * at + reply) for at in range(compute.rank, 6, compute.world_size) for reply in range(2)]
+    return rollout._dealt(mine, 6, 2, "7", compute)
+
+
+def test_rewards_are_shuffled_over_all_ranks() -> None:
+    alone = dealt(on_cpu())
+    assert alone == shuffled([float(reward) for reward in range(12)], "7")
+    first, second = run_ranks(2, dealt)
+    pairs = [part[at : at + 2] for at in (0, 2, 4) for part in (first, second)]
+    assert [reward for pair in pairs for reward in pair] == alone
