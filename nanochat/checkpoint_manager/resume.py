@@ -1,6 +1,10 @@
 """Whether a stage is finished, and the step that it resumes from."""
 
 import contextlib
+import errno
+import fcntl
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +26,7 @@ from nanochat.runtime import fingerprint, parallel
 from nanochat.runtime.tracking import read_metrics
 
 Start = int | Literal["auto", "none"]  # a step, the newest, or from step 0
+LOCK, LOCK_SECONDS = ".lock", 10.0  # a training that was killed may take seconds to free its memory
 
 
 def finished(
@@ -47,6 +52,34 @@ def finished(
     if compute.main:
         log(tr("already done: {folder} has all {step:,} steps", folder=folder, step=step))
     return True
+
+
+def hold(folder: Path, compute: Compute) -> None:
+    """Keep other trainings out of a stage's folder until this one ends. UserError on every rank if one is there."""
+    with parallel.together(f"the start in {folder}", compute):
+        if compute.main:
+            _lock(folder, compute)
+
+
+def _lock(folder: Path, compute: Compute) -> None:
+    """A record lock, because the workers that a process forks do not inherit it: it vanishes with a killed training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    compute.ending.callback(os.close, file)
+    given_up = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as failure:
+            if failure.errno not in (errno.EACCES, errno.EAGAIN):
+                return None  # a file system without locks
+            if time.monotonic() > given_up:
+                raise UserError(
+                    tr("{folder} is training already: another command trains there, and two would break each other's "
+                       "checkpoints. Stop that command or wait until it ends. To train at the same time, give another "
+                       "name", folder=folder)
+                ) from failure  # fmt: skip
+        time.sleep(0.1)
 
 
 def rows_per_step(folder: Path, start: Start, compute: Compute) -> int | None:

@@ -20,7 +20,7 @@ from nanochat import dataloader, device
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
 from nanochat.checkpoint_manager.parts.background import Saver
-from nanochat.checkpoint_manager.resume import finished, resume_stage
+from nanochat.checkpoint_manager.resume import finished, hold, resume_stage
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
 from nanochat.common import UserError, log, run
@@ -224,9 +224,10 @@ class Stage:
         if flags.resume != "auto":  # refused before later steps are moved aside
             first = 0 if flags.resume == "none" else flags.resume
             profiling.check(flags.profile, min(flags.stop_at or work.steps, work.steps) - first)
+        hold(self.folder, compute)
         resumed = resume_stage(self.folder, self._module, self.optimizers, self.settings, compute, work.key,
                                flags.resume, flags.other_code, (work.steps, work.items_per_step))  # fmt: skip
-        self.work, self.step, self.total = work, resumed.step, work.steps
+        self.work, self.step, self.total, self._state = work, resumed.step, work.steps, resumed.state
         try:
             self.meter = Meter.start(work.steps, work.tokens_per_step, self.flops, compute, resumed.state)
             self.scale, self.spikes = LossScale.start(compute, resumed.state), Spikes.start(resumed.state)
@@ -236,7 +237,6 @@ class Stage:
                 f"know ({unknown}). Resume with the version of nanochat that wrote the checkpoint, or begin again with "
                 "--resume=none."
             ) from unknown
-        self._state = resumed.state
 
     def _announce(self) -> None:
         """Say how long the run will take, before its first step; warn if that is long."""

@@ -335,7 +335,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
     assert "the disk is full" in said and "same command again" in said
     folder = stage_folder(base_folder, "base")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "metrics.jsonl", "run.json", "samples.jsonl", "step_000005"
+        ".lock", "metrics.jsonl", "run.json", "samples.jsonl", "step_000005"
     ]  # fmt: skip
     assert read_metrics(folder)[-1]["step"] < 15  # it ends before the save that would have followed
     assert command(monkeypatch, "base", *flags) == 0

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from nanochat import device
+from nanochat.checkpoint_manager import resume
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
 from nanochat.checkpoint_manager.resume import rows_per_step
 from nanochat.common import UserError, free_flags
@@ -23,6 +25,7 @@ from scripts import base_train, chat_rl, chat_sft, mid_train
 from tests.support.tiny_model import on_cpu, tiny_gpt, tiny_tokenizer
 from tests.support.tiny_training import Batches
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENIZER = tiny_tokenizer()
 
 
@@ -213,6 +216,36 @@ def test_what_the_flags_cannot_do_is_refused_before_an_earlier_run_is_moved_asid
     with pytest.raises(UserError, match=words):
         begun(3, resume="none", about={"lora": {}}, **flags)
     assert sorted(base_folder.rglob("*")) == before
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from nanochat.checkpoint_manager.resume import hold
+from tests.support.tiny_model import on_cpu
+hold(Path(sys.argv[1]), on_cpu())
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_commands_cannot_train_a_stage_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = begun(4, stop_at=2)
+    go(stage)
+    stage.compute.ending.close()  # as at the end of launch()
+    monkeypatch.setattr(resume, "LOCK_SECONDS", 0.2)
+    half_saved = stage.folder / ".tmp-step_000003"
+    half_saved.mkdir()
+    words = [sys.executable, "-c", HOLDS, str(stage.folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="d2 is training already"):
+            begun(4)
+        assert half_saved.exists(), "it is the other command's"
+        other.kill()
+        monkeypatch.setattr(resume, "LOCK_SECONDS", 10)
+        assert begun(4).step == 2, "a lock ends with its process"
+    assert not half_saved.exists()
 
 
 def test_a_checkpoint_names_the_family_of_its_model() -> None:

@@ -74,8 +74,8 @@ def fitting(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
         )  # fmt: skip
     if left_out := len(task) - len(numbers):
         warn(tr("{count:,} of {all:,} problems are left out, since they and a reply do not fit into the model's "
-                "context of {context:,} tokens. Shorten them, or train a model with a larger --max_seq_len", count=left_out,
-                all=len(task), context=context))  # fmt: skip
+                "context of {context:,} tokens. Shorten them, or train a model with a larger --max_seq_len",
+                count=left_out, all=len(task), context=context))  # fmt: skip
     return numbers
 
 
