@@ -112,6 +112,11 @@ class Config(ExampleFlags, Epochs, RunFlags):
         return self.out_tag or f"{self.model.expanduser().resolve().name}-{first}"
 
 
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of what dropout drops in a step on a rank: the same after a resume, and what torch takes."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
     lora, T, preference = cfg.lora, cfg.max_length, cfg.preference
@@ -139,7 +144,7 @@ def train(cfg: Config, compute: Compute) -> None:
             add_references(rows, base.model, base.identity, batch.device_batch_size, compute)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers",
                                      objective=preference):  # fmt: skip
-        seed_all((cfg.seed * 1_000_003 + stage.step) * 65_537 + compute.rank)  # dropout: the same after a resume
+        seed_all(dropout_seed(cfg.seed, stage.step, compute.rank))
         stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
         stage.conclude(stage.update(examples))
 

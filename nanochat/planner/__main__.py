@@ -92,6 +92,16 @@ def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
     )
 
 
+def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
+    """UserError if a plan needs more memory than a card has."""
+    if plan.memory > chip.memory_gib * 2**30:
+        raise UserError(
+            f"a model of depth {depth} must fit into the {chip.memory_gib:.0f} GiB of a {chip.name}, but needs "
+            f"{plan.memory / 2**30:.1f} GiB on each of {plan.ranks} card(s) with {plan.rows} row(s) a pass. Take a "
+            "smaller --depth, or more cards with --ranks"
+        )
+
+
 def rates_for(chip: Chip, bench: calibration.Bench | None) -> tuple[Rates | None, str]:
     """The speed of a kind of card and where it comes from: measured on this host's cards, or by the data sheet."""
     if bench is not None and bench.chip == chip.name:
@@ -156,6 +166,7 @@ def main(cfg: Config) -> None:
     rates, source = rates_for(chip, bench)
     size = size_of(cfg.depth, cfg.vocab_size)
     plan = plan_of(size, chip, max(ranks, 1), cfg.total_batch_size, rates, source.startswith("measured"))
+    check_fits(cfg.depth, plan, chip)
     print(told(plan, chip, rates, source), file=sys.stderr)
     print(f"--depth={cfg.depth} --total_batch_size={cfg.total_batch_size} --device_batch_size={plan.rows}")
 

@@ -33,6 +33,7 @@ LEAST = {
     "warmup_ratio": 0, "warmdown_ratio": 0, "final_lr_frac": 0, "init_lr_frac": 0, "weight_decay": 0,
     "learning_rate": 0, "unembedding_lr": 0, "embedding_lr": 0, "matrix_lr": 0, "scalar_lr": 0,
 }  # fmt: skip
+BELOW = {"seed": 2**63}  # which torch's generators and numpy take
 ABOVE_ZERO = ("num_epochs", "target_flops", "target_param_data_ratio", "lora_alpha", "temperature")  # and finite
 WHY = {
     "num_samples": ", since a reply is judged against the others to its problem",
@@ -41,8 +42,8 @@ WHY = {
 
 
 def check_ranges(flags: Any) -> None:
-    """UserError (code 2) for the first flag with a number below its least value, or that is not above 0 if it must be;
-    "auto", None and the like are not numbers."""
+    """UserError (code 2) for the first flag with a number that is too small or too large; "auto", None and the like are
+    not numbers."""
     for name in (field.name for field in fields(flags)):
         value = getattr(flags, name)
         if not isinstance(value, int | float):
@@ -52,6 +53,8 @@ def check_ranges(flags: Any) -> None:
         if not fits:
             reason = WHY.get(name, "")
             raise UserError(f"--{name} must be {rule}{reason}, got {value}: change it, or leave it out", exit_code=2)
+        if value >= BELOW.get(name, math.inf):
+            raise UserError(f"--{name} must be below {BELOW[name]}, got {value}: change it, or leave it out", 2)
 
 
 @dataclass(frozen=True)
@@ -197,13 +200,25 @@ class ChatFlags(EpochFlags):
     """corpus of these rows: a name, a folder of your own, or a mixture such as web:0.7,books:0.3.
     Default: the corpus of the stage"""
 
+    def documents_of(self, auto: int) -> int:
+        """What --documents_every is, where `auto` is what auto means. UserError (code 2) if --documents names a corpus
+        from which no row would be taken."""
+        every = auto if self.documents_every == "auto" else self.documents_every
+        if self.documents is not None and not every:
+            raise UserError(
+                "--documents needs --documents_every=N, N of at least 1, since else it gives no rows, "
+                f"got --documents={self.documents} and --documents_every={self.documents_every}: give "
+                "--documents_every=8, or leave --documents out", exit_code=2,
+            )  # fmt: skip
+        return every
+
     def saved_as(self, tag: str) -> str:
         """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
         return self.out_tag or named_after(tag, self.conversations or self.mix)
 
     def with_documents(self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer) -> tuple[Source, str]:
         """Rows with one in --documents_every from --documents, and the words that say so. `auto` is what auto means."""
-        every = auto if self.documents_every == "auto" else self.documents_every
+        every = self.documents_of(auto)
         if not every:
             return rows, ""
         data = resolve_data(self.documents or corpus)

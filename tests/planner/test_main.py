@@ -68,6 +68,10 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
         ({"chip": "910B3", "ranks": -1}, "--ranks must be at least 1, got -1"),
         ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 32768"),
         ({"chip": "310P", "ranks": 1}, "310P cards are for inference only"),
+        (
+            {"chip": "910A", "ranks": 1, "depth": 32},
+            r"into the 32 GiB of a 910A, but needs \d+\.\d GiB on each",
+        ),
         ({}, "this host has no card of a known kind; name a kind with --chip"),
     ],
 )

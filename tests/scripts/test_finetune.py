@@ -304,3 +304,8 @@ def test_an_adapter_whose_base_is_gone_says_so(models: Path, tmp_path: Path) -> 
 def test_a_conversation_without_an_answer_is_nothing_to_train_on(models: Path, tmp_path: Path) -> None:
     asked = Conversation((user("a"), assistant("b"), user("c")))
     assert FolderTokenizer(models / "qwen3", VOCABULARY).render(asked).mask.count(1) > 0
+
+
+def test_any_seed_that_the_flags_allow_seeds_dropout() -> None:
+    assert finetune.dropout_seed(42, 3, 1) == (42 * 1_000_003 + 3) * 65_537 + 1
+    device.seed_all(finetune.dropout_seed(2**63 - 1, 10**6, 1000))

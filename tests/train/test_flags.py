@@ -95,3 +95,23 @@ def test_rl_refuses_flags_that_it_would_ignore(flags: dict[str, bool]) -> None:
     for stage in ("base", "mid", "sft", "tune"):
         made(stage, **flags)
     assert parse(chat_rl.Config, ["--no_compile", "--no-graphs"]).compile is False
+
+
+def test_a_seed_that_generators_cannot_take_is_refused() -> None:
+    for stage in SCRIPTS:
+        assert made(stage, seed=2**63 - 1).seed == 2**63 - 1
+        with pytest.raises(
+            UserError, match=r"--seed must be below 9223372036854775808, got 9223372036854775808"
+        ) as refused:
+            made(stage, seed=2**63)
+        assert refused.value.exit_code == 2
+
+
+def test_a_corpus_of_documents_of_which_no_row_would_be_taken_is_refused() -> None:
+    nothing: list[dict[str, Any]] = [{}, {"documents_every": 0}]
+    for given in nothing:
+        with pytest.raises(UserError, match=r"--documents needs --documents_every=N.*got --documents=web") as refused:
+            ChatFlags(documents="web", **given).documents_of(0)
+        assert refused.value.exit_code == 2
+    assert ChatFlags(documents="web").documents_of(4) == 4 and ChatFlags().documents_of(0) == 0
+    assert ChatFlags(documents="web", documents_every=3).documents_of(0) == 3
