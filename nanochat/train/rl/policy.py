@@ -157,10 +157,11 @@ class PolicyLoss:
         inputs: Tensor,  # (B, T), one reply a row, or trees of replies
         targets: Tensor,  # (B, T), or (N,) of trees; -1 = not trained
         **extras: Tensor,  # weights, and sampled, the sampler's log-probability of each target, shaped like targets;
+        # copies, for how many replies each target is trained, by default for one;
         # gspo over trees: replies, the number of each target's reply, below N
     ) -> Tensor:  # (3,)
-        """The sums over all targets of the loss, of clipped tokens and of the shift."""
-        weights, sampled = extras["weights"], extras["sampled"]
+        """The sums over all targets of the loss, and over all of their copies of clipped tokens and of the shift."""
+        weights, sampled, copies = extras["weights"], extras["sampled"], extras.get("copies", 1.0)
         trained = targets >= 0
         logprobs = -model(inputs, targets, reduction="none")
         moved = torch.where(trained, logprobs - sampled, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -178,7 +179,8 @@ class PolicyLoss:
             bounded = ratio.clamp(1 - self.low, 1 + self.high)
             gains = torch.minimum(ratio * weights, bounded * weights)
             clipped = bounded * weights < ratio * weights
-        sums = (-torch.where(trained, gains, 0.0), (clipped & trained).float(), torch.where(trained, shift, 0.0))
+        counted = (clipped & trained) * copies, torch.where(trained, shift, 0.0) * copies
+        sums = -torch.where(trained, gains, 0.0), *counted
         return torch.stack([each.sum() for each in sums])
 
 

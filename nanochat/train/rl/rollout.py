@@ -24,14 +24,14 @@ from nanochat.train.rl.trees import APART, Sample, pack
 
 ROUND = 32  # rows are padded to a multiple of this many tokens, so that few shapes occur
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """A step's samples of one rank, and figures over all ranks."""
 
-    # inputs, targets, weights and, for a ratio, sampled, (b, T) each; over trees as trees.pack() makes them
+    # inputs, targets, weights and, for a ratio, sampled and copies, (b, T) each; over trees as trees.pack() makes them
     micro_batches: list[tuple[Tensor, ...]]
     num_targets: int  # tokens that are trained, over all ranks
     reward: float  # mean over all samples
@@ -164,7 +164,7 @@ def _batches(
     kept: Sequence[Sample], device_batch_size: int, pad: int, compute: Compute, policy: PolicyFlags, trees: bool
 ) -> tuple[list[tuple[Tensor, ...]], tuple[str, ...]]:
     """The micro-batches of a step, and the names of their tensors behind inputs and targets."""
-    extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled")
+    extras = ("weights",) if policy.loss == "reinforce" else ("weights", "sampled", "copies")
     if trees:
         apart = APART[policy.loss]
         given = merged(kept) if apart == "replies" else kept
@@ -174,7 +174,8 @@ def _batches(
 
 
 def merged(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, with equal samples whose tokens have weights of equal sign merged into one and their weights added.
+    """The samples, with equal samples whose tokens have weights of equal sign merged into one and their weights and
+    copies added.
 
     Short replies are often the same. The gradient is linear in the weights, and of a clipped ratio it is so as long as
     the weights keep their sign.
@@ -185,7 +186,8 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
         before = found.get(key)
         if before is not None:
             weights = [a + b for a, b in zip(before.weights, sample.weights, strict=True)]
-            sample = Sample(before.prompt, before.completion, weights)
+            copies = [a + b for a, b in zip(before.copies, sample.copies, strict=True)]
+            sample = Sample(before.prompt, before.completion, weights, copies)
         found[key] = sample
     return list(found.values())
 
@@ -205,7 +207,7 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
         height = min(max(-(-len(part) // ROUND), 1) * ROUND, rows)
         inputs = torch.full((height, T), pad, dtype=torch.long)
         targets = torch.full_like(inputs, -1)
-        weights, sampled = torch.zeros(inputs.shape), torch.zeros(inputs.shape)
+        weights, sampled, copies = (torch.zeros(inputs.shape) for _ in range(3))
         for row, sample in enumerate(part):
             tokens = sample.prompt + sample.completion.tokens
             inputs[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
@@ -214,9 +216,10 @@ def _rows(samples: Sequence[Sample], rows: int, pad: int, compute: Compute) -> l
             targets[row, first:last] = torch.tensor(sample.completion.tokens)
             weights[row, first:last] = torch.tensor(sample.weights)
             sampled[row, first:last] = torch.tensor(sample.completion.logprobs)
+            copies[row, first:last] = torch.tensor(sample.copies, dtype=torch.float32)
         targets[weights == 0] = -1
-        pinned = [device.pin(tensor, compute) for tensor in (inputs, targets, weights, sampled)]
-        batches.append((pinned[0], pinned[1], pinned[2], pinned[3]))
+        pinned = [device.pin(tensor, compute) for tensor in (inputs, targets, weights, sampled, copies)]
+        batches.append((pinned[0], pinned[1], pinned[2], pinned[3], pinned[4]))
     return batches
 
 

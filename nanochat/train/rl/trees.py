@@ -31,7 +31,8 @@ NOTHING = 1e-9  # a sum of weights below this is what rounding has left
 # Which targets of a place are not summed: those of weights that differ in sign, or those of different replies.
 Apart = Literal["none", "signs", "replies"]
 Target = tuple[int, int, int]  # the place that predicts it, its token, what is kept apart: a sign, a reply's number
-APART: dict[str, Apart] = {"reinforce": "none", "cispo": "none", "ppo": "signs", "gspo": "replies"}
+# Losses with ratios have figures, which count targets whose weights would cancel each other
+APART: dict[str, Apart] = {"reinforce": "none", "cispo": "signs", "ppo": "signs", "gspo": "replies"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Sample:
     prompt: list[int]
     completion: Completion
     weights: list[float]
+    counted: list[int] | None = None  # for how many replies each token is trained, where equal ones were merged
+
+    @property
+    def copies(self) -> list[int]:
+        """For how many replies each token of the reply is trained."""
+        return [int(weight != 0) for weight in self.weights] if self.counted is None else self.counted
 
 
 @dataclass(frozen=True)
@@ -77,18 +84,21 @@ class _Growing:
     tokens: list[int]
     parents: list[int]
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # place, token -> the token's place
-    targets: dict[Target, list[float]] = field(default_factory=dict)  # weight, log-probability
+    targets: dict[Target, list[float]] = field(default_factory=dict)  # weight, log-probability, copies
     replies: int = 0  # number of replies that were added
 
     def add(self, sample: Sample, apart: Apart) -> list[Target]:
         """Add a reply; the targets that its tokens are, in `targets` if they weigh anything."""
         keys = []
         at, reply = len(sample.prompt) - 1, sample.completion
-        for token, weight, logprob in zip(reply.tokens, sample.weights, reply.logprobs, strict=True):
+        trained = zip(reply.tokens, sample.weights, reply.logprobs, sample.copies, strict=True)
+        for token, weight, logprob, copies in trained:
             kept = {"none": 0, "signs": int(weight > 0), "replies": self.replies}[apart]
             keys.append((at, token, kept))
             if weight:
-                self.targets.setdefault(keys[-1], [0.0, logprob])[0] += weight
+                target = self.targets.setdefault(keys[-1], [0.0, logprob, 0.0])
+                target[0] += weight
+                target[2] += copies
             child = self.children.get((at, token))
             if child is None:
                 child = self.children[at, token] = len(self.tokens)
@@ -159,7 +169,8 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
 def pack(
     samples: Sequence[Sample], replies: int, pad: int, compute: Compute, apart: Apart, sampled: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Samples as passes of inputs, targets, weights, with `sampled` the sampler's log-probabilities, and a Tree.
+    """Samples as passes of inputs, targets, weights, with `sampled` the sampler's log-probabilities and for how many
+    replies each target is trained, and a Tree.
 
     A pass has at most as many tokens as `replies` rows of the longest sample. Every rank gets the same number of
     passes. `apart` keeps weights apart in which the loss is not linear; for "replies", the number of each target's
@@ -199,7 +210,7 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart
     inputs = np.full((height, T), pad, dtype=np.int64)
     parents = np.tile(np.arange(T), (height, 1))
     seen = np.tile(np.eye(T, dtype=bool), (height, 1, 1))
-    found: list[tuple[int, int, float, float, int]] = []  # place, target, weight, log-probability, reply
+    found: list[tuple[int, int, float, float, float, int]] = []  # place, target, weight, log-probability, copies, reply
     before = 0  # replies
     for number, row in enumerate(rows):
         start = 0
@@ -211,13 +222,14 @@ def _pass(rows: Sequence[Sequence[_Growing]], T: int, most: int, pad: int, apart
             for place, parent in enumerate(tree.parents[1:], 1):
                 here[start + place, start : start + place] = here[start + parent, start : start + place]
             first = number * T + start
-            for (at, token, kept), (weight, logprob) in tree.targets.items():
-                found.append((first + at, token, weight, logprob, before + kept))
+            for (at, token, kept), value in tree.targets.items():
+                found.append((first + at, token, value[0], value[1], value[2], before + kept))
             start, before = end, before + tree.replies
     count = max(-(-len(found) // TARGETS), 1) * TARGETS
-    found += [(0, -1, 0.0, 0.0, 0)] * (count - len(found))
-    places, targets, weights, logprobs, replies = (torch.tensor(column) for column in zip(*found, strict=True))
+    found += [(0, -1, 0.0, 0.0, 0.0, 0)] * (count - len(found))
+    columns = (torch.tensor(column) for column in zip(*found, strict=True))
+    places, targets, weights, logprobs, copies, replies = columns
     own: list[Any] = [torch.from_numpy(inputs), targets, weights]
-    own += [logprobs] if sampled else []
+    own += [logprobs, copies] if sampled else []
     own += [replies] if apart == "replies" else []
     return [*own, torch.from_numpy(parents), torch.from_numpy(seen), places]

@@ -266,6 +266,7 @@ def test_equal_replies_to_a_prompt_are_trained_once_with_their_weights_added():
         ([1, 2], [3, 4], [0.625, 0.0]), ([1, 2], [3, 5], [-0.25, -0.25]), ([1], [2, 3, 4], [1.0] * 3),
         ([1], [2, 3, 4], [-0.5] * 3), ([1], [2, 3, 4], [0.5, -0.5, 0.5]),
     ]  # fmt: skip
+    assert [s.copies for s in rollout.merged(given)] == [[2, 0], [1, 1], [1] * 3, [1] * 3, [1] * 3]
 
 
 def test_of_more_problems_the_first_with_unequal_rewards_are_trained_on():
@@ -286,8 +287,8 @@ def test_replies_near_the_limit_lose_reward_and_are_trained_on():
 def test_a_ratio_gets_the_sampler_s_log_probabilities():
     policy = PolicyFlags(loss="ppo")
     rollouts, samples = rolled(policy=policy)
-    assert rollouts.extras == ("weights", "sampled")
-    ((*_, sampled),) = rollouts.micro_batches
+    assert rollouts.extras == ("weights", "sampled", "copies")
+    ((*_, sampled, _),) = rollouts.micro_batches
     for row, sample in enumerate(samples):
         first = len(sample.prompt) - 1
         assert sampled[row, first : first + len(sample.completion.tokens)].tolist() == pytest.approx(

@@ -10,6 +10,7 @@ import torch
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.engine import Completion
+from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
 from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms.nvidia.platform import Nvidia
@@ -47,7 +48,7 @@ def talkative_qwen() -> Qwen:
 
 def learned(
     policy: PolicyFlags, over: bool, compute: Compute, rows: int = 100, moved: bool = False,
-    make: Callable[[], Any] = talkative,
+    make: Callable[[], Any] = talkative, sampling: Sampling = SAMPLING,
 ) -> tuple[Outcome, dict[str, torch.Tensor]]:  # fmt: skip
     """The gradient of a step, in rows or over trees; `moved`: of a model that is no longer the sampler."""
     sampler, model = make(), make()
@@ -56,13 +57,14 @@ def learned(
             model.lm_head.weight.mul_(1.02)
     parallel.shard(model, model.shard_groups(), compute)
     groups = Groups(sampler, TOKENIZER) if over else None
-    rolled, _ = rollout.roll_out(Even(), NUMBERS, 8, SAMPLING, rows, sampler, TOKENIZER, compute, policy, groups=groups)
+    rolled, _ = rollout.roll_out(Even(), NUMBERS, 8, sampling, rows, sampler, TOKENIZER, compute, policy, groups=groups)
     recorder: Any = Recorder(model)
     objective = OverTrees(policy.objective) if over else policy.objective
     return update(model, recorder, rolled, LossScale(), compute, objective=objective), recorder.gradients
 
 
 def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcome, dict[str, torch.Tensor]]) -> None:
+    assert found[0].figures == pytest.approx(expected[0].figures, rel=1e-4, abs=1e-6)
     assert found[0].loss == pytest.approx(expected[0].loss, rel=1e-5, abs=1e-6) and expected[0].loss != 0
     for name, value in expected[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=2e-6, msg=name)
@@ -72,6 +74,17 @@ def check(found: tuple[Outcome, dict[str, torch.Tensor]], expected: tuple[Outcom
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_gradient_over_trees_is_that_of_rows(policy: PolicyFlags, moved: bool) -> None:
     check(learned(policy, True, on_cpu(), moved=moved), learned(policy, False, on_cpu(), moved=moved))
+
+
+@pytest.mark.parametrize("policy", LOSSES[2:5], ids=lambda policy: policy.loss)
+def test_the_figures_of_a_ratio_count_every_reply(policy: PolicyFlags, monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = Sampling(0.5, 3, max_tokens=10, seed=7)  # some replies to a prompt are equal, and more begin alike
+    found = [learned(policy, over, on_cpu(), moved=True, sampling=alike)[0].figures for over in (False, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "merged", list)  # every reply is a row of its own
+        expected = learned(policy, False, on_cpu(), moved=True, sampling=alike)[0].figures
+    assert expected["policy_shift"] > 1e-5 and (expected["clipped"] > 0 or policy.loss == "cispo")
+    assert all(figures == pytest.approx(expected, rel=1e-4) for figures in found)
 
 
 def test_a_qwen_learns_over_trees_what_it_learns_from_rows() -> None:
@@ -120,16 +133,16 @@ def test_replies_share_their_beginning_and_targets_that_cancel_are_left_out() ->
     ]
     (tree,) = trees.grow(given, "none")
     assert tree.tokens == [*prompt, 7, 8, 10] and tree.parents == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert {(place, token): value for (place, token, _), (value, _) in tree.targets.items()} == {
+    assert {(place, token): value for (place, token, _), (value, *_) in tree.targets.items()} == {
         (6, 9): 0.5, (6, 10): -0.5, (7, 11): -0.5,
     }  # fmt: skip
     (apart,) = trees.grow(given, "signs")
-    assert {key: value for key, (value, _) in apart.targets.items()} == {
+    assert {key: value for key, (value, *_) in apart.targets.items()} == {
         (4, 7, True): 0.5, (4, 7, False): -0.5, (5, 8, True): 0.5, (5, 8, False): -0.5,
         (6, 9, True): 0.5, (6, 10, False): -0.5, (7, 11, False): -0.5,
     }  # fmt: skip
     (replies,) = trees.grow(given, "replies")
-    assert {key: value for key, (value, _) in replies.targets.items() if key[0] > 5} == {
+    assert {key: value for key, (value, *_) in replies.targets.items() if key[0] > 5} == {
         (6, 9, 0): 0.5, (6, 10, 1): -0.25, (7, 11, 1): -0.25, (6, 10, 2): -0.25, (7, 11, 2): -0.25,
     }  # fmt: skip
 
