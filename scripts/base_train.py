@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import on_meta
-from nanochat.checkpoint_manager.resume import rows_per_step
 from nanochat.common import log
 from nanochat.data.corpora import told_of_dropped
 from nanochat.data.mixing import resolve_data
@@ -81,8 +80,7 @@ def train(cfg: Config, compute: Compute) -> None:
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, counts["total"], horizon_tokens,
-                        corpus.name, compute, cfg.gradient_accumulation_steps,
-                        rows_per_step(stage.folder, cfg.resume, compute))  # fmt: skip
+                        corpus.name, compute, cfg.gradient_accumulation_steps, stage.begun_rows)  # fmt: skip
     horizon = schedule.horizon(cfg.num_iterations, cfg.target_flops, cfg.target_param_data_ratio, flops,
                                counts["scaling"], batch.tokens_per_step)  # fmt: skip
     steps, warmup = horizon.steps, schedule.warmup_steps(cfg.warmup_steps, horizon.steps)

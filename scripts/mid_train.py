@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device_batch_
 
 from dataclasses import dataclass
 
-from nanochat.checkpoint_manager.resume import rows_per_step
 from nanochat.data.traits import traits
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
@@ -40,8 +39,7 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer = stage.load_parent()
     length, corpus = model.config.sequence_len, stage.corpus
     batch = sizes.batch(cfg.total_batch_size, cfg.device_batch_size, model.config, model.parameter_counts()["total"],
-                        None, corpus, compute, cfg.gradient_accumulation_steps,
-                        rows_per_step(stage.folder, cfg.resume, compute))  # fmt: skip
+                        None, corpus, compute, cfg.gradient_accumulation_steps, stage.begun_rows)  # fmt: skip
 
     mixture = mix("mid", corpus, cfg.seed, cfg.conversations, cfg.mix)
     rows, val_rows = chat_rows("mid", mixture, tokenizer, length, cfg.seed, masked=cfg.answers_only)

@@ -20,7 +20,7 @@ from nanochat import dataloader, device
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import Parent, checkpoint_dir, find_parent, make_meta
 from nanochat.checkpoint_manager.parts.background import Saver
-from nanochat.checkpoint_manager.resume import finished, hold, resume_stage
+from nanochat.checkpoint_manager.resume import finished, hold, resume_stage, rows_per_step
 from nanochat.checkpoint_manager.same_run import RunSettings
 from nanochat.checkpoint_manager.save import refuse_parts_of_adapter
 from nanochat.common import UserError, log, run
@@ -104,6 +104,7 @@ class Stage:
             missing(True, compute)
         if finished(self.folder, self.settings, compute, has_training_section(name, tag), flags.resume):
             raise AlreadyDone
+        self.begun_rows = rows_per_step(self.folder, flags.resume, compute)
 
     @classmethod
     def after(cls, source: str, step: int | None, name: str, flags: EpochFlags, compute: Compute) -> "Stage":
@@ -240,9 +241,8 @@ class Stage:
 
     def _announce(self) -> None:
         """Say how long the run will take, before its first step; warn if that is long."""
-        left, seconds = self.total - self.step, self.meter.expected(self.step)
-        if seconds >= 60:  # a guess from the device's peak says nothing about shorter runs
-            log(f"time: about {duration(seconds)} for {left:,} steps")
+        if (seconds := self.meter.expected(self.step)) >= 60:  # a guess from the device's peak says nothing about less
+            log(f"time: about {duration(seconds)} for {self.total - self.step:,} steps")
         sizes.warn_of_time(seconds, self.compute)
 
     def begin(self) -> None:
