@@ -1,6 +1,5 @@
-"""What runs on other machines: the scripts of runs/, the images, the examples for ModelArts and Kubernetes."""
+"""The scripts of runs/, which run on other machines."""
 
-import json
 import os
 import re
 import runpy
@@ -8,17 +7,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.repository.test_docs import commands, problem
+from tests.repository.test_docs import problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EXAMPLES = ROOT / "docs" / "examples"
-BASES = {"Dockerfile": "python:3.11-slim-bookworm", "Dockerfile.ascend": "ascend/cann:9.0.0-910b-ubuntu22.04-py3.11"}
-
 LAUNCH = "python -m nanochat.runtime.launch"
 
 # --- the scripts of runs/ --------------------------------------------------------------------------
@@ -94,7 +88,7 @@ CPU = {"FAKE_DEVICE": "cpu", "FAKE_CARDS": "1", "NANOCHAT_DEVICE": "cpu"}
                 "4",
                 "--from=modelscope",
                 "--mix",
-                str(EXAMPLES / "persona.jsonl"),
+                str(ROOT / "docs/examples/persona.jsonl"),
             ],
             ["fineweb-zh-v2.1 -n 4 --from modelscope", "climbmix -n 4 --from modelscope"],
         ),
@@ -317,109 +311,3 @@ def test_missing_or_wrong_variables_of_hosts_are_refused(clone: Clone, environme
     code, lines, errors = clone.run("multinode_npu.sh", "scripts.base_train", **environment)
     assert (code, lines) == (2, []) and words in errors
     assert clone.run("multinode_npu.sh")[0] == 2
-
-
-# --- images ----------------------------------------------------------------------------------------
-
-
-def instructions(name: str) -> list[tuple[str, str]]:
-    """The instructions of a Dockerfile as (instruction, rest), with continued lines joined and comments removed."""
-    lines = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    words = "\n".join(lines).replace("\\\n", " ").split("\n")
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in words if line.strip())]
-
-
-def image_problems(name: str) -> list[str]:
-    """The problems of a Dockerfile."""
-    said = instructions(name)
-    known = "ARG FROM USER RUN WORKDIR COPY ENV VOLUME EXPOSE CMD".split()
-    found = [f"unknown instruction {word}" for word, _ in said if word not in known]
-    if said[:2] != [("ARG", f"BASE={BASES[name]}"), ("FROM", "${BASE}")]:
-        found.append("the base image")
-    for word, rest in said:
-        if word == "RUN":
-            shell = subprocess.run(["bash", "-n"], input=rest, text=True, capture_output=True)
-            found += [shell.stderr] if shell.returncode else []
-            found += [why for command in commands(rest) if (why := problem(command))]
-        elif word == "CMD":
-            found += filter(None, [problem(json.loads(rest))])
-    return found
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_an_image_uses_files_and_flags_that_exist(name: str) -> None:
-    assert image_problems(name) == []
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert not re.search(r"https?://|\w\.(io|com|org|cn)\b", text), "an image names no registry's host"
-    for line in text.splitlines():
-        if line.startswith("# ") and (found := re.search(r"docker build .*-f (\S+)", line)):
-            assert (ROOT / found[1]).exists()
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_an_image_runs_as_a_user_and_can_be_pinned(name: str) -> None:
-    said = instructions(name)
-    assert [rest for word, rest in said if word == "USER"][-1] == "nanochat", "the program is not root"
-    at = [word for word, _ in said].index("COPY")
-    assert said[at][1].startswith("--chown=nanochat ") and said[at + 1] == ("USER", "nanochat")
-    prepared = next(rest for word, rest in said if word == "RUN")
-    assert (
-        "useradd --create-home --non-unique --uid" in prepared
-        and "install -d -o nanochat /opt/nanochat /data" in prepared
-    )
-    assert "dpkg-query --show" in prepared, "the image records the versions of the system's packages"
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert f"--build-arg BASE={BASES[name]}@sha256:DIGEST" in text, "how to name the base image by its digest"
-
-
-def test_the_context_of_a_build_has_every_tracked_file() -> None:
-    left_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert ".venv" in left_out and ".git" in left_out
-    for file in tracked:
-        assert not any(file == name or file.startswith(f"{name}/") for name in left_out), file
-
-
-# --- examples --------------------------------------------------------------------------------------
-
-
-def shell_problems(text: str) -> list[str]:
-    """The problems of a command line of an example."""
-    shell = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-    found = [shell.stderr] if shell.returncode else []
-    return [*found, *(why for words in commands(text) if (why := problem(words)))]
-
-
-def test_the_volcano_job_is_complete() -> None:
-    (job,) = yaml.safe_load_all((EXAMPLES / "volcano-job.yaml").read_text(encoding="utf-8"))
-    assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
-    spec = job["spec"]
-    assert spec["schedulerName"] == "volcano" and set(spec["plugins"]) == {"env", "svc"}
-    (task,) = spec["tasks"]
-    assert task["name"] == "worker" and task["replicas"] == spec["minAvailable"]
-    pod: dict[str, Any] = task["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["resources"]["requests"] == container["resources"]["limits"] == {"huawei.com/Ascend910": 8}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert all(isinstance(variable["value"], str) for variable in container["env"])
-    assert container["command"][:2] == ["bash", "-c"]
-    assert shell_problems(container["command"][2]) == []
-
-
-def test_the_modelarts_job_is_complete() -> None:
-    job = json.loads((EXAMPLES / "modelarts-job.json").read_text(encoding="utf-8"))
-    assert job["kind"] == "job" and re.fullmatch(r"[\w-]{1,64}", job["metadata"]["name"])
-    algorithm, spec = job["algorithm"], job["spec"]
-    assert algorithm["engine"]["image_url"] and spec["resource"]["flavor_id"] and spec["resource"]["node_count"] == 1
-    assert all(isinstance(value, str) for value in algorithm["environments"].values())
-    assert not any(name.startswith("MA_") for name in algorithm["environments"]), "only the platform sets these"
-    folder = spec["volumes"][0]["nfs"]["local_path"]
-    assert algorithm["environments"]["NANOCHAT_BASE_DIR"] == folder
-    assert shell_problems(algorithm["command"]) == []
-    workdir = next(rest for word, rest in instructions("Dockerfile.ascend") if word == "WORKDIR")
-    assert f"cd {workdir}" in algorithm["command"]
-
-
-def test_problems_of_an_example_are_found() -> None:
-    assert shell_problems("bash no_such_file.sh") and shell_problems("if then")
-    assert shell_problems("bash runs/multinode_npu.sh scripts.base_train --no_such_flag=1")
