@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Dialog, expect
+from playwright.sync_api import Dialog, Page, expect
 
 from nanochat.data.conversation import Part
 from nanochat.data.traits import TINYWORLD
@@ -314,12 +316,15 @@ def test_lines_of_chinese_break_between_words_only(browser):
 # --- a key ---------------------------------------------------------------------------------------
 
 
-def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
+@contextmanager
+def asked_for_a_key(browser, first: str) -> Iterator[tuple[Page, list[str]]]:
+    """The page of a server with the key "secret", after an answer, and what it asked; `first` is what the user typed at
+    first, and then the key."""
     engine, asked = FakeEngine(REPLIES), []
 
     def answered(dialog: Dialog) -> None:
         asked.append(dialog.message)
-        dialog.accept("wrong" if len(asked) == 1 else "secret")
+        dialog.accept(first if len(asked) == 1 else "secret")
 
     with running(engine, settings=replace(SETTINGS, api_key="secret")) as url, browser.new_page(locale="en") as page:
         page.on("dialog", answered)
@@ -327,6 +332,11 @@ def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
         send(page, "hello")
         finished(page)
         expect(answers(page)).to_have_text("你好，世界！🌍")
+        yield page, asked
+
+
+def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
+    with asked_for_a_key(browser, "wrong") as (page, asked):
         assert asked == ["This server asks for its key:"] * 2
         page.reload()
         send(page, "sum")
@@ -336,18 +346,7 @@ def test_the_page_asks_for_the_servers_key_and_keeps_it_for_the_tab(browser):
 
 @pytest.mark.parametrize("typed", ["密钥", "“secret”", "two words"])
 def test_a_key_that_no_header_can_carry_is_asked_for_again(browser, typed):
-    engine, asked = FakeEngine(REPLIES), []
-
-    def answered(dialog: Dialog) -> None:
-        asked.append(dialog.message)
-        dialog.accept(typed if len(asked) == 1 else "secret")
-
-    with running(engine, settings=replace(SETTINGS, api_key="secret")) as url, browser.new_page(locale="en") as page:
-        page.on("dialog", answered)
-        page.goto(url)
-        send(page, "hello")
-        finished(page)
-        expect(answers(page)).to_have_text("你好，世界！🌍")
+    with asked_for_a_key(browser, typed) as (_, asked):
         assert len(asked) == 2
 
 
