@@ -162,15 +162,19 @@ def _remove_left_over(folder: Path) -> None:
     """Remove the temporary folders of processes that were killed while they wrote this folder."""
     for path in folder.parent.glob(f".{folder.name}.tmp-*"):
         pid = int(path.name.rpartition("-")[2])
-        try:
-            if pid != os.getpid():  # in a container, the killed process may have had the number of this one
-                os.kill(pid, 0)
-                continue
-        except ProcessLookupError:
-            pass
-        except PermissionError:  # the process is running and belongs to another user
-            continue
-        shutil.rmtree(path)
+        # In a container, the killed process may have had the number of this one.
+        if pid == os.getpid() or not _runs(pid):
+            shutil.rmtree(path)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # the process belongs to another user
+    return True
 
 
 def _digest(text: str) -> int:
