@@ -100,12 +100,27 @@ def tool(*command: str, cwd: Path | None = None) -> str:
     return result.stdout
 
 
+class MissingPackageError(UserError):
+    """The archive has no package of this name."""
+
+
 def download(package: str, folder: Path) -> Path:
-    """The package's file in `folder`, downloaded if it is missing."""
+    """The package's file in `folder`, downloaded if it is missing.
+
+    MissingPackageError if this version of Debian does not have the package; UserError if it has, but the file was not
+    to be had, since a corpus without it would have less text than another machine's, and a different one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(folder.glob(f"{package}_*.deb"))
     if not found:
-        tool("apt-get", "download", package, cwd=folder)
+        try:
+            tool("apt-get", "download", package, cwd=folder)
+        except UserError as failure:
+            if "Failed to fetch" not in str(failure):
+                raise MissingPackageError(str(failure)) from None
+            raise UserError(
+                f"{failure}. If the package list is old, run `apt-get update`; then type the same command again"
+            ) from None
         found = sorted(folder.glob(f"{package}_*.deb"))
     return found[0]
 
@@ -188,11 +203,11 @@ def _read(
 ) -> None:
     """Add a package's documents to their kinds until those are full, or, with `language`, only documents in it.
 
-    A package that cannot be downloaded is skipped.
+    A package that this version of Debian does not have is skipped.
     """
     try:
         path = real_package(package, folder)
-    except UserError as failure:
+    except MissingPackageError as failure:
         log(f"skipped {package}: {failure}")
         return
     before = sum(kind.bytes for kind in kinds.values())

@@ -98,3 +98,17 @@ def test_packages_become_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "code.txt").read_text() == "kept", "a corpus of this size is not made again"
     with pytest.raises(UserError, match="--code must not be negative"):
         corpus.main(corpus.Config(tmp_path, code=-1))
+
+
+def test_an_old_package_list_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*command: str, cwd: Path | None = None) -> str:
+        raise UserError(f"`{' '.join(command)}` failed: E: {words}")
+
+    monkeypatch.setattr(corpus, "tool", fails)
+    words = "Failed to fetch pool/docs_1_all.deb  404  Not Found"
+    with pytest.raises(UserError, match="run `apt-get update`; then type the same command again") as stopped:
+        corpus.download("docs", tmp_path)
+    assert not isinstance(stopped.value, corpus.MissingPackageError), "it would be skipped"
+    words = "Unable to locate package docs"
+    with pytest.raises(corpus.MissingPackageError):
+        corpus.download("docs", tmp_path)
