@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 from tools_npu import bench as benchmark
@@ -94,6 +95,14 @@ def load(out: Output, cann: str) -> str:
     out.line(Line("torch_npu and CANN", fit.status, fit.english or f"torch_npu {version} fits CANN {cann}",
                   fit.chinese or f"torch_npu {version} 与 CANN {cann} 配套",
                   versions.remedy(fit, cann)))  # fmt: skip
+    out.begin("numpy and CANN")
+    try:
+        numpy = metadata.version("numpy")
+        fit = versions.numpy_fits(numpy, cann, sys.version_info[:2])
+    except metadata.PackageNotFoundError:
+        fit = versions.Fit(FAIL, "numpy is not installed", "未安装 numpy")
+    out.line(Line("numpy and CANN", fit.status, fit.english or f"numpy {numpy}, CANN {cann or '?'}",
+                  fit.chinese or f"numpy {numpy}，CANN {cann or '?'}", "bash setup_ascend.sh"))  # fmt: skip
     return version if pair.status == PASS else ""
 
 

@@ -219,6 +219,14 @@ def cann_fits(torch_npu: str, cann: str) -> Fit:
                f"torch_npu {torch_npu} 是为 CANN {row.cann} 构建的，当前装的是 {cann}")  # fmt: skip
 
 
+def numpy_fits(numpy: str, cann: str, python: tuple[int, int]) -> Fit:
+    """Whether the compiler of a CANN works with a numpy on this Python."""
+    if python >= (3, 13) or cann_key(cann) is None or release(numpy)[0] <= numpy_for(cann):
+        return Fit("PASS")
+    return Fit("FAIL", f"CANN {cann} needs numpy 1, but numpy is {numpy}: operators fail with error 500001",
+               f"CANN {cann} 需要 numpy 1，当前是 {numpy}：算子会报错 500001")  # fmt: skip
+
+
 def remedy(fit: Fit, cann: str) -> tuple[str, str]:
     """What to do about a torch_npu that may not work with a CANN, in English and Chinese.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import log, sha256_of, write_atomic, write_json
+from nanochat.common import UserError, log, sha256_of, write_atomic, write_json
 from nanochat.data.corpora import DROPPED, Corpus, list_of_dropped, shards
 from nanochat.data.shards import ABOUT, count_rows, read_about
 from nanochat.prepare import screen
@@ -30,8 +30,11 @@ def clean(
 
     Of documents that resemble each other the first stays; validation comes first, so training keeps no near copy of a
     validation document. The result depends on the shards alone, not on the processes. A call that only counts
-    keeps what was left out earlier. UserError if a shard is damaged.
+    keeps what was left out earlier. UserError if a shard is damaged, or with code 2 if the call would take documents
+    back that an earlier one left out for a reason that this one does not repeat.
     """
+    if dedup or drop_contaminated:
+        _refuse_to_take_back(read_about(corpus.folder).get(DROPPED, {}), dedup, drop_contaminated)
     against = read_passages(check_against) if check_against is not None else None
     paths = [path.absolute() for split in ("val", "train") for path in shards(corpus, split)]
     folder = corpus.folder / DROPPED
@@ -75,6 +78,20 @@ def clean(
         write_json(corpus.folder / ABOUT, about)
     _tell(corpus, about[DROPPED])
     return about[DROPPED]
+
+
+def _refuse_to_take_back(earlier: dict[str, Any], dedup: bool, drop: bool) -> None:
+    flags = []
+    if earlier.get("near_duplicates") and not dedup:
+        flags.append("--dedup")
+    if earlier.get("dropped_contaminated") and not drop:
+        flags.append("--drop_contaminated")
+    if flags:
+        raise UserError(
+            f"an earlier command left out documents by {flags[0]}, and this one would take them back: it was "
+            f"{earlier['make']}. Type its flags as well, or take all documents back first with --all_documents",
+            exit_code=2,
+        )
 
 
 def _decide(outs: list[Path], dedup: bool, names: tuple[str, ...], drop: bool) -> dict[str, Any]:

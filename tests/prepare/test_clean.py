@@ -96,6 +96,20 @@ def test_counting_keeps_what_was_left_out_earlier(
     assert read_about(corpus.folder)["dropped"] == before and len(tokens_of(corpus)) == len(ORIGINALS)
 
 
+def test_a_command_does_not_take_back_what_an_earlier_one_left_out(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "test.jsonl").write_text(json.dumps({"q": ORIGINALS[0]}) + "\n")
+    clean(corpus, False, tmp_path, True)
+    before = read_about(corpus.folder)
+    with pytest.raises(UserError, match="left out documents by --drop_contaminated, and this one would take") as raised:
+        clean(corpus, True, None, False)
+    assert raised.value.exit_code == 2 and "--check_against" in str(raised.value), "the earlier command is named"
+    assert read_about(corpus.folder) == before
+    assert clean(corpus, True, tmp_path, True)["near_duplicates"] == len(COPIES)
+    with pytest.raises(UserError, match="by --dedup"):
+        clean(corpus, False, tmp_path, True)
+
+
 def test_the_command_tokenises_what_is_left_and_takes_it_back(
     corpus: Corpus, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -378,6 +378,7 @@ def test_two_emulated_910b3_pass_every_numeric_and_collective_check() -> None:
     numeric = {name: check for name, check in found.items() if name.startswith(NUMERICS) and "speed" not in name}
     assert len(numeric) == 12 and {check["status"] for check in numeric.values()} == {PASS}, numeric
     collective = {name: check for name, check in found.items() if name.startswith("hccl")}
+    assert found["numpy and CANN"]["status"] == PASS and "numpy" in found["numpy and CANN"]["text_zh"]
     assert len(collective) == 7 and {check["status"] for check in collective.values()} == {PASS}
     assert {"launch", "copies", "attention speed", "matmul speed", "long matmul speed", "bench file"} <= set(found)
     bench = calibration.read(calibration.path_of())

@@ -74,6 +74,20 @@ def test_the_remedy_changes_something_where_set_up_keeps_what_is_installed() -> 
     assert "--torch-npu" not in versions.remedy(versions.cann_fits("2.12.0", "8.3.RC1"), "8.3.RC1")[0]  # a FAIL
 
 
+@pytest.mark.parametrize(
+    ("numpy", "cann", "python", "status"),
+    [
+        ("2.3.1", "8.5.0", (3, 12), "FAIL"),
+        ("1.26.4", "8.5.0", (3, 12), "PASS"),
+        ("2.3.1", "9.0.0", (3, 12), "PASS"),
+        ("2.3.1", "8.5.0", (3, 13), "PASS"),
+        ("2.3.1", "", (3, 11), "PASS"),
+    ],
+)
+def test_numpy_2_does_not_fit_a_cann_before_9(numpy: str, cann: str, python: tuple[int, int], status: str) -> None:
+    assert versions.numpy_fits(numpy, cann, python).status == status
+
+
 def test_torch_and_torch_npu_of_different_releases_do_not_fit() -> None:
     assert versions.pair_fits("2.9.0+cpu", "2.9.0.post2").status == "PASS"
     assert versions.pair_fits("2.10.0", "2.9.0").status == "FAIL"
