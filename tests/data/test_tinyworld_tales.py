@@ -70,6 +70,16 @@ def test_stories_do_not_read_as_one_template(language: Language):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_no_story_describes_both_a_trait_and_a_thing(language: Language):
+    kinds = [
+        {way.place.name for one in sentences(story) for way in meanings(one, language) if way.place.role == "describe"}
+        for _, story in stories(language)
+    ]
+    assert {"t", "o"} <= set().union(*kinds)
+    assert not [found for found in kinds if {"t", "o"} <= found], "with its home, a model would write nine sentences"
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_a_beginning_names_the_hero_and_its_home(language: Language):
     rng = random.Random(language)
     for key, hero in heroes().items():

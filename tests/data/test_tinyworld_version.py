@@ -14,17 +14,17 @@ from nanochat.data.tinyworld.words import LANGUAGES
 
 # What VERSION names: SHA-256s of the text for the default seed. Corpora and token files on users' disks are made
 # again only when VERSION changes, so a changed text under the same VERSION would go unseen.
-VERSION = "61c42d2899d22dee4ebd704c68d45527d335af2744fa260ab9ddc34d83fe30ae"
+VERSION = "f7ce7ad97ec9839ba80bed8321b1dda74459c526b325f721b3d858a6f08b5f52"
 TEXT = {
-    "documents": "fd8914f8d55ffeb1e2dbc9422d1399788afa265da1532c72fc6245b89db2b080",
-    "mid": "e4b941cf82d7c8cb036918bb8fe9a2ebbcd5315e0466947b30bc55b8dfdc85ab",
-    "sft": "61c42d2899d22dee4ebd704c68d45527d335af2744fa260ab9ddc34d83fe30ae",
+    "documents": "476a64c74984fdd3910dd0221d672a741b57f3df75da998f1abf2395da077099",
+    "mid": "2ccde51998c9bb2255b3e9e1b75506cc6d3ed28daa446e55ed17201c7b69424f",
+    "sft": "f7ce7ad97ec9839ba80bed8321b1dda74459c526b325f721b3d858a6f08b5f52",
     "identity": "2fde170b8c5d89b14778c346704c642cc6687e911fcab6c3b01a35c8826ad36e",
     "rl": "ba6015b0dbd284f3b0e8d9030c200da330a0ff2759b71243c245d5251d9e0f59",
     "rl evaluation": "e1df5bfad204a69937debd131021df526c0876ea8789ee382bbb272f346f2ef3",
     "calculator": "f19a68c908cf15fab7eeaa77538f471d20cd08026071da305fefefbf5bf010b6",
-    "evaluation en": "f9a3868bee219de73670f1f7badcad3d2b994249405b603a89922fc754c42ad6",
-    "evaluation zh": "7b83178b6a133f520ddd9bfd848cd0f3b827946ec31e6f3c913b6f70303e3732",
+    "evaluation en": "7b76f1e3be613acf75d172e26c312d9bd34043aeb7acf1ce1f273137f112065e",
+    "evaluation zh": "a6e2627a4ab57f72665dc293abbc5172f42edd8d4eeb9d5c01ae6023b258ee7e",
 }
 
 

@@ -50,8 +50,10 @@ def tale(hero: Word, language: Language, rng: random.Random) -> str:
     opening = rng.choice(data["open"][language])
     known = set(says(opening, language))
     wanted = {kind for kind in plot.needs if kind not in known}
-    more = [kind for kind in "xt" if kind not in known | wanted]
-    wanted |= set(rng.sample(more, rng.randint(0, 1)))
+    # A trait and a thing never come together: a model that has told of home and trait would add the thing all the same,
+    # and its story would have nine sentences.
+    more = [kind for kind in ("x" if "o" in wanted else "xt") if kind not in known | wanted]
+    wanted |= set(rng.sample(more, min(len(more), rng.randint(0, 1))))
     patterns = [opening]
     # Always in this order: a small model does not remember what it has described.
     patterns += [rng.choice(by[language]) for kind, by in data["describe"].items() if kind in wanted]
