@@ -374,11 +374,10 @@ NUMERICS = ("pinned copy", "matmul", "stacked matmul", "attention", "rms norm", 
 def test_two_emulated_910b3_pass_every_numeric_and_collective_check() -> None:
     code, found = emulated("910B3", 2, "--bench")
     assert [name for name, check in found.items() if check["status"] == FAIL] == [], found
-    assert code == 0
+    assert code == 0 and found["numpy and CANN"]["status"] == PASS
     numeric = {name: check for name, check in found.items() if name.startswith(NUMERICS) and "speed" not in name}
     assert len(numeric) == 12 and {check["status"] for check in numeric.values()} == {PASS}, numeric
     collective = {name: check for name, check in found.items() if name.startswith("hccl")}
-    assert found["numpy and CANN"]["status"] == PASS and "numpy" in found["numpy and CANN"]["text_zh"]
     assert len(collective) == 7 and {check["status"] for check in collective.values()} == {PASS}
     assert {"launch", "copies", "attention speed", "matmul speed", "long matmul speed", "bench file"} <= set(found)
     bench = calibration.read(calibration.path_of())
