@@ -81,14 +81,13 @@ def clean(
 
 
 def _refuse_to_take_back(earlier: dict[str, Any], dedup: bool, drop: bool) -> None:
-    flags = []
-    if earlier.get("near_duplicates") and not dedup:
-        flags.append("--dedup")
-    if earlier.get("dropped_contaminated") and not drop:
-        flags.append("--drop_contaminated")
-    if flags:
+    """Raise UserError if an earlier command left out documents for a reason that this one does not repeat."""
+    repeated = {"near_duplicates": ("--dedup", dedup), "dropped_contaminated": ("--drop_contaminated", drop)}
+    for reason, (flag, given) in repeated.items():
+        if not earlier.get(reason) or given:
+            continue
         raise UserError(
-            f"an earlier command left out documents by {flags[0]}, and this one would take them back: it was "
+            f"an earlier command left out documents by {flag}, and this one would take them back: it was "
             f"{earlier['make']}. Type its flags as well, or take all documents back first with --all_documents",
             exit_code=2,
         )
