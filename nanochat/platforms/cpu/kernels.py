@@ -24,7 +24,7 @@ from nanochat.platforms import host
 CPP = Path(__file__).with_name("cpp")
 SOURCE = CPP / "kernels.cpp"
 TRAINING = CPP / "training.cpp"
-HEADERS = ("common.h", "products.h", "attention.h", "attention_fp32.h", "int8.h")  # that they include
+HEADERS = ("common.h", "products.h", "tiles.h", "attention.h", "attention_fp32.h", "int8.h")  # that they include
 # Sums may be reordered, so that vectors compute them. Flags that change how the whole process rounds are not used.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math",
          "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast")  # fmt: skip

@@ -1,6 +1,7 @@
 """Operations of training with compiled kernels against plain torch in fp64 on the same inputs."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nanochat.platforms import host
 from nanochat.platforms.cpu.kernels import compiler, kernels
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.training import Training
+from tests.support.compiled import made_without
 from tests.support.tensors import draw
 
 if compiler() is None:
@@ -160,6 +162,22 @@ def test_attention(
     compare(lambda _: attended, [q, k, v], nn.Module(), far)
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # heads that are not side by side
     compare(lambda _: attended, apart, nn.Module(), far)
+
+
+@pytest.mark.skipif("amx_bf16" not in host.cpu_flags(), reason="the processor has no AMX")
+@pytest.mark.parametrize(("size", "length", "window"), [(64, 197, 70), (128, 130, 500)])
+def test_attention_by_amx_is_attention_by_avx512(
+    made: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, length: int, window: int
+) -> None:
+    q, k, v, g = (draw(2, length, 2, size, dtype=torch.bfloat16, seed=seed) for seed in range(4))
+    results = []
+    for use in (made, made_without(tmp_path, monkeypatch, "-mno-amx-bf16")):
+        y, logs = use.attention(q, k, v, window, 0.2)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        use.attention_back(q, k, v, y, g, logs, grads, window, 0.2)
+        results.append([y, logs, *grads])
+    for one, other in zip(*results, strict=True):  # sums in another order
+        assert (one.double() - other.double()).abs().max() <= 0.01 * other.abs().max()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

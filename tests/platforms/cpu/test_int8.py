@@ -1,6 +1,5 @@
 """Products in integers of 8 bits against the same arithmetic in fp64, and what a model trained with them computes."""
 
-import ctypes
 import re
 import subprocess
 from pathlib import Path
@@ -13,12 +12,13 @@ from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.platforms import host
-from nanochat.platforms.cpu import int8, kernels
+from nanochat.platforms.cpu import int8
 from nanochat.platforms.cpu.gradients import Product
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.platforms.cpu.platform import Cpu
 from nanochat.platforms.cpu.training import Training
+from tests.support.compiled import made_without
 from tests.support.tensors import draw
 
 if compiler() is None:
@@ -28,16 +28,11 @@ if compiler() is None:
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     """The functions as they are compiled for a processor that cannot multiply integers of 8 bits in one instruction."""
-    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-mno-avx512vnni"))
-    command = compiler()
-    assert command is not None
     try:
-        library = kernels.compiled(tmp_path, command, kernels.TRAINING)
+        return made_without(tmp_path, monkeypatch, "-mno-avx512vnni")
     except subprocess.CalledProcessError as failure:  # another kind of processor, which has only plain C++
         assert "avx512vnni" in failure.stderr
-        monkeypatch.undo()
-        library = kernels.compiled(tmp_path, command, kernels.TRAINING)
-    return Training(ctypes.CDLL(str(library)))
+        return made_without(tmp_path, monkeypatch)
 
 
 def rounded(x: Tensor) -> Tensor:  # (..., N)
