@@ -110,7 +110,8 @@ inline uint64_t bits(Range seen) {
 }
 
 // Turns scores [keys][64] of the queries from `first` on into weights, interleaved [keys / 2][64][2]: each exponential
-// relative to its query's largest. The number of keys is even. Gives the sums, and in `logs` the logarithm of each query's sum, base 2.
+// relative to its query's largest. The number of keys is even. Gives the sums, and in `logs` the logarithm of each
+// query's sum, base 2.
 void weigh(const float *scores, bf16 *weights, int64_t low, int64_t keys, int64_t first, int64_t count,
            const Shape &shape, float *sums, float *logs) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2E);
