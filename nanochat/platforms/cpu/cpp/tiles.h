@@ -113,8 +113,8 @@ inline void few_rows(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int6
 // zero after its row j of the last 64.
 enum Zeros { NONE, LEFT, RIGHT };
 
-// c (rows, 64) becomes or gains a (rows, inputs) times b, whose rows are interleaved: [inputs / 2][64][2]. Rows and inputs
-// are multiples of 32. Needs Tiles.
+// c (rows, 64) becomes or gains a (rows, inputs) times b, whose rows are interleaved: [inputs / 2][64][2]. Rows and
+// inputs are multiples of 32. Needs Tiles.
 template <bool ADD>
 void product(int64_t rows, int64_t inputs, const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_t c_row,
              Zeros zeros = NONE) {
