@@ -157,9 +157,11 @@ void attention(const Heads<bf16> &q, const Heads<bf16> &k, const Heads<bf16> &v,
         const Tiles tiles;
         for (int64_t pair = begin; pair < end; pair++) {
             const int64_t b = pair / shape.heads, head = pair % shape.heads, kv = head / group;
-            pack_tokens(v.at(b, 0, kv, D), v.token, T, padded, D, keys.data());
-            turn_tokens(keys.data(), padded, D, values.data(), row);
-            gather(k.at(b, 0, kv, D), k.token, T, padded, D, keys.data());
+            if (pair == begin || head % group == 0) {  // heads of a group share keys and values
+                pack_tokens(v.at(b, 0, kv, D), v.token, T, padded, D, keys.data());
+                turn_tokens(keys.data(), padded, D, values.data(), row);
+                gather(k.at(b, 0, kv, D), k.token, T, padded, D, keys.data());
+            }
             for (int64_t first = 0; first < T; first += SIDE) {
                 const int64_t count = std::min(SIDE, T - first);
                 const int64_t low = std::max<int64_t>(first - shape.window, 0) / 32 * 32, seen = first + SIDE - low;

@@ -82,7 +82,6 @@ inline void square(const bf16 *a, int64_t a_row, const bf16 *b, float *c, int64_
     _tile_stored(3, c + 16 * c_row + 16, made);
 }
 #else
-constexpr bool has_tiles = false;
 struct Tiles {
     ~Tiles() {}  // not trivial, lest a variable of it be called unused
 };
