@@ -41,6 +41,10 @@ class Config(BatchFlags, StageFlags):
     """number of layers, from the first, that take half of each key from the token before; auto: all; 0: none.
     Such a layer finds what followed the same token earlier, so models learn in fewer steps to repeat and to continue.
     A Qwen3 has none"""
+    fp8: bool = False
+    """multiply with the large matrices of the layers in FP8, on GPUs since Ada and Hopper.
+    Models of about 20 layers or more then take less time and memory, and learn a little less in each step.
+    A Qwen3 trains without"""
     family: sizes.Kind = "gpt"
     """kind of model; qwen3: Qwen3's shape, which transformers, vLLM and llama.cpp load after nanochat.export"""
     num_iterations: int | None = None
@@ -75,7 +79,7 @@ def train(cfg: Config, compute: Compute) -> None:
     if cfg.family == "qwen3" and tokenizer.pattern != "qwen2":
         log("llama.cpp does not split texts as this tokenizer does: if the model is to become a GGUF file, stop, and "
             "train the tokenizer with --pattern qwen2")  # fmt: skip
-    model = on_meta(shape, compute)  # takes no memory until it is known to fit
+    model = on_meta(shape, compute, cfg.fp8)  # takes no memory until it is known to fit
     counts, flops = model.parameter_counts(), model.flops_per_token()
     sizes.check_fits(shape.n_layer, counts["total"], cfg.shard, compute)
     horizon_tokens = cfg.target_param_data_ratio * counts["scaling"]
@@ -92,7 +96,7 @@ def train(cfg: Config, compute: Compute) -> None:
     read = steps * batch.rows_per_step
     stage.facts = dataloader.mixture_table(corpus, rows, read) | told_of_dropped(corpus.corpora)
     sizes.tell_epochs(corpus.name, rows.count, shape.sequence_len, steps, batch.rows_per_step)
-    model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute)
+    model = on_meta(sizes.keep_bigrams(shape, cfg.bigram_rows, read / rows.count), compute, cfg.fp8)
     warn_of_missing(corpus.name)
     for part in stage.facts.get("rows", []):
         log(f"  {part['corpus']}: {part['share']} of the rows, {part['rows read']:,}, {part['epochs']:.2f} epochs")

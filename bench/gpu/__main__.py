@@ -51,6 +51,8 @@ class Config:
     """runs per side; ours runs once more when there is an upstream"""
     compile: bool = True
     """compile the models of both sides with torch.compile"""
+    fp8: bool = False
+    """train both sides with --fp8, as their base_train does"""
     device_type: str = "cuda"
     """cuda or npu; cpu only tries this benchmark out, since bench.train is the one for CPUs"""
 
@@ -64,7 +66,7 @@ def shape_of(cfg: Config) -> GPTConfig:
 def measure(side: str, cfg: Config) -> dict[str, Any]:
     """Run one side in its own process; a failure is a UserError with the last lines it printed."""
     task = {"side": side, "shape": shape_for(side, shape_of(cfg)), "rows": cfg.rows, "passes": cfg.passes,
-            "steps": cfg.steps, "compile": cfg.compile, "device": cfg.device_type}  # fmt: skip
+            "steps": cfg.steps, "compile": cfg.compile, "fp8": cfg.fp8, "device": cfg.device_type}  # fmt: skip
     home = cfg.upstream.resolve() if side == "upstream" and cfg.upstream else ROOT
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     own = {"PYTHONPATH": str(home), "NANOCHAT_DEVICE": cfg.device_type}
@@ -86,7 +88,7 @@ def figures(cfg: Config, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str
     tokens = cfg.rows * cfg.passes * cfg.max_seq_len
     with torch.device("meta"):
         flops = GPT(shape_of(cfg)).flops_per_token()
-    result: dict[str, Any] = {"benchmark": "gpu", "depth": cfg.depth, "compiled": cfg.compile}
+    result: dict[str, Any] = {"benchmark": "gpu", "depth": cfg.depth, "compiled": cfg.compile, "fp8": cfg.fp8}
     own = [told for side, told in runs if side == "ours"]
     peak = own[0]["peak_flops"]
     result |= {"device": own[0]["device"], "attention": own[0]["attention"], "tokens_per_step": tokens}

@@ -50,6 +50,8 @@ def ours(task: dict[str, Any]) -> Side:
         model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
     model.to_empty(device=compute.device)
     model.init_weights()
+    if task["fp8"]:
+        compute.platform.use_fp8(model)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     wanted = None if task["compile"] else False  # None: compile where it works
     fast = compiling.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups())
@@ -62,6 +64,12 @@ def ours(task: dict[str, Any]) -> Side:
     peak, _ = device.peak_flops(compute)
     chosen = compute.operations.name if compute.device_type == "cuda" else "the device's own"
     return Side(step, chosen, {"peak_flops": peak, "device": device.describe(compute)})
+
+
+def _multiplies_in_fp8(module: torch.nn.Module, name: str) -> bool:
+    """Whether upstream's base_train, given --fp8, lets a module multiply in FP8: if it is a large matrix."""
+    sides = (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else (0, 0)
+    return min(sides) >= 128 and not any(side % 16 for side in sides)
 
 
 def upstream(task: dict[str, Any]) -> Side:
@@ -78,6 +86,10 @@ def upstream(task: dict[str, Any]) -> Side:
     optimizer = model.setup_optimizer(
         unembedding_lr=0.008, embedding_lr=0.3, matrix_lr=0.02, scalar_lr=0.5, weight_decay=0.28
     )
+    if task["fp8"]:
+        from nanochat import fp8
+
+        fp8.convert_to_float8_training(model, module_filter_fn=_multiplies_in_fp8)
     fast = torch.compile(model, dynamic=False) if task["compile"] else model
 
     def step(batches: Batches) -> float:

@@ -98,10 +98,14 @@ def build(meta: Mapping[str, Any], values: Mapping[str, parallel.Rows], compute:
     return family.model(shape, dtype=compute.dtype, operations=compute.operations)
 
 
-def on_meta(shape: GPTConfig | QwenConfig, compute: Compute) -> Any:
-    """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters."""
+def on_meta(shape: GPTConfig | QwenConfig, compute: Compute, fp8: bool = False) -> Any:
+    """A model of a shape that takes no memory yet: call to_empty(), then init_weights() or load its parameters. With
+    `fp8` it trains in FP8; UserError where the device or the family cannot."""
     with torch.device("meta"):
-        return FAMILIES[family_of(shape)].model(shape, dtype=compute.dtype, operations=compute.operations)
+        model = FAMILIES[family_of(shape)].model(shape, dtype=compute.dtype, operations=compute.operations)
+    if fp8:
+        compute.platform.use_fp8(model)
+    return model
 
 
 def held_in(model: nn.Module, dtype: torch.dtype) -> None:

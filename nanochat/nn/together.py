@@ -14,6 +14,7 @@ from torch import Tensor
 
 Unit = tuple[nn.Parameter, ...]  # parameters that are used as one matrix, with their rows below one another
 Multiply = Callable[[Tensor], Tensor]  # (..., inputs) -> (..., outputs)
+Product = Callable[[Tensor, Tensor], Tensor]  # (..., inputs), (outputs, inputs) fp32 master -> (..., outputs)
 Pack = Callable[[Tensor], Multiply]  # makes the function that multiplies with a weight
 
 
@@ -24,10 +25,13 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
         self.only_multiplies = True
         self.packed: Multiply | None = None  # see Operations.hold()
+        self.product: Product | None = None  # multiplies another way in training; None: torch does
 
     def forward(self, input: Tensor, made: Tensor | None = None) -> Tensor:
         if self.packed is not None:
             return self.packed(input)
+        if self.product is not None and torch.is_grad_enabled():
+            return self.product(input, self.weight)
         return F.linear(input, self.weight.to(input.dtype) if made is None else made)
 
     def release(self) -> None:

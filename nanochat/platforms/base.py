@@ -107,6 +107,13 @@ class Platform:
         """Why the device cannot compute in the format that NANOCHAT_DTYPE asks for; "" if the device can."""
         return ""
 
+    def use_fp8(self, model: torch.nn.Module) -> None:
+        """Let the large matrices of a model multiply in eight bits in training. UserError if that cannot be done."""
+        raise UserError(
+            f"--fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), but the device is "
+            f"{self.describe()}: leave the flag out"
+        )
+
     def open(self) -> torch.device:
         """Take the device for this process. UserError if the device cannot be opened; a warning if it is in use."""
         count = self.count()

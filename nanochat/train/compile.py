@@ -18,6 +18,7 @@ from nanochat import device
 from nanochat.common import UserError, log, read_json, tr, warn, write_json
 from nanochat.device import Compute
 from nanochat.gpt import GPT
+from nanochat.nn.together import Linear
 from nanochat.runtime import parallel, signals
 from nanochat.train.fit import memory
 
@@ -78,8 +79,10 @@ def _costs(model: nn.Module, shape: tuple[int, int], compute: Compute, blocks: S
     operations = compute.operations
     code = [Path(inspect.getfile(one)).read_bytes() for one in (type(model), *type(operations).__mro__[:-1])]
     sizes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    facts = (sizes, shape, str(compute.dtype), compute.world_size > 1, torch.get_num_threads(), torch.__version__)
-    key = hashlib.sha256(repr((device.describe(compute), *facts)).encode() + b"".join(code)).hexdigest()[:16]
+    own_products = any(isinstance(module, Linear) and module.product is not None for module in model.modules())
+    facts = (sizes, shape, str(compute.dtype), own_products, compute.world_size > 1)
+    host = (device.describe(compute), torch.get_num_threads(), torch.__version__)
+    key = hashlib.sha256(repr((*host, *facts)).encode() + b"".join(code)).hexdigest()[:16]
     if compute.world_size == 1:
         return Costs(key, len(blocks))
     return Costs(key, len({tuple(tuple(p.shape) for p in block.parameters()) for block in blocks}))

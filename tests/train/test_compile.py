@@ -17,6 +17,7 @@ from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
+from nanochat.platforms.nvidia import fp8
 from nanochat.runtime import parallel, signals
 from nanochat.train import compile as compiling
 from nanochat.train.compile import Ahead, Costs
@@ -200,6 +201,9 @@ def test_the_next_stage_knows_what_this_one_compiled(cache: Path, capsys: pytest
     assert "compiling from the cache, about 10 s" in capsys.readouterr().out
     other = compiling._costs(model, (2, 16), CPU, model.compile_groups())
     assert other.estimate()[1] == "for the first time", "another shape compiles again"
+    fp8.use(model)
+    eight_bits = compiling._costs(model, (1, 16), CPU, model.compile_groups())
+    assert eight_bits.estimate()[1] == "for the first time", "other products compile again"
 
 
 # --- signals -----------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: the platform, and attention by the fastest library that is there."""
+"""NVIDIA GPUs: the platform, attention by the fastest library that is there, and products in FP8."""

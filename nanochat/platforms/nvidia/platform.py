@@ -9,6 +9,7 @@ import torch
 from nanochat.common import log
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.base import Chip, Platform
+from nanochat.platforms.nvidia import fp8
 from nanochat.platforms.nvidia.attention import NvidiaOperations
 
 # Dense tensor-core peaks in TFLOP/s for bf16/fp16, from the vendors' data sheets, by a part of the device's name.
@@ -17,6 +18,8 @@ PEAKS = {
     "A6000": 155, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "4090": 165,
     "3090": 71, "B200": 2250, "5090": 210,
 }  # fmt: skip
+
+FP8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply in FP8
 
 
 def peak_tflops(name: str) -> float | None:
@@ -60,6 +63,12 @@ class Nvidia(Platform):
         if major >= 7:
             return torch.float16, f"compute capability {major}.{minor} has no bf16; a gradient scaler is used"
         return torch.float32, f"compute capability {major}.{minor}"
+
+    def use_fp8(self, model: torch.nn.Module) -> None:
+        """See Platform.use_fp8."""
+        if torch.cuda.get_device_capability() < FP8_SINCE:
+            super().use_fp8(model)
+        fp8.use(model)
 
     def cannot_open(self, failure: str) -> str:
         """Why the GPU could not be opened, and what may help."""
