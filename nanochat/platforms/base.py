@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from nanochat.common import UserError, warn
+from nanochat.nn.model import Model
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
 
@@ -107,7 +108,7 @@ class Platform:
         """Why the device cannot compute in the format that NANOCHAT_DTYPE asks for; "" if the device can."""
         return ""
 
-    def use_fp8(self, model: torch.nn.Module) -> None:
+    def use_fp8(self, model: Model) -> None:
         """Let the large matrices of a model multiply in eight bits in training. UserError if that cannot be done."""
         raise UserError(
             f"--fp8 needs a GPU that multiplies in FP8 (compute capability 8.9 or later), but the device is "

@@ -5,19 +5,20 @@ Activations and weights keep three bits of fraction (e4m3); gradients keep two, 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.nn.model import Model
 from nanochat.nn.together import Linear, Product
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-GRAIN = 16  # both sides of a matrix, and the tokens of a pass, must be multiples of this
+GRAIN = 16  # both sides of a matrix, and the tokens of a row, must be multiples of this
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-12  # what the largest number of a tensor of zeros counts as
+LEAST = 1e-30  # what the largest number of a tensor of zeros counts as
 NORMED = ("c_q", "c_k", "c_v", "c_fc")  # the GPT's matrices that multiply what norm() gives
 PROJECTION = "mlp.c_proj"  # attention's is left out: it is too small to gain from eight bits
 
@@ -67,13 +68,16 @@ def product(
     return _Product.apply(x.flatten(0, -2), weight, bound).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
-def use(model: nn.Module) -> None:
+def use(model: Model) -> None:
     """Let the large matrices inside a GPT's layers multiply in FP8 in training. UserError for other models, and for
     sizes that the GPU does not take."""
-    found = {name: matrix for name, matrix in model.named_modules() if isinstance(matrix, Linear)
+    found = {name: matrix for name, matrix in cast(nn.Module, model).named_modules() if isinstance(matrix, Linear)
              and name.endswith((*NORMED, PROJECTION))}  # fmt: skip
     if not found:
         raise UserError("only a GPT trains in FP8, got another family: leave --fp8 out", exit_code=2)
+    if (tokens := model.config.sequence_len) % GRAIN:  # over which the gradients of weights sum
+        raise UserError(f"FP8 needs rows of a multiple of {GRAIN} tokens, got {tokens}: choose another --max_seq_len, "
+                        "or leave --fp8 out", exit_code=2)  # fmt: skip
     for name, matrix in found.items():
         if wrong := [size for size in (matrix.in_features, matrix.out_features) if size % GRAIN]:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nanochat.common import log
+from nanochat.nn.model import Model
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8
@@ -64,7 +65,7 @@ class Nvidia(Platform):
             return torch.float16, f"compute capability {major}.{minor} has no bf16; a gradient scaler is used"
         return torch.float32, f"compute capability {major}.{minor}"
 
-    def use_fp8(self, model: torch.nn.Module) -> None:
+    def use_fp8(self, model: Model) -> None:
         """See Platform.use_fp8."""
         if torch.cuda.get_device_capability() < FP8_SINCE:
             super().use_fp8(model)

@@ -115,6 +115,8 @@ def test_what_cannot_train_in_fp8_is_refused() -> None:
         fp8.use(tiny_qwen("qwen3"))
     with pytest.raises(UserError, match=r"multiples of 16, and h.0.attn.c_q has 72: choose another --model_dim"):
         fp8.use(shaped(n_embd=72))
+    with pytest.raises(UserError, match=r"rows of a multiple of 16 tokens, got 100: choose another --max_seq_len"):
+        fp8.use(shaped(sequence_len=100))
     with pytest.raises(UserError, match=r"--fp8 needs a GPU that multiplies in FP8 .* but the device is .*leave"):
         Cpu().use_fp8(shaped())
 
