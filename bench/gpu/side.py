@@ -39,19 +39,17 @@ class Work:
 def ours(task: dict[str, Any]) -> Side:
     """This repository's training step, with the calls that base_train makes."""
     from nanochat import device
-    from nanochat.gpt import GPT, GPTConfig
+    from nanochat.checkpoint_manager.families import on_meta
+    from nanochat.gpt import GPTConfig
     from nanochat.train import compile as compiling
     from nanochat.train.optim import Optimizers, Rates
     from nanochat.train.update import LossScale, update
 
     compute = device.compute_init(task["device"])
     shape = GPTConfig(**task["shape"])
-    with torch.device("meta"):
-        model = GPT(shape, dtype=compute.dtype, operations=compute.operations)
+    model = on_meta(shape, compute, task["fp8"])
     model.to_empty(device=compute.device)
     model.init_weights()
-    if task["fp8"]:
-        compute.platform.use_fp8(model)
     optimizers = Optimizers(model, model.parameter_roles(), shape.n_embd, Rates(), 1.0, compute.dtype)
     wanted = None if task["compile"] else False  # None: compile where it works
     fast = compiling.compiled(model, wanted, (task["rows"], shape.sequence_len), compute, model.compile_groups())
