@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nanochat import device
+from nanochat.checkpoint_manager.files import latest_step, read_meta
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError, base_dir, log, run, tr
 from nanochat.data.mixing import unweighted
@@ -21,14 +22,18 @@ from nanochat.data.sources.table import SOURCES
 from nanochat.device import Compute
 from nanochat.evals.core import find_bundle
 from nanochat.gpt import GPT
+from nanochat.planner import calibration
+from nanochat.planner.plan import batch_of, plan_of
+from nanochat.planner.work import size_of as size_of_model
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import sizes
-from nanochat.train.flags import Auto, StageFlags
+from nanochat.train.fit import disk
+from nanochat.train.flags import Auto
 from nanochat.train.meter import expected_seconds
+from nanochat.train.optim import Rates, saved_bytes
 from tasks.common import carry_in
+from tasks.mixtures import curriculum
 from tasks.needs import answers, repos
-
-SPEEDRUN = ("base", "mid", "sft", "rl")  # the stages of a speedrun that save checkpoints
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,65 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def still_to_write(cfg: Config, parameters: int) -> float:
-    """The bytes that the run may still write, at most: shards, tokens and checkpoints, less those that are there."""
-    # tokens take about as much as the shards: two bytes for four or five characters that are packed to half
-    wanted = {base_dir() / "base_data" / one.name: 2 * one.file_bytes * cfg.shards for one in published(cfg)}
-    # a stage writes one checkpoint more than it keeps, before it deletes the oldest
-    saved = (StageFlags.keep + 1) * sizes.SAVED_BYTES * parameters
-    total = 0 if cfg.model_tag else len(SPEEDRUN) * saved
-    wanted |= {checkpoint_dir(stage, cfg.model_tag): saved for stage in SPEEDRUN if cfg.model_tag}
-    return total + sum(max(size - size_of(folder), 0) for folder, size in wanted.items())
+def steps_there(folder: Path) -> float:
+    """The bytes of the checkpoints in a stage's folder; infinity if the stage is done and will write no more.
+
+    Steps that were set aside do not count, because the stage will not replace them.
+    """
+    newest = latest_step(folder)
+    try:
+        if newest is not None and newest >= read_meta(folder, newest)["steps"]:
+            return math.inf
+    except UserError:  # a damaged step: the stage falls back to an earlier one
+        pass
+    return sum(size_of(path) for path in folder.glob("*step_*"))
+
+
+def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> float:
+    """The bytes that the run may still write, at most: what disk.of_run() names, less what is there.
+
+    `checkpoint` is the bytes of its tensors; without `downloads` all conversations are here.
+    """
+    texts: dict[str, float] = {}
+    there: dict[str, float] = {"chats": size_of(base_dir() / "chat_data")}
+    sources = {source.name: source for source in published(cfg)}
+    for name in unweighted(cfg.data).split(","):
+        folder = base_dir() / "base_data" / name
+        here = sum(path.stat().st_size for path in folder.glob("shard_*"))
+        missing = max(cfg.shards + 1 - len(shard_paths(folder)), 0)  # one more is for validation
+        texts[name] = here + (missing * sources[name].file_bytes if name in sources else 0)
+        there[f"texts {name}"] = here
+        there[f"tokens {name}"] = sum(size_of(path) for path in folder.glob("tokens-*"))
+    if cfg.model_tag:
+        there |= {stage: steps_there(checkpoint_dir(stage, cfg.model_tag)) for stage in disk.SPEEDRUN}
+        if all(there[stage] == math.inf for stage in disk.SPEEDRUN):
+            there["newest"] = math.inf
+    if not downloads:
+        there["downloads"] = math.inf
+    published_chats = bool(curriculum(cfg.conversations or cfg.data).needs())
+    parts = disk.of_run(checkpoint, texts, cfg.vocab_size, published_chats)
+    return sum(max(size - there.get(part, 0), 0) for part, size in parts.items())
+
+
+def seconds_of(cfg: Config, model: GPT, tokens: float, compute: Compute) -> float:
+    """The seconds of pretraining: on cards that the planner knows what the planner predicts.
+
+    Elsewhere, and for models of another shape, they follow from the usual share of the peak.
+    """
+    chip = compute.platform.chip
+    if chip is not None and chip.trains:
+        size = size_of_model(cfg.depth, cfg.vocab_size)
+        rates, _ = calibration.rates_for(chip, calibration.read(calibration.path_of()))
+        plan = plan_of(size, chip, cfg.devices, batch_of(size, cfg.devices), rates)
+        same = (size.parameters, size.shape.sequence_len) == (
+            model.parameter_counts()["total"],
+            model.config.sequence_len,
+        )
+        if same and plan.step is not None:
+            return tokens / plan.step.tokens_per_second
+    peak, _ = device.peak_flops(compute)
+    usual = compute.platform.usual_mfu()
+    return expected_seconds(tokens, model.flops_per_token(), peak * cfg.devices, usual)
 
 
 def check(cfg: Config, compute: Compute) -> None:
@@ -127,11 +182,12 @@ def check(cfg: Config, compute: Compute) -> None:
     if cfg.shards and find_bundle() is None:
         log(tr("data    CORE's tasks: not here, so base_eval will skip CORE (base_eval --download fetches them)"))
 
-    disk = still_to_write(cfg, counts["total"])
+    downloads = any("/" in what and place in ("hub", "") for what, place in found.items())
+    needed = still_to_write(cfg, saved_bytes(model, Rates()), downloads)
     free = shutil.disk_usage(base_dir()).free
-    space = {"folder": base_dir(), "needed": amount(disk, "B"), "free": amount(free, "B")}
+    space = {"folder": base_dir(), "needed": amount(needed, "B"), "free": amount(free, "B")}
     log(tr("disk    up to {needed} in {folder}, which has {free} free", **space))
-    if disk > free:
+    if needed > free:
         problems.append(tr("{folder} has {free} free, and the run writes up to {needed}", **space))
 
     memory, least = device.memory_total(compute), sizes.STATE_BYTES * counts["total"]
@@ -141,11 +197,9 @@ def check(cfg: Config, compute: Compute) -> None:
         problems.append(tr("{parameters:,} parameters need more memory than there is: take a smaller --depth", **size))
 
     tokens = cfg.tokens or 12 * counts["scaling"]
-    peak, _ = device.peak_flops(compute)
-    each = model.flops_per_token()
-    seconds = expected_seconds(tokens, each, peak * cfg.devices, compute.platform.usual_mfu())
+    seconds = seconds_of(cfg, model, tokens, compute)
     log(tr("time    about {time} to train on {tokens:,.0f} tokens with {flops:.2e} FLOPs; sampling and evaluating "
-           "come on top", time=duration(seconds), tokens=tokens, flops=tokens * each))  # fmt: skip
+           "come on top", time=duration(seconds), tokens=tokens, flops=tokens * model.flops_per_token()))  # fmt: skip
     if problems:
         raise UserError(advice(problems, [what for what, place in found.items() if not place]), exit_code=2)
 

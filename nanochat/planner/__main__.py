@@ -20,9 +20,10 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.common import UserError, run
 from nanochat.nn.lora import LoraConfig
 from nanochat.planner import calibration, tables
-from nanochat.planner.cards import Rates, rates_of
+from nanochat.planner.calibration import rates_for
+from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
-from nanochat.planner.plan import Plan, plan_of
+from nanochat.planner.plan import Plan, batch_of, plan_of
 from nanochat.planner.programs import program_of
 from nanochat.planner.published_tuning import print_published
 from nanochat.planner.roofline import least_rows
@@ -31,6 +32,7 @@ from nanochat.planner.work import size_of
 from nanochat.platforms.base import Chip
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount
+from nanochat.train.flags import Auto
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Config:
 
     depth: int = 12
     """layers"""
-    total_batch_size: int = 262_144
-    """tokens of a step over all cards; --table takes what training would choose"""
-    vocab_size: int = 32_768
-    """tokens of the vocabulary"""
+    total_batch_size: int | Auto = "auto"
+    """tokens of a step over all cards; auto: as in the preset of speedrun.sh for this depth, else as training
+    chooses them; --table always takes auto"""
+    vocab_size: int = 65_536
+    """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
     """kind of card: 910A, 910B3, 910C, ...; default: the cards of this host, or with --table every kind"""
     ranks: int = 0
@@ -74,7 +77,7 @@ class Config:
 def told(plan: Plan, chip: Chip, rates: Rates | None, source: str) -> str:
     """The reasons for a plan, in one or two lines."""
     name, fit = f"{chip.name} x {plan.ranks}", f"{plan.rows_that_fit} rows fit {chip.memory_gib:.0f} GiB"
-    needs = f"{plan.memory / 2**30:.0f} GiB a card, {amount(plan.disk, 'B')} of disk"
+    needs = f"{plan.memory / 2**30:.0f} GiB a card, up to {amount(plan.disk, 'B')} of disk for all stages"
     if plan.step is None or rates is None:
         return (
             f"{name}: {fit}; planned by memory alone, because no peak of this chip is known: {needs}. "
@@ -100,13 +103,6 @@ def check_fits(depth: int, plan: Plan, chip: Chip) -> None:
             f"{plan.memory / 2**30:.1f} GiB on each of {plan.ranks} card(s) with {plan.rows} row(s) a pass. Take a "
             "smaller --depth, or more cards with --ranks"
         )
-
-
-def rates_for(chip: Chip, bench: calibration.Bench | None) -> tuple[Rates | None, str]:
-    """The speed of a kind of card and where it comes from: measured on this host's cards, or by the data sheet."""
-    if bench is not None and bench.chip == chip.name:
-        return calibration.rates_from(bench), f"measured on your cards, {calibration.NAME}"
-    return rates_of(chip), "data sheet and shares that others have measured"
 
 
 def tuning_of(cfg: Config, folder: Path, chip: Chip, ranks: int) -> Tuning:
@@ -165,10 +161,12 @@ def main(cfg: Config) -> None:
         return
     rates, source = rates_for(chip, bench)
     size = size_of(cfg.depth, cfg.vocab_size)
-    plan = plan_of(size, chip, max(ranks, 1), cfg.total_batch_size, rates, source.startswith("measured"))
+    ranks = max(ranks, 1)
+    batch = batch_of(size, ranks) if cfg.total_batch_size == "auto" else cfg.total_batch_size
+    plan = plan_of(size, chip, ranks, batch, rates, source.startswith("measured"))
     check_fits(cfg.depth, plan, chip)
     print(told(plan, chip, rates, source), file=sys.stderr)
-    print(f"--depth={cfg.depth} --total_batch_size={cfg.total_batch_size} --device_batch_size={plan.rows}")
+    print(f"--depth={cfg.depth} --total_batch_size={batch} --device_batch_size={plan.rows}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import Any
 
 from nanochat.common import UserError, base_dir, read_json, write_json
 from nanochat.device import MEASURE
-from nanochat.planner.cards import LINK, RATINGS, SHAPES, Rates
+from nanochat.planner.cards import LINK, RATINGS, SHAPES, Rates, rates_of
+from nanochat.platforms.base import Chip
 
 FORMAT, VERSION = "nanochat card bench", 1
 NAME = "card_bench.json"
@@ -89,3 +90,10 @@ def rates_from(bench: Bench) -> Rates:
         launch=1e-6 * bench.launch_us,
         server=rating.server if rating else max(bench.cards, SERVER),
     )
+
+
+def rates_for(chip: Chip, bench: Bench | None) -> tuple[Rates | None, str]:
+    """The speed of a kind of card and where it comes from: measured on this host's cards, or by the data sheet."""
+    if bench is not None and bench.chip == chip.name:
+        return rates_from(bench), f"measured on your cards, {NAME}"
+    return rates_of(chip), "data sheet and shares that others have measured"

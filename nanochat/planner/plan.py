@@ -9,10 +9,11 @@ from nanochat.planner.roofline import Step, step_of
 from nanochat.planner.work import Size
 from nanochat.platforms.base import Chip
 from nanochat.train import schedule, sizes
+from nanochat.train.fit import disk
 
 RATIO = 12.0  # tokens for each scaling parameter, as base_train has it
-KEPT = 4  # checkpoints on disk at most: the newest is whole before the oldest of three goes
-TOKEN_BYTES = 4  # on disk: 2 as text in parquet, 2 tokenised
+# Tokens of a step that a preset of speedrun.sh fixes, by depth, and the numbers of cards it takes.
+PRESET_TOKENS, PRESET_RANKS = {12: 262_144}, (1, 2, 4, 8, 16)
 
 # How far a prediction may be off, in percent. published.py compares the roofline with five runs; the rest is judgement.
 OF_PUBLISHED = 15  # cards and programs that somebody has timed
@@ -31,7 +32,7 @@ class Plan:
     passes: int
     tokens: float  # of pretraining
     memory: float  # bytes of one card, at most
-    disk: float  # bytes: texts, tokens and checkpoints
+    disk: float  # bytes of a whole speedrun, at most
     step: Step | None
     mfu: float | None
     within: int  # percent
@@ -49,10 +50,21 @@ def uncertainty(rates: Rates, ranks: int, measured: bool) -> int:
 
 
 def batch_of(size: Size, ranks: int) -> int:
-    """Tokens of a step as training chooses them, a multiple of one row on every card."""
+    """Tokens of a step: what the preset of a speedrun fixes, else what training would choose.
+
+    The number is a multiple of one row on every card.
+    """
+    if ranks in PRESET_RANKS and (fixed := PRESET_TOKENS.get(size.shape.n_layer)):
+        return fixed
     unit = size.shape.sequence_len * ranks
     tokens = schedule.batch_tokens(RATIO * size.scaling, RATIO * schedule.REFERENCE_SCALING_PARAMETERS)
     return max(round(tokens / unit), 1) * unit
+
+
+def check_trains(chip: Chip) -> None:
+    """Raise UserError if a kind of card cannot train."""
+    if not chip.trains:
+        raise UserError(f"{chip.name} cards are for inference only: train elsewhere, then chat here")
 
 
 def plan_of(size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None, measured: bool = False) -> Plan:
@@ -60,8 +72,7 @@ def plan_of(size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None,
 
     Without `rates` the plan is by memory alone. `measured`: the rates come from the reader's own cards.
     """
-    if not chip.trains:
-        raise UserError(f"{chip.name} cards are for inference only: train elsewhere, then chat here")
+    check_trains(chip)
     unit = size.shape.sequence_len * ranks
     if batch % unit or batch < unit:
         raise UserError(
@@ -83,6 +94,6 @@ def plan_of(size: Size, chip: Chip, ranks: int, batch: int, rates: Rates | None,
     return Plan(
         size, ranks, fit, rows, passes, tokens,
         memory=sizes.memory_of(rows, size.shape, size.parameters, shards),
-        disk=TOKEN_BYTES * tokens + KEPT * sizes.SAVED_BYTES * size.parameters,
+        disk=disk.of_speedrun(size.shape.n_layer, tokens, size.saved, size.shape.vocab_size),
         step=step, mfu=mfu, within=uncertainty(rates, ranks, measured) if rates else 0,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from nanochat.common import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.train.optim import Rates, saved_bytes
 from nanochat.train.sizes import table_rows
 
 
@@ -24,6 +25,7 @@ class Size:
     tables: int  # entries of the embedding tables
     parameters: int
     scaling: int  # matrices and head, which set the length of a run
+    saved: int  # bytes of the tensors in a checkpoint
 
     @property
     def head(self) -> int:
@@ -44,7 +46,10 @@ def size_of(depth: int, vocab_size: int, window_pattern: str = "SSSL", upstream:
         model = GPT(shape)
     counts = model.parameter_counts()
     tables = sum(counts.get(role, 0) for role in ("embedding", "value_embedding", "bigram"))
-    return Size(shape, model.flops_per_token(), counts["matrix"], tables, counts["total"], counts["scaling"])
+    return Size(
+        shape, model.flops_per_token(), counts["matrix"], tables, counts["total"],
+        counts["scaling"], saved_bytes(model, Rates()),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

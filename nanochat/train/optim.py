@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.device import is_sharded, local
+from nanochat.nn.model import Model
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import met, place_of, trained
@@ -250,6 +251,20 @@ class Optimizers:
                 held = self.adamw.state[parameter]
                 local(held["exp_avg_sq"]).mul_((group["betas"][1] ** held["age"])[:, None])
                 held["age"].zero_()
+
+
+def saved_bytes(model: Model, rates: Rates | OneRate) -> int:
+    """Return the bytes of the tensors in a checkpoint: every trained parameter and its optimizer state.
+
+    AdamW saves two moments of each parameter. Muon saves one, and so does the table of bigrams,
+    whose first beta is 0.
+    """
+    roles = model.parameter_roles()
+    one_moment = {"bigram", "matrix"} if rates.matrix_optimizer == "muon" else {"bigram"}
+    return sum(
+        parameter.nbytes * (2 if roles[name] in one_moment else 3)
+        for name, parameter in trained(cast(nn.Module, model))
+    )
 
 
 def _sparse(model: nn.Module, tables: Sequence[Tensor]) -> bool:

@@ -24,7 +24,6 @@ Kind = Literal["gpt", "qwen3"]  # of a model that is trained from nothing
 WINDOWS = "SSSL"  # attention windows of a GPT where none are asked for
 
 STATE_BYTES = 12  # per parameter, at least: an fp32 master, its gradient and one moment
-SAVED_BYTES = 12  # per parameter in a checkpoint, at most: fp32 values and two moments
 MANY_EPOCHS = 4  # beyond this, reading a text again teaches little (Muennighoff et al. 2023, arXiv:2305.16264)
 PAIRS, MOST_PAIRS = 32, 2**17  # rows of bigrams for each entry of the vocabulary, and in all
 EPOCHS_WITH_PAIRS = 2  # in text that is read more often, a model learns pairs by heart (dev/LOG.md)
@@ -117,10 +116,13 @@ def check_fits(depth: int, parameters: int, mode: parallel.Sharding, compute: Co
         raise UserError(text, exit_code=2)
 
 
-def check_disk(folder: Path, parameters: int, keep: int) -> None:
-    """UserError if the disk of a folder cannot hold two checkpoints; a warning if it cannot hold all that are kept."""
+def check_disk(folder: Path, parameters: int, one: float, keep: int) -> None:
+    """Raise UserError if the disk of a folder cannot hold two checkpoints of `one` bytes each.
+
+    Warn if the disk cannot hold all the checkpoints that the stage keeps.
+    """
     disk = next(place for place in (folder, *folder.parents) if place.exists())
-    one, free = SAVED_BYTES * parameters, shutil.disk_usage(disk).free
+    free = shutil.disk_usage(disk).free
     there = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     most = one * (keep + 1 if keep else 2)  # the newest is whole before the oldest goes
     if free + there < 2 * one:

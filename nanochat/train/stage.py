@@ -42,7 +42,7 @@ from nanochat.train.compile import Ahead, compiled, is_compiled, missing
 from nanochat.train.fit import probe
 from nanochat.train.flags import EpochFlags, Epochs, RunFlags, StageFlags
 from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
-from nanochat.train.optim import OneRate, Optimizers, Rates
+from nanochat.train.optim import OneRate, Optimizers, Rates, saved_bytes
 from nanochat.train.sizes import Batch
 from nanochat.train.update import (
     CrossEntropy,
@@ -155,7 +155,7 @@ class Stage:
             f"{self.counts['total']:,} parameters,{part} {self.flops:,} FLOPs a token")  # fmt: skip
         if not part and isinstance(model, GPT) and (how := model.operations.coarser(self.compute.dtype)):
             log(f"the uncompiled GPT trains in {how}; NANOCHAT_INT8=0 lets it train in bfloat16 alone")
-        sizes.check_disk(self.folder, kept, self.flags.keep)
+        sizes.check_disk(self.folder, kept, saved_bytes(model, rates), self.flags.keep)
         parallel.shard(self._module, model.shard_groups(), self.compute, self.flags.shard)
         if fill is not None:
             fill()

@@ -10,12 +10,13 @@ import pytest
 from nanochat import device
 from nanochat.common import UserError
 from nanochat.planner import __main__ as command
-from nanochat.planner import calibration, tables
+from nanochat.planner import calibration, plan, tables
 from nanochat.planner.cards import LAUNCH_SECONDS, RATINGS, rates_of
 from nanochat.planner.plan import plan_of
 from nanochat.planner.programs import CHUNKED, FUSED, PLAIN
 from nanochat.planner.work import size_of
 from nanochat.platforms import ascend_chips
+from nanochat.train.fit import disk
 from tests.planner.support import BENCH, Kind
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], **flags: object) -> tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chip", "rows"), [(8, "910B3", 16), (1, "910B3", 64), (1, "910B4", 16), (8, "910A", 16)]
+    ("ranks", "chip", "rows"), [(8, "910B3", 16), (1, "910B3", 32), (1, "910B4", 16), (8, "910A", 16)]
 )
 def test_the_flags_fit_the_memory_and_divide_the_step(
     ranks: int, chip: str, rows: int, capsys: pytest.CaptureFixture[str]
@@ -46,12 +47,13 @@ def test_the_flags_fit_the_memory_and_divide_the_step(
         f"{chip} x {ranks}: " in err
         and "(compute-bound from 1 row)" in err
         and "predicted, ± 25 %: " in err
-        and " hours for 1.3 billion tokens" in err
+        and " hours for 1.6 billion tokens" in err
     )
 
 
 def test_the_command_prints_flags_alone_on_standard_output() -> None:
-    words = [sys.executable, "-m", "nanochat.planner", "--chip=910B3", "--ranks=4", "--depth=4"]
+    words = [sys.executable, "-m", "nanochat.planner", "--chip=910B3", "--ranks=4", "--depth=4",
+             "--total_batch_size=262144"]  # fmt: skip
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "--depth=4 --total_batch_size=262144 --device_batch_size=32\n"
@@ -63,10 +65,13 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
     [
         ({"chip": "910", "ranks": 1}, r"--chip must be one of 910A, 310P, .*got '910'"),
         ({"chip": "950", "ranks": 8}, r"got '950'. A kind without a known peak, .* on a host that has such a card"),
-        ({"chip": "910B3", "ranks": 3}, r"must be a multiple of 6,144 \(3 card\(s\) x 2048 tokens\), got 262,144"),
-        ({"chip": "910B3", "ranks": 256}, r"must be a multiple of 524,288 .*got 262,144"),
+        (
+            {"chip": "910B3", "ranks": 3, "total_batch_size": 262144},
+            r"must be a multiple of 6,144 \(3 card\(s\) x 2048 tokens\), got 262,144",
+        ),
+        ({"chip": "910B3", "ranks": 256, "total_batch_size": 262144}, r"must be a multiple of 524,288 .*got 262,144"),
         ({"chip": "910B3", "ranks": -1}, "--ranks must be at least 1, got -1"),
-        ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 32768"),
+        ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 65536"),
         ({"chip": "310P", "ranks": 1}, "310P cards are for inference only"),
         (
             {"chip": "910A", "ranks": 1, "depth": 32},
@@ -80,14 +85,27 @@ def test_a_plan_that_cannot_be_made_is_refused(flags: dict[str, object], words: 
         command.main(command.Config(**flags))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("depth", [12, 20])
+def test_the_command_the_table_and_the_speedrun_name_one_speed(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = said(capsys, chip="910B3", ranks=8, depth=depth)
+    table = said(capsys, chip="910B3", ranks=8, table=True)[0]
+    row = next(line for line in table.splitlines() if f"| d{depth} |" in line).split(" | ")
+    assert f" {row[4].split(' ±')[0]} tokens/s" in err and f" {row[6]} hours" in err
+    script = (ROOT / "speedrun.sh").read_text(encoding="utf-8")
+    if depth == 12:
+        assert (told := out.split()[1]) in script and told.endswith(str(plan.PRESET_TOKENS[12]))
+    assert f"fineweb {disk.SHARDS[depth]} {depth}" in script
+
+
 def test_a_chip_without_a_known_peak_is_planned_by_memory_alone() -> None:
     chip = Kind("SoC 999", 0, 64)
     rates, source = command.rates_for(chip, None)
-    plan = plan_of(size_of(12, 32768), chip, 8, 262144, rates)
-    assert (plan.rows, plan.step, plan.hours, plan.mfu) == (16, None, None, None)
-    words = command.told(plan, chip, rates, source)
+    by_memory = plan_of(size_of(12, 32768), chip, 8, 262144, rates)
+    assert by_memory.rows == 16
+    assert (by_memory.step, by_memory.hours, by_memory.mfu) == (None, None, None)
+    words = command.told(by_memory, chip, rates, source)
     assert "SoC 999 x 8: 64 rows fit 64 GiB; planned by memory alone, because no peak of this chip is known" in words
-    assert tables.cells(plan, chip)[1:4] == ["-", "-", "-"]
+    assert tables.cells(by_memory, chip)[1:4] == ["-", "-", "-"]
 
 
 def test_measured_cards_are_planned_by_what_was_measured(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +120,9 @@ def test_measured_cards_are_planned_by_what_was_measured(base: Path, capsys: pyt
 def test_a_measured_chip_without_a_known_peak_has_a_speed_but_no_mfu() -> None:
     chip = Kind("SoC 999", 0, 64)
     rates, source = command.rates_for(chip, calibration.Bench(**{**vars(BENCH), "chip": "SoC 999"}))
-    plan = plan_of(size_of(12, 32768), chip, 8, 262144, rates, measured=True)
-    assert plan.step is not None and plan.mfu is None
-    assert "tokens/s, unknown peak, " in command.told(plan, chip, rates, source)
+    measured = plan_of(size_of(12, 32768), chip, 8, 262144, rates, measured=True)
+    assert measured.step is not None and measured.mfu is None
+    assert "tokens/s, unknown peak, " in command.told(measured, chip, rates, source)
 
 
 def test_the_table_has_every_chip_that_trains_and_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +149,7 @@ def test_a_model_that_one_card_cannot_hold_is_said_not_to_fit() -> None:
 def test_the_documents_show_the_tables_as_they_are(name: str) -> None:
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     chips = [chip for chip in CHIPS.values() if chip.trains and chip.tflops]
-    every = tables.of_plans([CHIPS["910B3"]], (1, 8, 128), tables.DEPTHS, 32768, {}).splitlines()
+    every = tables.of_plans([CHIPS["910B3"]], (1, 8, 128), tables.DEPTHS, 65536, {}).splitlines()
     traffic = FUSED.traffic
     bytes_moved = (traffic.stream, traffic.logits, traffic.matrix, traffic.table, CHUNKED.traffic.stream)
     launched = (FUSED.layer_operators, FUSED.pass_operators, 1e6 * LAUNCH_SECONDS)

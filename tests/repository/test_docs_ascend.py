@@ -10,9 +10,10 @@ from nanochat import device
 from nanochat.gpt import GPT
 from nanochat.planner import tables
 from nanochat.planner.cards import rates_of
-from nanochat.planner.plan import batch_of, plan_of
+from nanochat.planner.plan import RATIO, batch_of, plan_of
 from nanochat.planner.work import size_of
 from nanochat.platforms import ascend_chips, ascend_environment, ascend_errors
+from nanochat.train.fit import disk
 from scripts.finetune import Config
 from tests.repository.test_docs import read
 from tools_npu import versions
@@ -74,6 +75,18 @@ def test_speeds_hours_and_memory_are_the_planners(name: str) -> None:
             size = size_of(depth, 65_536)
             plan = plan_of(size, chip, ranks, batch_of(size, ranks), rates_of(chip))
             assert [f"{ranks} x {chip.name}", f"d{depth}", *tables.cells(plan, chip)] in found
+
+
+DISK = {12: (*MAIN, "华为昇腾运行指南.md", "docs/en/ascend-guide.md"),
+        20: ("docs/speedrun.md", "docs/zh/speedrun.md")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("depth", "name"), [(depth, name) for depth in DISK for name in DISK[depth]])
+def test_the_disk_of_a_speedrun_is_the_planners(depth: int, name: str) -> None:
+    size = size_of(depth, 65_536)
+    needed = disk.of_speedrun(depth, RATIO * size.scaling, size.saved, 65_536)
+    told = re.findall(r"(?:write[s]? up to|最多再?写入) (\d+) GB", (ROOT / name).read_text(encoding="utf-8"))
+    assert told == [f"{needed / 1e9:.0f}"]
 
 
 @pytest.mark.parametrize("name", MAIN)

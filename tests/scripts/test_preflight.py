@@ -5,11 +5,19 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanochat.common import UserError
+from nanochat.gpt import GPT
+from nanochat.planner.cards import rates_of
+from nanochat.planner.plan import batch_of, plan_of
+from nanochat.planner.work import size_of
+from nanochat.platforms import ascend_chips
+from nanochat.platforms.cpu.platform import Cpu
+from nanochat.train.fit import disk
 from scripts import preflight
 from scripts.preflight import Config
-from tests.support.tiny_model import on_cpu
+from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
 Usage = namedtuple("Usage", "total used free")
 DATA = Path(__file__).parent.parent / "support" / "files" / "tasks"
@@ -35,7 +43,7 @@ def test_everything_that_is_missing_is_named_in_one_message(
         preflight.check(Config(**{**SMALL, "data": "fineweb", "shards": 40}), on_cpu())
     said = str(refused.value)
     assert refused.value.exit_code == 2
-    for part in ("FineWeb-Edu, 41 shards", "HuggingFaceTB/smol-smoltalk", "has 1.0 GB free", "writes up to 8.2 GB",
+    for part in ("FineWeb-Edu, 41 shards", "HuggingFaceTB/smol-smoltalk", "has 1.0 GB free", "writes up to 13.7 GB",
                  "hf download cais/mmlu --repo-type dataset --local-dir mmlu", "--data tinyworld"):  # fmt: skip
         assert part in said
     assert "openai/gsm8k: not here" in capsys.readouterr().out
@@ -47,7 +55,7 @@ def test_what_a_stopped_run_has_written_is_not_asked_for_again(
     monkeypatch.setattr(preflight, "repos", lambda data: {})
     monkeypatch.setattr(preflight, "answers", lambda url: True)
     config = Config(**{**SMALL, "data": "fineweb", "shards": 2, "model_tag": "d2"})
-    needed = preflight.still_to_write(config, 1_000_000)
+    needed = preflight.still_to_write(config, 12e6)
     for place, size in {"base_data/fineweb/shard_00000.parquet": 50_000_000,
                         "base_data/fineweb/tokens-0a9421ff/train/shard_00000.bin": 40_000_000,
                         "base_checkpoints/d2/step_000010/model.safetensors": 12_000_000,
@@ -55,18 +63,63 @@ def test_what_a_stopped_run_has_written_is_not_asked_for_again(
         (base_folder / place).parent.mkdir(parents=True, exist_ok=True)
         with open(base_folder / place, "wb") as file:
             file.truncate(size)
-    assert needed - preflight.still_to_write(config, 1_000_000) == 102_000_000, "another run's checkpoints do not count"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e12, 0, needed - 100_000_000))
-    monkeypatch.setattr("nanochat.gpt.GPT.parameter_counts", lambda model: {"total": 1_000_000, "scaling": 1})
+    assert needed - preflight.still_to_write(config, 12e6) == pytest.approx(207e6), (
+        "another run's checkpoints do not count"
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1e12, 0, needed - 200_000_000))
+    monkeypatch.setattr(preflight, "saved_bytes", lambda model, rates: 12e6)
     preflight.check(config, on_cpu())
     assert "disk    up to " in capsys.readouterr().out
 
 
 def test_the_disk_holds_the_stages_of_a_speedrun(base_folder: Path) -> None:
-    """Finetuning is no stage of it. Each stage keeps some checkpoints and writes one more."""
-    from nanochat.train.flags import StageFlags
+    """Finetuning is no stage of it. Each stage keeps three checkpoints, and one stage at a time writes one more."""
+    assert preflight.still_to_write(Config(), 1_000) == pytest.approx(13 * 1_010)
 
-    assert preflight.still_to_write(Config(), 1_000) == 4 * (StageFlags.keep + 1) * 12_000
+
+@pytest.mark.parametrize(("depth", "shards"), disk.SHARDS.items())
+def test_the_planner_names_the_disk_that_the_preflight_asks_for(base_folder: Path, depth: int, shards: int) -> None:
+    size = size_of(depth, 65_536)
+    chip = next(chip for chip in ascend_chips.CHIPS if chip.name == "910B3")
+    planned = plan_of(size, chip, 8, batch_of(size, 8), rates_of(chip))
+    config = Config(data="fineweb", shards=shards, depth=depth, model_tag=f"d{depth}")
+    assert preflight.still_to_write(config, size.saved) == pytest.approx(planned.disk)
+
+
+def test_a_stage_that_is_done_writes_no_more_and_steps_set_aside_are_no_room(base_folder: Path) -> None:
+    config = Config(model_tag="d2")
+    before = preflight.still_to_write(config, 1e6)
+    aside = base_folder / "base_checkpoints" / "d2" / "set-aside-1" / "step_000003" / "model.safetensors"
+    aside.parent.mkdir(parents=True)
+    aside.write_bytes(bytes(10**6))
+    assert preflight.still_to_write(config, 1e6) == before
+    tiny_checkpoint("base", step=3)  # of 3 steps
+    assert before - preflight.still_to_write(config, 1e6) == pytest.approx(3 * 1.01e6)
+    for stage in ("mid", "sft", "rl"):
+        tiny_checkpoint(stage, step=3)
+    assert preflight.still_to_write(config, 1e6) == 0
+
+
+def test_shards_beyond_those_of_the_run_are_tokenised_too(base_folder: Path) -> None:
+    folder = base_folder / "base_data" / "fineweb"
+    folder.mkdir(parents=True)
+    for number in range(10):
+        with open(folder / f"shard_{number:05d}.parquet", "wb") as file:
+            file.truncate(100_000_000)
+    config = Config(data="fineweb", shards=2)
+    assert preflight.still_to_write(config, 0, downloads=False) == pytest.approx(1.1e9 + disk.CHATS)
+
+
+def test_the_time_on_a_known_card_is_the_planners(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = next(chip for chip in ascend_chips.CHIPS if chip.name == "910B3")
+    size = size_of(12, 65_536)
+    planned = plan_of(size, chip, 8, batch_of(size, 8), rates_of(chip))
+    monkeypatch.setattr(Cpu, "chip", chip)
+    with torch.device("meta"):
+        model = GPT(size.shape)
+    config = Config(data="fineweb", shards=40, depth=12, devices=8)
+    seconds = preflight.seconds_of(config, model, planned.tokens, on_cpu())
+    assert planned.hours is not None and seconds == pytest.approx(3600 * planned.hours)
 
 
 def test_what_was_carried_in_is_enough(
