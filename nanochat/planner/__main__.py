@@ -11,6 +11,7 @@ The flags are printed on one line, and the reason for them on standard error. Th
 and from what others have measured; after `python check_npu.py --bench` that of your own cards comes from there.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from nanochat.planner import calibration, tables
 from nanochat.planner.calibration import rates_for
 from nanochat.planner.cards import Rates
 from nanochat.planner.forecast import Tuning
-from nanochat.planner.plan import Plan, batch_of, plan_of
+from nanochat.planner.plan import Plan, batch_of, check_trains, plan_of
 from nanochat.planner.programs import program_of
 from nanochat.planner.published_tuning import print_published
 from nanochat.planner.roofline import least_rows
@@ -121,6 +122,8 @@ def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None
     if cfg.published:
         print(tables.of_published())
         return
+    if chip is not None:
+        check_trains(chip)
     chips = [chip] if chip else [known for known in device.planned() if known.trains]
     if cfg.rows:
         print(tables.of_rows(chips, (4, 8, *tables.DEPTHS), tables.VOCABULARIES))
@@ -130,16 +133,30 @@ def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None
     print(tables.of_plans(chips, cards, tables.DEPTHS, cfg.vocab_size, measured))
 
 
+def chip_named(spelled: str) -> Chip:
+    """Return the kind of card that --chip names. UserError (code 2) if the planner does not know it.
+
+    The case does not matter, nor does "Ascend" before the name. Every 310P has one entry, so that
+    310P3 names it; a training card must be named in full, since 910B2 and 910B4 differ.
+    """
+    known = {chip.name.lower(): chip for chip in device.planned()}
+    name = re.sub(r"^ascend[\s_-]*", "", spelled.strip().lower())
+    if name in known:
+        return known[name]
+    family = known.get(re.sub(r"(?<=[a-z])\d$", "", name))
+    if family is not None and not family.trains:
+        return family
+    names = ", ".join(chip.name for chip in known.values())
+    raise UserError(
+        f"--chip must be one of {names}, got {spelled!r}. A kind without a known peak, such as the "
+        "950, is planned by its memory, on a host that has such a card: leave out --chip there",
+        exit_code=2,
+    )
+
+
 def main(cfg: Config) -> None:
     """Print the flags, or a table."""
-    known = {chip.name: chip for chip in device.planned()}
-    chip, ranks = known.get(cfg.chip), cfg.ranks
-    if cfg.chip and chip is None:
-        raise UserError(
-            f"--chip must be one of {', '.join(known)}, got {cfg.chip!r}. A kind without a known peak, such as the "
-            "950, is planned by its memory, on a host that has such a card: leave out --chip there",
-            exit_code=2,
-        )
+    chip, ranks = chip_named(cfg.chip) if cfg.chip else None, cfg.ranks
     if ranks < 0:
         raise UserError(f"--ranks must be at least 1, got {ranks}", exit_code=2)
     if cfg.published_memory:
@@ -157,6 +174,7 @@ def main(cfg: Config) -> None:
             "this host has no card of a known kind; name a kind with --chip and a number of cards with --ranks"
         )
     if cfg.model is not None:
+        check_trains(chip)
         print_forecast(tuning_of(cfg, cfg.model, chip, max(ranks, 1)), cfg.model.name, chip)
         return
     rates, source = rates_for(chip, bench)

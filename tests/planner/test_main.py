@@ -73,6 +73,11 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
         ({"chip": "910B3", "ranks": -1}, "--ranks must be at least 1, got -1"),
         ({"chip": "910B3", "ranks": 1, "depth": 0}, "depth and vocab_size must be at least 1, got 0 and 65536"),
         ({"chip": "310P", "ranks": 1}, "310P cards are for inference only"),
+        ({"chip": "Ascend310P3", "ranks": 1}, "310P cards are for inference only"),
+        ({"chip": "310P", "ranks": 1, "model": Path("Qwen3-8B")}, "310P cards are for inference only"),
+        ({"chip": "310P", "rows": True}, "310P cards are for inference only"),
+        ({"chip": "910B", "ranks": 1}, r"--chip must be one of .*910B1, .*910B4-1.*got '910B'"),
+        ({"chip": "910A2", "ranks": 1}, r"--chip must be one of .*got '910A2'"),
         (
             {"chip": "910A", "ranks": 1, "depth": 32},
             r"into the 32 GiB of a 910A, but needs \d+\.\d GiB on each",
@@ -83,6 +88,11 @@ def test_the_command_prints_flags_alone_on_standard_output() -> None:
 def test_a_plan_that_cannot_be_made_is_refused(flags: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         command.main(command.Config(**flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spelled", ["Ascend910B3", "ascend 910b3", "910b3", "Ascend-910B3", " 910B3 "])
+def test_a_chip_may_be_spelled_as_its_tools_spell_it(spelled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, chip=spelled, ranks=8) == said(capsys, chip="910B3", ranks=8)
 
 
 @pytest.mark.parametrize("depth", [12, 20])
