@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -125,7 +126,11 @@ class Server(uvicorn.Server):
         last.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them."""
+        """Stop accepting requests. Answers under way have DRAIN_SECONDS to end; then the server ends them.
+
+        One line tells how many answers uvicorn cancelled because their clients do not read them.
+        """
+        logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
         for accepting in self._accepting:
             accepting.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -137,6 +142,11 @@ class Server(uvicorn.Server):
         finally:
             for each in ending:
                 each.cancel()
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """Return whether a log record is something else than the traceback of a cancelled answer."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _end() -> None:

@@ -7,14 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from nanochat.serve import listening
 from nanochat.serve.connections import Caps
-from nanochat.serve.listening import OWN_FILES, affordable, raise_open_files
+from nanochat.serve.listening import OWN_FILES, App, affordable, raise_open_files
 from tests.support.fake_engine import FakeEngine, running
 
 
@@ -114,3 +116,33 @@ def test_a_server_ends_although_a_thread_of_it_never_does() -> None:
         finally:
             server.kill()
         assert "did not stop within 1 seconds" in server.stderr.read()
+
+
+async def endless(scope: Any, receive: Any, send: Any) -> None:
+    """An application whose answers never end."""
+    if scope["type"] != "http":
+        raise RuntimeError("no lifespan")
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while True:
+        await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+
+
+def test_clients_that_hang_while_the_server_stops_leave_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = listening.Server(App(endless, [], Caps()))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert client.recv(8)
+        server.should_exit = True
+        thread.join(30)
+        for client in clients:
+            client.close()
+    said = capfd.readouterr().err
+    assert not thread.is_alive()
+    assert "Cancel 3 running task(s)" in said and "Traceback" not in said, said
