@@ -136,11 +136,11 @@ def print_tables(cfg: Config, chip: Chip | None, bench: calibration.Bench | None
 def chip_named(spelled: str) -> Chip:
     """Return the kind of card that --chip names. UserError (code 2) if the planner does not know it.
 
-    The case does not matter, nor does "Ascend" before the name. Every 310P has one entry, so that
+    The case does not matter, nor does a brand before the name, as in "Ascend910B3". Every 310P has one entry, so that
     310P3 names it; a training card must be named in full, since 910B2 and 910B4 differ.
     """
     known = {chip.name.lower(): chip for chip in device.planned()}
-    name = re.sub(r"^ascend[\s_-]*", "", spelled.strip().lower())
+    name = re.sub(r"^[a-z]{2,}[\s_-]*", "", spelled.strip().lower())
     if name in known:
         return known[name]
     family = known.get(re.sub(r"(?<=[a-z])\d$", "", name))
