@@ -43,8 +43,8 @@ class Config:
     depth: int = 12
     """layers"""
     total_batch_size: int | Auto = "auto"
-    """tokens of a step over all cards; auto: as in the preset of speedrun.sh for this depth, else as training
-    chooses them; --table always takes auto"""
+    """tokens of a step over all cards; --table always takes auto.
+    auto: as the preset of speedrun.sh for this depth has it, else as training chooses it"""
     vocab_size: int = 65_536
     """tokens of the vocabulary; default: as in speedrun.sh"""
     chip: str = ""
