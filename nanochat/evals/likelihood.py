@@ -157,9 +157,9 @@ def _losses(
         for i in range(0, len(wanted), HEAD_ROWS):
             most, places_of = model.logits(hidden[i : i + HEAD_ROWS]).max(dim=-1)
             parts.append(torch.where(most.isfinite(), (places_of != wanted[i : i + HEAD_ROWS]).to(most.dtype), most))
-        values = torch.cat(parts).double().cpu()
+        values = torch.cat(parts).cpu().double()
     else:
-        values = model.token_losses(hidden, wanted).double().cpu()
+        values = model.token_losses(hidden, wanted).cpu().double()
     if not values.isfinite().all():
         raise UserError("the model's loss is not finite, so its training has diverged: evaluate an earlier step")
     return values

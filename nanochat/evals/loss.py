@@ -65,7 +65,7 @@ def evaluate_loss(
             row_nats.append(losses.float().sum(dim=1))
             tokens += int((of_target > 0).sum())
             size += int(of_target.sum())
-    nats = float(torch.cat(row_nats).double().cpu().sum()) if row_nats else 0.0
+    nats = float(torch.cat(row_nats).cpu().double().sum()) if row_nats else 0.0
     nats, all_tokens, all_bytes = parallel.total([nats, float(tokens), float(size)], compute)
     if all_bytes == 0:
         raise UserError(

@@ -233,7 +233,8 @@ def measure(
         for batch in step.micro_batches:
             inputs, targets, *more = (device.to_device(tensor, compute) for tensor in batch)
             sums.append(objective(model, inputs, targets, **dict(zip(step.extras, more, strict=True))))
-    totals = parallel.total(torch.stack(sums).double().sum(dim=0).tolist(), compute)
+    on_host = torch.stack(sums).cpu().double()  # in this order, since NPUs have no float64
+    totals = parallel.total(on_host.sum(dim=0).tolist(), compute)
     return {name: value / max(count, 1) for name, value in zip(("loss", *objective.figures), totals, strict=True)}
 
 

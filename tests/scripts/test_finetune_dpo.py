@@ -15,6 +15,7 @@ from nanochat.device import Compute
 from nanochat.evals import preferences
 from nanochat.runtime.tracking import read_metrics
 from scripts import finetune
+from tests.emulated_npu.worker import run_ranks, skip_without_compiler
 from tests.support.qwens import write_folder
 from tests.support.rank_pool import Pool
 from tests.support.tiny_model import on_cpu
@@ -115,6 +116,21 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
         for one, two in zip(alone, lines(), strict=True):
             for name in ("loss", "accuracy", "margin", *(["val_loss", "val_margin"] if "val_loss" in one else [])):
                 assert two[name] == pytest.approx(one[name], abs=1e-4), (mode, name)
+
+
+@pytest.mark.npu
+@pytest.mark.ranks
+def test_dpo_on_two_npus_measures_and_learns_what_one_cpu_does(models: Path, tmp_path: Path) -> None:
+    skip_without_compiler()
+    flags = {"lora_rank": 4, "num_iterations": 3, "eval_every": 2}
+    finetune.train(config(models, **flags), on_cpu())
+    alone = lines()
+    run_ranks(2, a_run, models, flags, NANOCHAT_BASE_DIR=str(tmp_path / "npu"))
+    together = read_metrics(tmp_path / "npu" / "tuned_checkpoints" / "made")
+    assert "val_loss" in alone[-1]
+    for one, two in zip(alone, together, strict=True):
+        for name in ("loss", "margin", *(["val_loss", "val_margin"] if "val_loss" in one else [])):
+            assert two[name] == pytest.approx(one[name], abs=1e-4), name
 
 
 def test_what_cannot_be_trained_is_named_before_the_first_step(models: Path, tmp_path: Path) -> None:
