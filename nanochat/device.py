@@ -68,6 +68,15 @@ except UserError as _mistake:  # at import there is no script edge to print it
     sys.exit(_mistake.exit_code)
 
 
+def check_idle_cards(chosen: str) -> None:
+    """UserError if this host has cards that cannot be used, and `chosen` is the CPU although nobody asked for it."""
+    if not PLATFORMS[chosen].is_host or os.environ.get("NANOCHAT_DEVICE"):
+        return
+    for platform in PLATFORMS.values():
+        if why := platform().idle_cards():
+            raise UserError(why)
+
+
 @dataclass(frozen=True)
 class Compute:
     """Where this process computes: one object per process, made by compute_init()."""
@@ -121,9 +130,12 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     """Take this process's device and, under torchrun, join the process group.
 
     `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what --kernels says. CPU tensors
-    go over gloo on every device, so that ranks can share a flag without touching the accelerator.
+    go over gloo on every device, so that ranks can share a flag without touching the accelerator. UserError if this
+    host has cards that cannot be used, unless the CPU was asked for.
     """
     name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
+    if not asked:
+        check_idle_cards(name)
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     platform = PLATFORMS[name](local_rank)
@@ -317,6 +329,7 @@ def compiler_missing(compute: Compute) -> str:
 
 if __name__ == "__main__":  # for shell scripts: the device, its number format, how many there are, and "slow" or "fast"
     try:
+        check_idle_cards(device_type)
         _platform = PLATFORMS[device_type]()
         _format = str(_dtype(_platform)[0]).removeprefix("torch.")
         print(device_type, _format, _platform.count(), "slow" if _platform.is_slow() else "fast")

@@ -107,6 +107,43 @@ def test_a_wrong_environment_ends_the_process_with_a_message(
     assert "error: the device must be one of npu, cuda, cpu, got 'gpu' (NANOCHAT_DEVICE)" in capsys.readouterr().err
 
 
+def test_cards_that_cannot_be_used_are_refused_unless_the_cpu_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    available(monkeypatch)
+    monkeypatch.setattr(device, "device_type", "cpu")
+    monkeypatch.setenv("ASCEND_ROOT_PREFIX", str(tmp_path))
+    assert compute_init().device_type == "cpu"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "davinci_manager").touch()
+    assert compute_init().device_type == "cpu"
+    (tmp_path / "dev" / "davinci0").touch()
+    with pytest.raises(UserError) as refused:
+        compute_init()
+    assert refused.value.exit_code == 1
+    for words in ("dev/davinci0", "npu is broken", "setup_ascend.sh", "check_npu.py", "NANOCHAT_DEVICE=cpu"):
+        assert words in str(refused.value)
+    assert compute_init("cpu").device_type == "cpu"
+    monkeypatch.setenv("NANOCHAT_DEVICE", "cpu")
+    assert compute_init().device_type == "cpu"
+    monkeypatch.delenv("NANOCHAT_DEVICE")
+    available(monkeypatch, "cuda")  # a GPU that works is no fault to stop at
+    monkeypatch.setattr(device, "device_type", "cuda")
+    device.check_idle_cards("cuda")
+
+
+def test_shell_scripts_learn_that_cards_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "davinci0").touch()
+    hidden = ("NANOCHAT_DEVICE", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"ASCEND_ROOT_PREFIX": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    asked = subprocess.run([sys.executable, "-m", "nanochat.device"], cwd=ROOT, env=environment, capture_output=True,
+                           text=True)  # fmt: skip
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert "setup_ascend.sh" in asked.stderr and "Traceback" not in asked.stderr
+
+
 # --- number formats ------------------------------------------------------------------------------
 
 

@@ -49,6 +49,16 @@ class Ascend(Platform):
             return f"torch_npu could not be loaded: {ascend_errors.cannot_load(str(failure) or repr(failure))}"
         return "" if usable else "torch_npu loaded, but sees no NPU"
 
+    def idle_cards(self) -> str:
+        """Names the device file, the reason, and the commands that make the cards usable."""
+        file = ascend_environment.card_file()
+        why = self.unavailable() if file else ""
+        if not why:
+            return ""
+        return tr("this host has NPUs ({file}), but they cannot be used: {why}. Type source setup_ascend.sh, then "
+                  "python check_npu.py. To use the CPU instead, set NANOCHAT_DEVICE=cpu or give --device_type=cpu.",
+                  file=file, why=why)  # fmt: skip
+
     @cached_property
     def chip(self) -> AscendChip:
         """The chip by its SoC version. What the table does not say, torch_npu and the device are asked."""

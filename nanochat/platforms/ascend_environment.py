@@ -4,7 +4,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 NEVER = 30 * 24 * 3600  # seconds, for a user who wants collectives to wait without end
@@ -56,6 +57,15 @@ def prepare_collectives(environ: MutableMapping[str, str] = os.environ) -> int:
     if given.isdigit():
         environ.setdefault("HCCL_EVENT_TIMEOUT", str(inner + 120))
     return max(2400, inner + 300)
+
+
+def card_file(environ: Mapping[str, str] = os.environ) -> str:
+    """The device file of this host's first card, whether or not torch_npu can use it; "" if there is none.
+
+    ASCEND_ROOT_PREFIX names the root folder of a fake host in tests.
+    """
+    cards = Path(environ.get("ASCEND_ROOT_PREFIX", "") + "/dev").glob("davinci[0-9]*")
+    return str(min((path for path in cards if path.name.removeprefix("davinci").isdigit()), default=""))
 
 
 def port_taken(port: int) -> bool:

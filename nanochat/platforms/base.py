@@ -92,6 +92,10 @@ class Platform:
         """Why no such device can be used in this process; "" if one can."""
         raise NotImplementedError
 
+    def idle_cards(self) -> str:
+        """What to do about cards that this host has and that cannot be used; "" if there are no such cards."""
+        return ""
+
     def count(self) -> int:
         """How many such devices this process sees."""
         return int(self.module.device_count())
