@@ -47,15 +47,12 @@ def rustbpe() -> Any:
 
 @cache
 def own() -> Any | None:
-    """The installed rustbpe if it is this repository's, which can encode; otherwise None, and one line in the log."""
+    """The installed rustbpe if it is this repository's, which can encode; otherwise None."""
     try:
         module = rustbpe()
     except UserError:
         return None  # `train` reports this; encoding needs only tiktoken
-    if hasattr(module.Tokenizer, "from_ranks"):
-        return module
-    log("the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes")
-    return None
+    return module if hasattr(module.Tokenizer, "from_ranks") else None
 
 
 def train(
@@ -63,6 +60,8 @@ def train(
 ) -> list[bytes]:
     """Learn up to `tokens` tokens, including the 256 single bytes, and return their bytes in the order learned."""
     trainer = rustbpe().Tokenizer()
+    if own() is None:  # said here, once in a run, and not by every stage that encodes
+        log("the published rustbpe is installed: training takes about ten times as long, and tiktoken encodes")
     more = {"progress": progress} if progress is not None and own() is not None else {}
     trainer.train_from_iterator(texts, tokens, pattern=regex, **more)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])

@@ -89,8 +89,9 @@ class CpuOperations(Operations):
         return self._trained if dtype in SUFFIXES and all(x.dtype == dtype and x.is_cpu for x in tensors) else None
 
     def coarser(self, dtype: torch.dtype) -> str:
-        """See Operations.coarser."""
-        return f"int8 ({self._int8})" if self._compiles and self._int8 and dtype == torch.bfloat16 else ""
+        """See Operations.coarser. Products in 8 bits need the kernels of training."""
+        asked = self._compiles and self._int8 and dtype == torch.bfloat16
+        return f"int8 ({self._int8})" if asked and self._trained is not None else ""
 
     def needs_no_compiler(self, head_dim: int, dtype: torch.dtype) -> str:
         """See Operations.needs_no_compiler. Only processors with AVX512 or AVX2 were measured."""

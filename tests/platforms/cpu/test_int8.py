@@ -13,6 +13,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.nn.operations import Operations
 from nanochat.platforms import host
 from nanochat.platforms.cpu import int8
+from nanochat.platforms.cpu import operations as cpu_operations
 from nanochat.platforms.cpu.gradients import Product
 from nanochat.platforms.cpu.kernels import compiler
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -207,9 +208,16 @@ def test_the_processor_or_the_variable_decides(
 ) -> None:
     monkeypatch.setenv("NANOCHAT_INT8", asked)
     monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(CpuOperations, "_trained", object())  # as where the kernels were compiled
     assert int8.reason() == wanted
     assert Cpu().operations("auto").coarser(torch.bfloat16) == (f"int8 ({wanted})" if wanted else "")
     assert Cpu().operations("auto").coarser(torch.float32) == Cpu().operations("plain").coarser(torch.bfloat16) == ""
+
+
+def test_without_kernels_nothing_trains_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_INT8", "1")
+    monkeypatch.setattr(cpu_operations, "kernels", lambda folder: None)  # as on a host without a C++ compiler
+    assert Cpu().operations("auto").coarser(torch.bfloat16) == ""
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
