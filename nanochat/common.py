@@ -97,8 +97,9 @@ def folder_for_scripts() -> Path:
 
 
 def rank() -> int:
-    """The rank of this process in the job; 0 outside torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    """The rank of this process in the job; 0 outside torchrun, and where RANK is no number."""
+    word = os.environ.get("RANK", "")
+    return int(word) if word.isdecimal() else 0
 
 
 def log(message: str = "") -> None:
@@ -353,7 +354,7 @@ def _reader_is_gone() -> bool:
 
 def note_end(message: str) -> None:
     """Leave the reason of this rank's end for those who print it last: torchrun, and the script that started it."""
-    said = message if int(os.environ.get("WORLD_SIZE", "1")) < 2 else f"{message} (rank {rank()})"
+    said = message if os.environ.get("WORLD_SIZE", "1") in ("", "1") else f"{message} (rank {rank()})"
     # torchrun prints the call stack of the earliest failure, and dates ranks that it ended itself a moment later.
     about = {"py_callstack": said, "timestamp": str(int(time.time()) - 1)}
     for name, text in (

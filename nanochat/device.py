@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, base_dir, complain, tr
 from nanochat.nn.operations import Operations
-from nanochat.platforms import host
+from nanochat.platforms import host, ranks
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -131,23 +131,23 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
 
     `asked` is a device type, or None or "" for the one chosen at import; `kernels` is what --kernels says. CPU tensors
     go over gloo on every device, so that ranks can share a flag without touching the accelerator. UserError if this
-    host has cards that cannot be used, unless the CPU was asked for.
+    host has cards that cannot be used, unless the CPU was asked for, or if the launcher's variables are incomplete.
     """
     name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
     if not asked:
         check_idle_cards(name)
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    place = ranks.read(met=dist.is_initialized())
+    rank, local_rank, world_size = place.rank, place.local_rank, place.world_size
     platform = PLATFORMS[name](local_rank)
     device = platform.open()
     dtype, dtype_reason = _dtype(platform)
-    if "RANK" in os.environ and not dist.is_initialized():
+    if place.meets and not dist.is_initialized():
         _join(platform)
     platform.ranks_met(rank, local_rank, world_size)
     if rank == 0:
-        ranks = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
+        job = f", {world_size} ranks over {collectives}" if world_size > 1 else ""
         short = str(dtype).removeprefix("torch.")
-        print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){ranks}", flush=True)
+        print(f"device: {platform.describe()} ({why}) | {short} ({dtype_reason}){job}", flush=True)
     operations = platform.operations(kernels_asked(kernels))
     return Compute(device, name, collectives, rank, local_rank, world_size, dtype, dtype_reason, platform, operations)
 

@@ -235,8 +235,8 @@ def launch(found: setup.Found, env: Mapping[str, str]) -> Iterator[Line]:
     left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
     if left_over:
         names = ", ".join(left_over)
-        yield Line("ranks", WARN, f"{names} set outside a launcher: a script would wait for other ranks",
-                   f"在启动器之外设置了 {names}：脚本会一直等待其他进程", f"unset {' '.join(left_over)}")  # fmt: skip
+        yield Line("ranks", WARN, f"{names} set outside a launcher: a script would refuse to run alone",
+                   f"在启动器之外设置了 {names}：单进程的脚本会拒绝运行", f"unset {' '.join(left_over)}")  # fmt: skip
 
 
 def variables(env: Mapping[str, str], torch_npu: str) -> Iterator[Line]:

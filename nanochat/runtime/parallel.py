@@ -67,7 +67,8 @@ def place_of(tensor: Tensor) -> Place:
 
 def ranks_per_host(compute: Compute) -> int:
     """How many ranks the launcher started on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", compute.world_size))
+    here = os.environ.get("LOCAL_WORLD_SIZE") if compute.world_size > 1 else None
+    return int(here or compute.world_size)
 
 
 def mesh_shape(mode: Sharding, compute: Compute) -> tuple[int, int]:

@@ -31,7 +31,7 @@ def caught(pulse: Pulse) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    alone = "RANK" not in os.environ
+    alone = not os.environ.get("RANK")
 
     def note(number: int, _: FrameType | None) -> None:
         if alone and pulse.asked == "SIGINT" and number == signal.SIGINT:

@@ -107,9 +107,16 @@ def test_bf16_is_refused_on_a_chip_without(card: Card, monkeypatch: pytest.Monke
         compute_init("npu")
 
 
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what torchrun sets for one of four ranks."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_the_device_is_taken_before_the_process_group(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("RANK", "3")
+    as_rank(3, monkeypatch)
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "61008")  # the group is pretended, so the ranks cannot agree on a block
     given: dict[str, Any] = {}
 
     def init(both: str, timeout: datetime.timedelta) -> None:
@@ -124,7 +131,7 @@ def test_the_device_is_taken_before_the_process_group(card: Card, monkeypatch: p
 
 def test_more_ranks_than_cards_are_refused(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     card.count = 2
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    as_rank(2, monkeypatch)
     with pytest.raises(UserError, match=r"shows 2 npu device\(s\).*use --nproc_per_node=2 or fewer"):
         compute_init("npu")
 
@@ -142,8 +149,7 @@ def test_a_card_in_use_is_a_warning(card: Card, capsys: pytest.CaptureFixture[st
 
 
 def test_a_taken_meeting_port_is_named_with_a_free_one(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_PORT", "29511")
+    as_rank(0, monkeypatch)
 
     def init(both: str, timeout: datetime.timedelta) -> None:
         raise dist.DistNetworkError("The server socket has failed to listen ... errno: 98 EADDRINUSE")
