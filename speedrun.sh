@@ -12,6 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source setup_env.sh
+source runs/sizes.sh
 
 preset=auto
 data=auto
@@ -242,29 +243,31 @@ smoke)
     reply=48
     tag=smoke$of_family
     size=(--depth=2 --model_dim=64 --head_dim=32 --max_seq_len=256)
-    base_flags=(--window_pattern=L --total_batch_size=2048 --num_iterations=20 --no_compile --eval_every=20)
-    mid_flags=(--total_batch_size=2048 --num_iterations=10 --no_compile)
-    sft_flags=(--target_examples_per_step=8 --num_iterations=10 --no_compile)
-    rl_flags=(--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --num_iterations=3 --eval_examples=20)
+    step=$(fit total_batch_size 2048 256)
+    base_flags=(--window_pattern=L "$step" --num_iterations=20 --no_compile --eval_every=20)
+    mid_flags=("$step" --num_iterations=10 --no_compile)
+    sft_flags=("$(fit target_examples_per_step 8)" --num_iterations=10 --no_compile)
+    rl_flags=("$(fit examples_per_step 4)" --num_samples=4 --max_new_tokens=8 --num_iterations=3 --eval_examples=20)
     eval_flags=(-x 20)
     tinyworld 1024 82000
     ;;
 tinyworld | tinyworld-small)
     tag=speedrun$of_family
-    tokens=4400000
+    tokens=4400000 step_tokens=3072 examples=12
+    if [ "$preset" = tinyworld-small ]; then tokens=2700000 step_tokens=4096 examples=16; fi
+    step=$(fit total_batch_size $step_tokens 256)
     # With an offset in the keys of every layer it answers fewer Chinese questions in new wordings. The rates fall in mid
     # alone, since they would only rise again after base. The mean of mid's and SFT's weights answers more (dev/LOG.md).
-    base_flags=(--window_pattern=L --total_batch_size=3072 --num_iterations=250 --offset_layers=1 --warmdown_ratio=0 --eval_every=125)
-    mid_flags=(--total_batch_size=3072 --num_iterations=880 --warmdown_ratio=1 --answers_only --eval_every=440)
-    sft_flags=(--target_examples_per_step=12 --device_batch_size=12 --init_lr_frac=0.5 --num_iterations=300 --start_share=0.5 --eval_every=150)
-    rl_flags=(--examples_per_step=32 --num_samples=16 --max_new_tokens=24 --device_batch_size=128
+    base_flags=(--window_pattern=L "$step" --num_iterations=250 --offset_layers=1 --warmdown_ratio=0 --eval_every=125)
+    mid_flags=("$step" --num_iterations=880 --warmdown_ratio=1 --answers_only --eval_every=440)
+    sft_flags=("$(fit target_examples_per_step $examples)" --device_batch_size="$examples" --init_lr_frac=0.5 --num_iterations=300 --start_share=0.5 --eval_every=150)
+    rl_flags=("$(fit examples_per_step 32)" --num_samples=16 --max_new_tokens=24 --device_batch_size=128
         --init_lr_frac=0.052 --kl=0.5 --embedding_lr=0.03 --scalar_lr=0.05 --num_iterations=100)
     if [ "$preset" = tinyworld-small ]; then
         tag=speedrun-small$of_family
-        tokens=2700000
-        base_flags=(--window_pattern=L --total_batch_size=4096 --num_iterations=200 --offset_layers=1 --warmdown_ratio=0)
-        mid_flags=(--total_batch_size=4096 --num_iterations=330 --warmdown_ratio=1 --answers_only)
-        sft_flags=(--target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=110 --start_share=0.5)
+        base_flags=(--window_pattern=L "$step" --num_iterations=200 --offset_layers=1 --warmdown_ratio=0)
+        mid_flags=("$step" --num_iterations=330 --warmdown_ratio=1 --answers_only)
+        sft_flags=("${sft_flags[@]:0:2}" --init_lr_frac=0.5 --num_iterations=110 --start_share=0.5)
     fi
     tinyworld 4096 $tokens
     ;;
@@ -273,7 +276,10 @@ d12)
     fineweb 40 12 # the run needs 1.6 billion tokens, and a shard holds 50 million
     ;;
 d20)
-    base_flags=(--depth=20) mid_flags=() sft_flags=() rl_flags=()
+    # base_train and mid_train choose a step that the devices share
+    base_flags=(--depth=20) mid_flags=()
+    sft_flags=("$(fit target_examples_per_step 32)")
+    rl_flags=("$(fit examples_per_step 16)")
     fineweb 120 20
     ;;
 esac

@@ -45,7 +45,7 @@ cpu)
     : "${shards:=1}"
     tag=zh-cpu vocabulary=16384 tokens=4915200
     size=(--depth=4 --model_dim=256 --head_dim=64 --max_seq_len=512)
-    few=(--window_pattern=L --total_batch_size=8192 --num_iterations=600)
+    few=(--window_pattern=L --num_iterations=600)
     conversations=(--conversations tinyworld)
     ;;
 tiny)
@@ -60,6 +60,12 @@ tiny)
 esac
 
 prepare
+if [ "$preset" = cpu ]; then
+    few+=("$(fit total_batch_size 8192 512)")
+    sft=("$(fit target_examples_per_step 16)" --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320)
+else
+    sft=("$(fit target_examples_per_step 32)" "${few[@]}")
+fi
 echo
 echo "== what the run needs: $data, files in $base"
 python -m scripts.preflight --data "$data" --shards "$shards" "${size[@]}" --vocab_size "$vocabulary" \
@@ -74,11 +80,10 @@ train base_train scripts.base_train --data "$data" --model_tag "$tag" "${size[@]
 train base_loss scripts.base_loss --model_tag "$tag" --once
 if [ "$preset" = cpu ]; then
     train chat_sft scripts.chat_sft --source base --model_tag "$tag" --data tinyworld "${chats[@]}" \
-        --documents "$data" --documents_every 2 \
-        --target_examples_per_step=16 --device_batch_size=16 --init_lr_frac=0.5 --num_iterations=320
+        --documents "$data" --documents_every 2 "${sft[@]}"
 else
     train mid_train scripts.mid_train --model_tag "$tag" "${few[@]}"
-    train chat_sft scripts.chat_sft --model_tag "$tag" "${chats[@]}" "${few[@]}"
+    train chat_sft scripts.chat_sft --model_tag "$tag" "${sft[@]}" "${chats[@]}"
 fi
 train forgetting scripts.base_loss --source sft --data "$data" --once # on the documents that the base model learned
 if [ "$preset" = full ]; then train sft_eval scripts.chat_eval -i sft --once; fi

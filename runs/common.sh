@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # Functions for the scripts of this folder, which source this file in the root of the repository.
+source runs/sizes.sh
 
 prepare() { # make the environment of this host; sets `base`, `device`, and `devices`, which NPROC_PER_NODE may lower
     local code=3

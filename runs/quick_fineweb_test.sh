@@ -9,5 +9,5 @@ source runs/common.sh
 prepare
 python -m nanochat.dataset -n 4
 python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # the tokenizer of speedrun.sh
-launch scripts.base_train --data=fineweb --model_tag=fineweb_quick_d8 --depth=8 --total_batch_size=262144 \
+launch scripts.base_train --data=fineweb --model_tag=fineweb_quick_d8 --depth=8 "$(fit total_batch_size 262144 2048)" \
     --num_iterations=100 --eval_every=50

@@ -13,10 +13,11 @@ prepare
 # 5,000 steps need 27 shards of about 50 million tokens. More steps repeat the shards.
 python -m nanochat.dataset -n 32
 python -m scripts.tok_train --data=fineweb --max_chars=2000000000 --vocab_size=65536 # the tokenizer of speedrun.sh
+step=$(fit total_batch_size 262144 2048)
 size=()
 if [ "$device" = npu ]; then
-    plan=$(python -m nanochat.planner --depth=12 --total_batch_size=262144 --vocab_size=65536 --ranks="$devices")
+    plan=$(python -m nanochat.planner --depth=12 "$step" --vocab_size=65536 --ranks="$devices")
     size=(--device_batch_size="${plan##*--device_batch_size=}")
 fi
-launch scripts.base_train --data=fineweb --model_tag=fineweb_base_d12 --depth=12 --total_batch_size=262144 \
+launch scripts.base_train --data=fineweb --model_tag=fineweb_base_d12 --depth=12 "$step" \
     --num_iterations=5000 "${size[@]}" "${flags[@]}"

@@ -73,6 +73,30 @@ def test_the_fineweb_scripts_launch_stages_with_flags_that_exist(clone: Clone) -
     assert len(set(trained)) == 1, "the quick test must not replace the tokenizer of a model in training"
 
 
+@pytest.mark.parametrize("cards", [3, 5, 6, 7, 8])
+@pytest.mark.parametrize(
+    ("script", "flags", "row"),
+    [
+        ("quick_fineweb_test.sh", [], 2048),
+        ("train_with_fineweb.sh", [], 2048),
+        ("chinese.sh", [], 512),
+        ("chinese.sh", ["--preset=cpu"], 512),
+        ("chinese.sh", ["--preset=tiny"], 256),
+    ],
+)
+def test_any_number_of_cards_shares_a_step_equally(
+    clone: Clone, script: str, flags: list[str], row: int, cards: int
+) -> None:
+    code, lines, errors = clone.run(script, *flags, FAKE_CARDS=str(cards))
+    assert code == 0, errors
+    stages = [line for line in lines if "scripts.base_train" in line or "scripts.chat_sft" in line]
+    assert stages
+    for line in stages:
+        for name, number in re.findall(r"--(total_batch_size|target_examples_per_step)=(\d+)", line):
+            assert int(number) % (cards * (row if name == "total_batch_size" else 1)) == 0, line
+        assert "chat_sft" not in line or "--target_examples_per_step=" in line  # whose default 3 cards cannot share
+
+
 CPU = {"FAKE_DEVICE": "cpu", "FAKE_CARDS": "1", "NANOCHAT_DEVICE": "cpu"}
 
 

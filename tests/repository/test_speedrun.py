@@ -94,7 +94,9 @@ def make_clone(folder: Path) -> Clone:
     root.mkdir()
     for name in ("nanochat", "scripts", "tasks"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "speedrun.sh", root)
+    (root / "runs").mkdir()
+    for name in ("speedrun.sh", "runs/sizes.sh"):
+        shutil.copy(ROOT / name, root / name)
     (root / "setup_env.sh").write_text(SETUP)
     return Clone(root, folder / "base")
 

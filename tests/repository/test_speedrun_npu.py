@@ -5,14 +5,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanochat.common import parse
+from nanochat.gpt import GPTConfig
 from nanochat.runtime.tracking import read_metrics
+from nanochat.train import sizes
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from tests.repository.test_speedrun import SETUP, make_clone
 from tests.support.ascend_hosts import make_host
+from tests.support.tiny_model import on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -49,8 +55,9 @@ class Clone:
         self.root.mkdir()
         self.stubs.mkdir()
         self.calls.touch()
-        for name in ("speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh"):
-            shutil.copy(ROOT / name, self.root)
+        (self.root / "runs").mkdir()
+        for name in ("speedrun.sh", "speedrun_npu.sh", "setup_ascend.sh", "runs/sizes.sh"):
+            shutil.copy(ROOT / name, self.root / name)
         shutil.copytree(ROOT / "tools_npu", self.root / "tools_npu", ignore=shutil.ignore_patterns("__pycache__"))
         (self.root / "setup_env.sh").write_text("setup_env() { :; }\n")
         for name in ("python", "python3"):
@@ -98,9 +105,38 @@ def test_the_published_pipeline_runs_on_any_number_of_cards(clone: Clone, cards:
     assert "[2 " in base, "the stages see the variables of setup_ascend.sh"
 
 
-def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
-    from nanochat.common import parse
+@pytest.mark.parametrize("cards", range(1, 9))
+@pytest.mark.parametrize("preset", ["smoke", "tinyworld", "tinyworld-small", "d12", "d20"])
+def test_every_stage_of_a_preset_can_split_its_step_over_any_number_of_cards(
+    clone: Clone, preset: str, cards: int
+) -> None:
+    make_host(clone.host, cards=cards)
+    data = [] if preset.startswith("d") else ["--data", "tinyworld"]
+    code, out = clone.run("--preset", preset, *data, FAKE_CARDS=str(cards))
+    assert code == 0, out
+    seen = []
+    for script in (base_train, mid_train, chat_sft, chat_rl):
+        words = shlex.split(clone.called(script.__name__).partition(" [")[0])
+        ranks = next((int(word.split("=")[1]) for word in words if word.startswith("--nproc_per_node=")), 1)
+        cfg: Any = parse(script.Config, words[words.index(script.__name__) + 1 :])
+        compute = replace(on_cpu(), world_size=ranks)
+        if script in (base_train, mid_train):
+            length = 2048 if preset.startswith("d") else 256
+            shape = GPTConfig(length, 1024, 2, 2, 2, 64)
+            corpus = "fineweb" if preset.startswith("d") else "tinyworld"
+            sizes.batch(cfg.total_batch_size, cfg.device_batch_size, shape, 10**6, 1e9, corpus, compute)
+            seen.append(cfg.total_batch_size)
+        elif script is chat_sft:
+            sizes.check_for_ranks("target_examples_per_step", cfg.target_examples_per_step, compute)
+        else:
+            sizes.check_for_ranks("examples_per_step", cfg.examples_per_step, compute)
+    if cards == 1:  # what the presets were tuned for
+        assert seen[0] == {"smoke": 2048, "tinyworld": 3072, "tinyworld-small": 4096, "d12": 262_144}.get(
+            preset, "auto"
+        )
 
+
+def test_the_published_flags_are_understood_by_the_stages(clone: Clone) -> None:
     make_host(clone.host)
     clone.run(FAKE_CARDS="2")
     for script in (base_train, mid_train, chat_sft, chat_rl):
