@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nanochat.common import Pulse, UserError, base_dir, complain, tr
 from nanochat.nn.operations import Operations
-from nanochat.platforms import host, ranks
+from nanochat.platforms import host
 from nanochat.platforms.ascend import Ascend
 from nanochat.platforms.base import Chip, Platform, kernels_asked
 from nanochat.platforms.cpu.operations import CpuOperations
@@ -136,7 +136,7 @@ def compute_init(asked: str | None = None, kernels: str = "auto") -> Compute:
     name, collectives, why = choose(asked) if asked else (device_type, backend, reason)
     if not asked:
         check_idle_cards(name)
-    place = ranks.read(met=dist.is_initialized())
+    place = host.read_ranks(met=dist.is_initialized())
     rank, local_rank, world_size = place.rank, place.local_rank, place.world_size
     platform = PLATFORMS[name](local_rank)
     device = platform.open()
