@@ -1,6 +1,8 @@
 """Adapters against peft, and merged models against their adapters."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,93 @@ def test_we_load_what_peft_wrote(tmp_path: Path) -> None:
     model = tiny_qwen("qwen3")
     assert load_adapter(model, tmp_path).rank == 5
     torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
+
+
+def of_peft(folder: Path, **settings: Any) -> Any:
+    """A model of peft whose adapter changes what it says, saved to a folder as peft saves it."""
+    import peft
+
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "down_proj"], **settings})
+    theirs = peft.get_peft_model(oracle(tiny_qwen("qwen3")), config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if ".lora_" in name:  # the halves, and biases and the like
+                value.add_(torch.randn(value.shape, generator=generator) * 0.05)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"exclude_modules": ["down_proj"]},
+        {"exclude_modules": r".*\.0\..*"},
+    ],
+)
+def test_what_peft_computes_by_the_adapter_alone_gives_its_logits(settings: dict[str, Any], tmp_path: Path) -> None:
+    theirs, model = of_peft(tmp_path, **settings), tiny_qwen("qwen3")
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(text()), theirs(text()).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "lora_ga"},
+        {"alora_invocation_tokens": [5]},
+        {"lora_bias": True},
+    ],
+)
+def test_an_adapter_of_peft_that_needs_more_than_its_two_halves_is_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    of_peft(tmp_path, **settings)
+    ((name, value),) = settings.items()
+    with pytest.raises(UserError) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path)
+    assert refused.value.exit_code == 2 and f"{name}={value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "of 2031"),
+        ("layer_replication", [[0, 2]]),
+        ("use_qalora", True),
+        ("megatron_config", {"a": 1}),
+        ("setting_of_2031", "on"),
+    ],
+)
+def test_a_setting_that_is_not_known_to_be_harmless_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    save_adapter(with_adapter("qwen3", CONFIG), CONFIG, "base", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "off_in_2031": None, "also_off_in_2031": False}))
+    load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+    path.write_text(json.dumps({**written, name: value}))
+    with pytest.raises(UserError) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+    assert refused.value.exit_code == 2 and f"{name}={value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize("table", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_table_is_refused_for_that_reason(table: str, tmp_path: Path) -> None:
+    of_peft(tmp_path, target_modules=["q_proj", table])
+    with pytest.raises(UserError, match=table) as refused:
+        load_adapter(tiny_qwen("qwen3"), tmp_path)
+    assert refused.value.exit_code == 2 and "another base" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("family", "config"), CASES)

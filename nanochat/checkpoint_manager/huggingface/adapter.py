@@ -1,6 +1,7 @@
 """Adapters as peft's folders: adapter_config.json and adapter_model.safetensors, read and written."""
 
 import hashlib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +22,22 @@ from nanochat.runtime import parallel
 
 SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."  # of peft's names
+TABLES = ("model.embed_tokens.", "lm_head.")  # what no adapter can change here
 # What an adapter of peft may ask for and this program does not compute -> the value that means "no".
 ABSENT = {"use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
           "fan_in_fan_out": False, "trainable_token_indices": None, "target_parameters": None}  # fmt: skip
+# Settings that may have any value: the settings that are read here, and those that change nothing
+# about what a trained adapter computes. Layers and modules that training left out have no tensors
+# in the file, so the tensors decide.
+HARMLESS = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"),
+    *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
+    *("layers_to_transform", "layers_pattern", "exclude_modules"),
+    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
+}
+# Values of init_lora_weights that leave the base's weights unchanged. Others, such as pissa and
+# olora, first take a part out of the base's weights: on the published base the adapter is wrong.
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 
 
 def facts(model: nn.Module) -> dict[str, str]:
@@ -58,17 +72,17 @@ def save_adapter(model: Qwen, config: LoraConfig, base: str, folder: Path) -> No
         write_tensors(values, temporary / ADAPTER, facts(model))
 
 
-def read_settings(folder: Path) -> tuple[LoraConfig, str]:
-    """The shape of the adapter in a folder, and the name of its base. UserError if it cannot be computed here."""
+def read_settings(folder: Path) -> tuple[LoraConfig, str, bool]:
+    """The shape of the adapter in a folder, the name of its base, and whether its training may have
+    left out layers or modules that match the targets. UserError if this program cannot compute the
+    adapter."""
     path = folder / SETTINGS
     if not path.is_file():
         raise UserError(f"{folder} is no adapter: it has no {SETTINGS}. Name the folder that peft or nanochat wrote", 2)
     content = read_json(path)
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{path} is not of a LoRA adapter, and no other kind is known. Use a LoRA adapter", 2)
-    for name, absent in ABSENT.items():
-        if content.get(name, absent) not in (absent, None, False, []):
-            raise UserError(f"{path} asks for {name}={content[name]!r}, which is not supported. Use another adapter", 2)
+    _refuse_unknown(content, path)
     targets = content.get("target_modules")
     try:
         names = tuple(targets) if isinstance(targets, list) else (str(targets),)
@@ -78,7 +92,33 @@ def read_settings(folder: Path) -> tuple[LoraConfig, str]:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as failure:
         raise UserError(f"{path} is damaged: {failure!r}. Copy the adapter again from its source", 2) from failure
-    return config, str(content.get("base_model_name_or_path"))
+    partial = any(content.get(name) not in (None, []) for name in ("layers_to_transform", "exclude_modules"))
+    return config, str(content.get("base_model_name_or_path")), partial
+
+
+def _refuse_unknown(content: Mapping[str, Any], path: Path) -> None:
+    """UserError for a setting that may change what the adapter computes, known here or not.
+
+    A setting that is null, false or empty is off: each version of peft writes a few new ones.
+    """
+    start = content.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        raise UserError(
+            f"{path} has init_lora_weights={reprlib.repr(start)}, which may have changed the base's "
+            "own weights; true, false, 'gaussian' and 'orthogonal' are known to leave them unchanged. "
+            "Save the adapter again with peft's path_initial_model_for_weight_conversion, or use "
+            "another adapter",
+            exit_code=2,
+        )
+    for name, value in content.items():
+        if name in HARMLESS or name == "init_lora_weights":
+            continue
+        if value not in (ABSENT.get(name), None, False, [], {}):
+            raise UserError(
+                f"{path} asks for {name[:100]}={reprlib.repr(value)}, which is not supported. Use "
+                "another adapter, or train this one without that setting",
+                exit_code=2,
+            )
 
 
 def _own_name(name: str) -> str:
@@ -87,9 +127,12 @@ def _own_name(name: str) -> str:
 
 
 def read_adapter(model: Qwen, folder: Path) -> Adapter:
-    """The adapter of a folder, which fits the model. UserError if the adapter is of another base: it has the mark of
-    one, or its matrices or their sizes are not the model's. Every rank must call this."""
-    config, base = read_settings(folder)
+    """The adapter of a folder, which fits the model. Every rank must call this.
+
+    UserError if this program cannot compute the adapter, or if the adapter belongs to another base:
+    it has the mark of one, or its matrices or their sizes are not the model's.
+    """
+    config, base, partial = read_settings(folder)
     path = folder / ADAPTER
     if not path.is_file():
         raise UserError(f"{folder} has no {ADAPTER}. Copy the adapter again from its source", 2)
@@ -102,7 +145,14 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
         raise UserError(f"{path} is not a whole safetensors file ({failure}). Copy the adapter again", 2) from failure
     if mark is not None and mark != facts(model)["base"]:
         raise UserError(f"{other}: its base has other norms than this model. Name the model that it was trained on", 2)
-    _check_fit(model, config, values, other)
+    if tables := [name for name in values if name.startswith(TABLES)]:
+        raise UserError(
+            f"{path} holds {tables[0]}: it changes the embedding or the head, and only matrices "
+            "inside layers can have adapters here. Use another adapter, or train this one without "
+            "that target",
+            exit_code=2,
+        )
+    _check_fit(model, config, values, partial, other)
     return Adapter(config, values)
 
 
@@ -123,8 +173,14 @@ def load_adapter(model: Qwen, folder: Path) -> LoraConfig:
     return config
 
 
-def _check_fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], other: str) -> None:
-    """UserError, which begins with `other`, if the matrices that the tensors name have other sizes in the model."""
+def _check_fit(
+    model: Qwen,
+    config: LoraConfig,
+    values: Mapping[str, Tensor],
+    partial: bool,  # targets may have no tensors
+    other: str,  # the beginning of the message
+) -> None:
+    """UserError if the tensors do not fit the model's matrices, or if a target has no tensors."""
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     wanted: dict[str, Any] = {}
     for name in {name.rpartition(".lora_")[0] for name in values}:
@@ -134,7 +190,8 @@ def _check_fit(model: Qwen, config: LoraConfig, values: Mapping[str, Tensor], ot
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [f"{name} is {given.get(name, 'missing')} instead of {wanted.get(name, 'nothing')}"
              for name in sorted({*given, *wanted}) if given.get(name) != wanted.get(name)]  # fmt: skip
-    lacking = [name for name in matrices if matches(name, config.targets) and f"{name}.lora_A.weight" not in given]
+    targets = [] if partial else [name for name in matrices if matches(name, config.targets)]
+    lacking = [name for name in targets if f"{name}.lora_A.weight" not in given]
     if wrong or lacking or not values:
         nothing = f"it has nothing for {(lacking or config.targets)[0]}"
         what = wrong[0] if wrong else nothing
