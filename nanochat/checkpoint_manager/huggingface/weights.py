@@ -21,6 +21,8 @@ from nanochat.runtime import parallel
 MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_mark() reads
 SINGLE = "model.safetensors"
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED = 4096  # rows of head and embedding that are compared together
 COPY = "Copy the model again from its source"
 
 
@@ -82,8 +84,8 @@ class Weights:
 
     def check(self, model: Qwen, folder: Path) -> None:
         """UserError unless the files hold exactly the model's parameters, with their shapes."""
-        if model.config.tied:  # some publishers write the embedding twice
-            self._slices.pop("lm_head.weight", None)
+        # Some publishers write a tied embedding a second time, as the head.
+        head = self._slices.pop(HEAD, None) if model.config.tied else None
         wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters() if ".lora_" not in name}
         given = {name: list(piece.get_shape()) for name, piece in self._slices.items()}
         wrong = [f"{name} is {given.get(name, 'missing')} in the files and {wanted.get(name, 'nowhere')} in the model"
@@ -93,6 +95,20 @@ class Weights:
                 f"the weights in {folder} do not fit its config.json: {'; '.join(wrong[:3])}, {len(wrong)} in all. "
                 f"{COPY}"
             )
+        if head is not None and not self._equal(head, given[EMBEDDING]):
+            raise UserError(
+                f"{folder} has a {HEAD} that differs from {EMBEDDING}, but its config.json says with "
+                "tie_word_embeddings that both are the same. If the head is a matrix of its own, set "
+                f"tie_word_embeddings to false in config.json, else delete {HEAD} from the files"
+            )
+
+    def _equal(self, head: Any, shape: list[int]) -> bool:
+        """Whether the tensor of a tied head is the embedding, which has this shape."""
+        table = self._slices[EMBEDDING]
+        return list(head.get_shape()) == shape and all(
+            torch.equal(head[i : i + COMPARED].float(), table[i : i + COMPARED].float())
+            for i in range(0, shape[0], COMPARED)
+        )
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Some rows of a tensor; only they are read."""

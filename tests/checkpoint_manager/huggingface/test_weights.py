@@ -73,6 +73,25 @@ def test_the_vision_tower_and_the_multi_token_heads_are_skipped_and_said_so(
     assert "the vision tower (1 tensors) skipped" in printed and "the multi-token heads (1 tensors) skipped" in printed
 
 
+def test_a_tied_head_may_be_written_again_but_may_not_differ(tmp_path: Path) -> None:
+    model = tiny_qwen("qwen3")
+    folder = folder_of(model, tmp_path, shards=1)
+    (file,) = folder.glob("*.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    values = load_file(file)
+    table = values["model.embed_tokens.weight"]
+    save_file({**values, "lm_head.weight": table.clone()}, folder / "model.safetensors")
+    assert torch.equal(load_qwen(folder, on_cpu()).head.weight.bfloat16(), table)
+    other = table.clone()
+    other[-1, -1] += 1
+    for head in (other, table[:-1].clone()):
+        save_file({**values, "lm_head.weight": head}, folder / "model.safetensors")
+        with pytest.raises(UserError) as refused:
+            load_qwen(folder, on_cpu())
+        for name in ("lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"):
+            assert name in str(refused.value)
+
+
 def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None:
     folder = folder_of(tiny_qwen("qwen3"), tmp_path)
     assert load_qwen(folder, on_cpu(), sequence_len=64).config.sequence_len == 64
