@@ -69,7 +69,7 @@ def train(cfg: Config, compute: Compute) -> None:
     """Train to the horizon, resuming from the newest checkpoint if there is one."""
     corpus = resolve_data(cfg.data)
     tokenizer = Tokenizer.load(tokenizer_dir(corpus.vocabulary))
-    tag = cfg.model_tag or f"d{cfg.depth}"
+    tag = f"d{cfg.depth}" if cfg.model_tag is None else cfg.model_tag
     stage = Stage("base", cfg, compute, tag, corpus=corpus.name, tokenizer=tokenizer.hash[:16])
 
     # The model's shape, how a step is split, and how long the run is

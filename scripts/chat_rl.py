@@ -82,7 +82,7 @@ class Config(PolicyFlags, EpochFlags):
 
     def saved_as(self, tag: str) -> str:
         """As in EpochFlags; a model that learns your own problems is kept beside the one that learned the corpus's."""
-        return self.out_tag or named_after(tag, self.problems)
+        return named_after(tag, self.problems) if self.out_tag is None else self.out_tag
 
 
 def train(cfg: Config, compute: Compute) -> None:

@@ -109,7 +109,9 @@ class Config(ExampleFlags, Epochs, RunFlags):
     def tag(self) -> str:
         """The name of the result."""
         first = Path(self.data[0].rpartition(":")[0] or self.data[0]).stem
-        return self.out_tag or f"{self.model.expanduser().resolve().name}-{first}"
+        if self.out_tag is not None:
+            return self.out_tag
+        return f"{self.model.expanduser().resolve().name}-{first}"
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:

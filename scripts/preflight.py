@@ -131,7 +131,7 @@ def still_to_write(cfg: Config, checkpoint: float, downloads: bool = True) -> fl
         texts[name] = here + (missing * sources[name].file_bytes if name in sources else 0)
         there[f"texts {name}"] = here
         there[f"tokens {name}"] = sum(size_of(path) for path in folder.glob("tokens-*"))
-    if cfg.model_tag:
+    if cfg.model_tag is not None:
         there |= {stage: steps_there(checkpoint_dir(stage, cfg.model_tag)) for stage in disk.SPEEDRUN}
         if all(there[stage] == math.inf for stage in disk.SPEEDRUN):
             there["newest"] = math.inf

@@ -1,6 +1,7 @@
 """Where the checkpoints of a stage lie, and which one a stage and a tag mean."""
 
 import re
+import reprlib
 import shlex
 import time
 from collections.abc import Iterator
@@ -10,25 +11,42 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import family_of
 from nanochat.checkpoint_manager.files import latest_step, read_meta, step_dir, steps, weights_hash
-from nanochat.common import UserError, base_dir, visible
+from nanochat.common import CONTROL, UserError, base_dir, visible
 
 STAGES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tuned"}
 MADE_BY = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl",
            "tune": "scripts.finetune"}  # fmt: skip
 
+LONGEST_TAG = 200  # bytes, of the 255 that a file's name may have: other names are made from tags
+
 _IDENTITY = re.compile(f"({'|'.join(STAGES)}) (.+) step ([0-9]+) [0-9a-f]+")  # of a Parent
 
 
+def checked_tag(tag: str) -> str:
+    """The tag itself. UserError (code 2) unless it can be the name of a folder on any file system."""
+    one_line = tag.splitlines() == [tag] and "\t" not in tag and not CONTROL.search(tag)
+    short = len(tag.encode(errors="replace")) <= LONGEST_TAG
+    if not (one_line and short) or tag.startswith(".") or "/" in tag or "\\" in tag:
+        raise UserError(
+            f"the tag of a model (--model_tag, --out_tag) must be a name of 1 to {LONGEST_TAG} bytes, "
+            "without slashes, tabs, line breaks and control characters, that does not begin with a "
+            f"dot, got {reprlib.repr(tag)}. Give another name, such as d20",
+            exit_code=2,
+        )
+    return tag
+
+
 def checkpoint_dir(stage: str, tag: str) -> Path:
-    """The folder of a stage's checkpoints under a tag such as d4."""
-    return base_dir() / f"{STAGES[stage]}_checkpoints" / tag
+    """The folder of a stage's checkpoints under a tag such as d4. UserError as in checked_tag()."""
+    return base_dir() / f"{STAGES[stage]}_checkpoints" / checked_tag(tag)
 
 
 def _candidates(stage: str | None, tag: str | None) -> Iterator[tuple[str, Path]]:
-    """(stage, folder) in order of preference: later stages first, then newer checkpoints."""
+    """(stage, folder) in order of preference: later stages first, then newer checkpoints. UserError
+    as in checked_tag()."""
     for name in ("rl", "sft", "mid", "base", "tune") if stage is None else (stage,):
         parent = base_dir() / f"{STAGES[name]}_checkpoints"
-        folders = [parent / tag] if tag else sorted(parent.glob("*"), key=_age)
+        folders = sorted(parent.glob("*"), key=_age) if tag is None else [checkpoint_dir(name, tag)]
         yield from ((name, folder) for folder in folders if latest_step(folder) is not None)
 
 

@@ -181,7 +181,7 @@ class EpochFlags(Epochs, StageFlags):
 
     def saved_as(self, tag: str) -> str:
         """The tag of this stage's own checkpoints, where `tag` is the parent's."""
-        return self.out_tag or tag
+        return tag if self.out_tag is None else self.out_tag
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,9 @@ class ChatFlags(EpochFlags):
 
     def saved_as(self, tag: str) -> str:
         """As above; a model that learns your own conversations is kept beside the one that learned the mixture."""
-        return self.out_tag or named_after(tag, self.conversations or self.mix)
+        if self.out_tag is not None:
+            return self.out_tag
+        return named_after(tag, self.conversations or self.mix)
 
     def with_documents(self, rows: Source, corpus: str, auto: int, tokenizer: Tokenizer) -> tuple[Source, str]:
         """Rows with one in --documents_every from --documents, and the words that say so. `auto` is what auto means."""

@@ -112,6 +112,29 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tokenizer: Toke
         load_model("sft", "speedrun-persona", None, CPU)
 
 
+@pytest.mark.parametrize(
+    "tag",
+    ["", ".", "..", "../x", "/etc", "a/b", "a\\b", "a\n", "a\nb", "a\u2028b", "\x1b[2J", "x" * 300, "猫" * 100],
+)
+def test_a_tag_is_the_name_of_a_folder(tag: str, base_folder: Path, tokenizer: Tokenizer) -> None:
+    put("sft", "d4", 1, tokenizer)
+    for uses in (
+        lambda: checkpoint_dir("base", tag),
+        lambda: find("sft", tag),
+        lambda: find_parent("sft", tag, None),
+        lambda: trained(None, tag),
+        lambda: load_model("sft", tag, None, CPU),
+    ):
+        with pytest.raises(UserError, match="--model_tag") as refused:
+            uses()
+        assert refused.value.exit_code == 2 and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("tag", ["d20", "d4-x", "qwen3_lora.1", "我的模型", "a b", "x" * 200, "猫" * 66])
+def test_a_tag_may_have_any_letters(tag: str, base_folder: Path) -> None:
+    assert checkpoint_dir("base", tag) == base_folder / "base_checkpoints" / tag
+
+
 def test_a_parent_is_the_finished_stage_before(tokenizer: Tokenizer) -> None:
     put("base", "d4", 50, tokenizer)
     with pytest.raises(

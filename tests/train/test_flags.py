@@ -35,11 +35,13 @@ def numbers(stage: str) -> set[str]:
     [
         (EpochFlags(), "d4", "d4"),
         (EpochFlags(out_tag="mine"), "d4", "mine"),
+        (EpochFlags(out_tag=""), "d4", ""),  # which is no name, and is refused where it is used
         (ChatFlags(), "d4", "d4"),
         (ChatFlags(conversations="~/chats/my-chats.jsonl"), "d4", "d4-my-chats"),
         (ChatFlags(conversations="my-chats.jsonl"), "d4-my-chats", "d4-my-chats"),  # SFT after such a midtraining
         (ChatFlags(mix="my-chats.jsonl"), "d4", "d4-my-chats"),
         (ChatFlags(conversations="my-chats.jsonl", out_tag="mine"), "d4", "mine"),
+        (ChatFlags(conversations="my-chats.jsonl", out_tag=""), "d4", ""),
         (ChatFlags(conversations="/tmp/我的 对话 (2).jsonl"), "d4", "d4-我的-对话-2"),
     ],
 )
