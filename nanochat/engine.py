@@ -322,6 +322,8 @@ class Engine:
                          request.reused, request.scores)  # fmt: skip
         else:
             head = Event(request.number, token, choice.logprobs[row], False, None, alternatives)
+        if head.broken:
+            return [replace(head, finish="error")]
         if request.grammar is not None:
             request.grammar.accept(token)
         forced = (Event(request.number, next_token, 0.0, True, None) for next_token in request.calls.follow(token))

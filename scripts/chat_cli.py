@@ -22,6 +22,7 @@ from nanochat.common import UserError, base_dir, run
 from nanochat.data.conversation import Conversation, Message, Part, assistant, system, user
 from nanochat.device import compute_cleanup, compute_init
 from nanochat.engine import Engine
+from nanochat.generate.events import BROKEN
 from nanochat.generate.reply import TextStream, reply_parts
 from nanochat.generate.sampling import Sampling, chat_drawing
 from nanochat.serve.chosen import ModelFlags, choose
@@ -155,7 +156,8 @@ def show(part: Part, chat: Chat, call: str) -> str:
 def reply(chat: Chat, question: str) -> bool:
     """Answer a question word by word, and add question and reply to the chat. False if Ctrl-C stopped the reply.
 
-    UserError if the question does not fit into the context; the chat then stays unchanged.
+    UserError if the question does not fit into the context, or if the model is broken; the chat
+    then stays unchanged.
     """
     if chat.server:
         return reply_of_server(chat, chat.server, question)
@@ -167,6 +169,8 @@ def reply(chat: Chat, question: str) -> bool:
     with stoppable() as stopped:
         while chat.engine.busy and not stopped():
             for event in chat.engine.step():
+                if event.broken:
+                    raise UserError(BROKEN)
                 tokens.append(event.token)
                 finish = event.finish
                 for part in stream.push(event.token):

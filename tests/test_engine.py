@@ -1,5 +1,6 @@
 """The batched engine gives the same replies as plain recomputation, without a cache and one request at a time."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,21 @@ def assert_same(got: Completion, expected: Completion) -> None:
     assert got.forced == expected.forced
     assert got.finish == expected.finish
     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+# --- weights that are no numbers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, None), Sampling(1.0, 5, logprobs=2), Sampling(min_p=0.1)])
+def test_a_model_of_nan_ends_every_reply_at_its_first_token(value: float, sampling: Sampling) -> None:
+    model = tiny_gpt(TOKENIZER.vocab_size, LENGTH)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight.fill_(value)
+    engine = Engine(model, TOKENIZER, slots=3)
+    for reply in engine.generate(prompts([4, 40, 7]), sampling):
+        assert reply.finish == "error" and len(reply.tokens) == 1
+    assert not engine.busy
 
 
 # --- batched = unbatched -------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What comes out of the engine: one event for each token of a reply, and whole replies."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,6 +8,11 @@ from typing import Literal
 from nanochat.data.conversation import Part
 
 Finish = Literal["stop", "length", "error"]
+# What users read where Event.broken ends a reply.
+BROKEN = (
+    "the model gives NaN instead of probabilities: its weights are damaged, or its numbers are too "
+    "large for this format. Try --dtype float32, or name another step or model"
+)
 Alternatives = tuple[tuple[int, float], ...]  # the likeliest tokens, each with its log-probability, likeliest first
 
 
@@ -28,7 +34,7 @@ class Event:
     logprob: float  # natural log of the token's probability over all tokens at temperature 1; 0 if forced
     forced: bool
     # Set on the last token only: "stop" at an end mark or a stop, "length" when no room is left, "error" when the
-    # automaton of a schema gave up.
+    # automaton of a schema gave up or the model is `broken`.
     finish: Finish | None
     alternatives: Alternatives = ()  # as many as Sampling.logprobs asks for
     reused: int = 0  # on the first token: how many tokens of the prompt did not have to be read again
@@ -37,6 +43,11 @@ class Event:
     # the token.
     parts: tuple[Part, ...] | None = None
     matched: str | int | None = None  # the stop string or stop token of the request that ended the reply
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model gave NaN instead of probabilities. The token then means nothing."""
+        return math.isnan(self.logprob)
 
 
 @dataclass

@@ -148,6 +148,15 @@ def test_a_setting_that_is_not_known_to_be_harmless_is_refused(name: str, value:
     assert refused.value.exit_code == 2 and f"{name}={value!r}" in str(refused.value)
 
 
+def test_an_adapter_of_nan_is_refused(tmp_path: Path) -> None:
+    model = with_adapter("qwen3", CONFIG)
+    with torch.no_grad():
+        model.blocks[1].self_attn.q_proj.lora_B.weight[0, 0] = torch.nan
+    save_adapter(model, CONFIG, "base", tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.q_proj\.lora_B"):
+        load_adapter(tiny_qwen("qwen3"), tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("table", ["embed_tokens", "lm_head"])
 def test_an_adapter_of_a_table_is_refused_for_that_reason(table: str, tmp_path: Path) -> None:
     of_peft(tmp_path, target_modules=["q_proj", table])

@@ -1,6 +1,7 @@
 """The terminal chat with a tiny checkpoint: clean output, commands, Ctrl-C, and chats longer than the context."""
 
 import io
+import math
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanochat.common import UserError
 from nanochat.data.conversation import Part, assistant, system, user
@@ -103,6 +105,21 @@ def test_what_cannot_be_answered_is_one_message_and_no_output(flags, stdin, code
     ended, out, err = typed(*flags, stdin=stdin)
     assert ended == code and out == ""
     assert re.search(message, err) and err.count("error:") == 1 and "Traceback" not in err
+
+
+def test_a_checkpoint_of_nan_refuses_to_chat(typed, monkeypatch):
+    real = chat_cli.choose
+
+    def choose(*flags: Any) -> Any:
+        chosen = real(*flags)
+        with torch.no_grad():
+            chosen.loaded.model.h[1].attn.c_proj.weight.fill_(math.nan)
+        return chosen
+
+    tiny_checkpoint()
+    monkeypatch.setattr(chat_cli, "choose", choose)
+    code, out, notes = typed("-p", "the cat")
+    assert (code, out) == (1, "") and "error:" in notes and "NaN" in notes
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_chat(typed):

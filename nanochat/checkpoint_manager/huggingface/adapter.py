@@ -153,6 +153,12 @@ def read_adapter(model: Qwen, folder: Path) -> Adapter:
             exit_code=2,
         )
     _check_fit(model, config, values, partial, other)
+    if broken := [name for name, value in values.items() if not value.isfinite().all()]:
+        raise UserError(
+            f"{path} has values that are NaN or infinite, the first in {broken[0]}, so it would give "
+            "no answers, and break the answers beside it. Use another step of its training",
+            exit_code=2,
+        )
     return Adapter(config, values)
 
 

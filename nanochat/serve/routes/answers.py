@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanochat.common import UserError
 from nanochat.engine import Event
+from nanochat.generate.events import BROKEN
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.metrics import Metrics, Watch
@@ -97,7 +98,7 @@ class Answer(Response):
             self.watch.end()
 
     async def _news(self) -> list[tuple[int, Event]]:
-        """The events of the next delivery. Raises ApiError if the engine fails."""
+        """The events of the next delivery. Raises ApiError if the engine fails or the model is broken."""
         try:
             news = await self.ticket.events()
         except ApiError:
@@ -109,6 +110,8 @@ class Answer(Response):
         except Exception as failure:  # an edge of the process: the engine thread has logged the traceback
             text = f"the engine failed with {type(failure).__name__}: the server's log says why"
             raise ApiError(500, "engine_failed", text) from failure
+        if any(event.broken for _, event in news):
+            raise ApiError(500, "model_broken", BROKEN)
         self.watch.add(news)
         return news
 

@@ -1,15 +1,18 @@
 """/v1/chat/completions with a real model: several replies, log-probabilities, schemas, cached tokens, refusals."""
 
 import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from tests.support.served import Served, serving
+from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
 PATH = "/v1/chat/completions"
 CAT = [{"role": "user", "content": "the cat sat on the mat"}]
@@ -40,6 +43,19 @@ def test_log_probabilities_are_the_engines_and_spell_the_content(served):
     pieces = [entry for piece in streamed if piece["logprobs"] for entry in piece["logprobs"]["content"]]
     assert [entry["token"] for entry in pieces] == [entry["token"] for entry in entries]
     assert served.ok(PATH, messages=CAT)["choices"][0]["logprobs"] is None
+
+
+def test_a_model_of_nan_answers_with_an_error() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_gpt(tokenizer.vocab_size)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight.fill_(math.nan)
+    with serving(loaded=(model, tokenizer)) as broken:
+        whole = broken.refused(PATH, 500, messages=CAT)
+        (*_, last) = chunks(broken, messages=CAT)
+        assert whole["code"] == "model_broken" and last["error"] == whole
+        broken.refused(PATH, 500, messages=CAT, n=2, logprobs=True)
+        broken.refused("/v1/completions", 500, prompt="the cat")
 
 
 def test_several_replies_come_under_their_index(served):
