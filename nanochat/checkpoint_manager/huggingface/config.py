@@ -1,5 +1,6 @@
 """Reads and writes the config.json of a published model: which family it is of, and its shape."""
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ def read_config(folder: Path, sequence_len: int | None = None) -> QwenConfig:
     content = read_json(path)
     names = content.get("architectures") if isinstance(content, dict) else None
     name = names[0] if isinstance(names, list) and names else None
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(f"{known} ({models})" for known, models in ARCHITECTURES.items())
-        raise UserError(f"{path} names the architecture {name!r}, and the known ones are {known}. Use one of those", 2)
+        raise UserError(
+            f"{path} names the architecture {reprlib.repr(name)}, and the known ones are {known}. Use one of those", 2
+        )
     text = content.get("text_config", content)
     try:
         shape = _shape(name, {**text, "tie_word_embeddings": _tied(content, text)})

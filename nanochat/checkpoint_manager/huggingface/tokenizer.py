@@ -1,6 +1,7 @@
 """The tokenizer.json of a published model, with its chat template, behind the members that our own tokenizer has."""
 
 import re
+import reprlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -112,13 +113,23 @@ class FolderTokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The Jinja text of the chat template of the model, if it has one."""
+        """The Jinja text of the chat template of the model, if it has one. UserError if it is damaged."""
         path = self.folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else None
-        source = source or self._read("tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):  # several templates, of which the default one is for chats
-            source = next((one.get("template") for one in source if one.get("name") == "default"), None)
-        return source if isinstance(source, str) and source else None
+        try:
+            source = path.read_text(encoding="utf-8") if path.is_file() else None
+            if not source:
+                path = self.folder / "tokenizer_config.json"
+                source = self._read(path.name).get("chat_template")
+            if isinstance(source, list):  # several templates, of which the default one is for chats
+                source = {one["name"]: one["template"] for one in source}.get("default")
+            if source is not None and not isinstance(source, str):
+                raise TypeError(f"it is {reprlib.repr(source)}, expected a text")
+        except (UnicodeDecodeError, KeyError, TypeError) as failure:
+            raise UserError(
+                f"the chat template in {path} cannot be read ({type(failure).__name__}: {failure}). "
+                "Copy the model again from its source"
+            ) from failure
+        return source or None
 
     @cached_property
     def template(self) -> ChatTemplate | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_
 SINGLE = "model.safetensors"
 SKIPPED = {"visual.": "the vision tower", "mtp.": "the multi-token heads"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LONGEST_NAME = 200  # characters of a file's name
 COMPARED = 4096  # rows of head and embedding that are compared together
 COPY = "Copy the model again from its source"
 
@@ -36,8 +38,11 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise UserError(f"{folder / INDEX} is no index of safetensors files. {COPY}")
         names = sorted(set(places.values()))
-    if strange := [name for name in names if Path(name).name != name]:
-        raise UserError(f"{folder / INDEX} names {strange[0]!r}, and files must lie in the model's folder. {COPY}")
+    if strange := [name for name in names if Path(name).name != name or len(name) > LONGEST_NAME]:
+        raise UserError(
+            f"{folder / INDEX} names {reprlib.repr(strange[0])}, and files must lie in the model's folder and have "
+            f"names of at most {LONGEST_NAME} characters. {COPY}"
+        )
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}. {COPY}")
     return [folder / name for name in names]

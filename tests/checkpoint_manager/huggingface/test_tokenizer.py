@@ -152,6 +152,16 @@ def test_the_template_says_whether_a_model_takes_system_messages_and_tools(
     assert (ours.takes_system, ours.takes_tools) == takes
 
 
+@pytest.mark.parametrize("template", [["x"], [{"name": "default"}], [{"name": "default", "template": 5}], 5, {}])
+def test_a_template_that_is_no_text_is_refused(folder: Path, template: Any) -> None:
+    write(folder, "tokenizer_config.json", {"chat_template": template})
+    with pytest.raises(UserError, match=r"chat template in .*tokenizer_config\.json"):
+        FolderTokenizer(folder, ROWS).render_prompt(chat("a", "b"))
+    (folder / "chat_template.jinja").write_bytes("猫坐".encode("utf-16"))
+    with pytest.raises(UserError, match=r"chat template in .*chat_template\.jinja.*utf-8"):
+        FolderTokenizer(folder, ROWS).render_prompt(chat("a", "b"))
+
+
 def test_a_template_that_leaves_the_assistant_out_is_refused(folder: Path) -> None:
     write(folder, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}"})
     with pytest.raises(UserError, match="leaves out what the assistant says"):

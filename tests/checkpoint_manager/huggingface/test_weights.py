@@ -104,6 +104,9 @@ def test_the_context_can_be_shortened_and_not_lengthened(tmp_path: Path) -> None
     [
         ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM'.*Qwen3ForCausalLM"),
         ({"architectures": None}, "architecture None"),
+        ({"architectures": [{}]}, r"architecture \{\}"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture .*Qwen3ForCausalLM"),
+        ({"architectures": ["x" * 100_000]}, "architecture 'xxx"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings of type 'yarn'"),
         ({"use_sliding_window": True}, "sliding window"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
@@ -123,7 +126,7 @@ def test_a_folder_that_cannot_be_loaded_is_refused_in_one_line(
     folder = folder_of(tiny_qwen("qwen3"), tmp_path, **extra)
     with pytest.raises(UserError, match=words) as caught:
         load_qwen(folder, on_cpu())
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
@@ -139,6 +142,10 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere"}}')
     with pytest.raises(UserError, match=r"'\.\./elsewhere'"):
         load_qwen(folder, on_cpu())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 100_000}}))
+    with pytest.raises(UserError, match=r"index\.json names 'xxx") as refused:
+        load_qwen(folder, on_cpu())
+    assert len(str(refused.value)) < 1000
     with pytest.raises(UserError, match=r"it has no config\.json"):
         load_qwen(tmp_path / "nowhere", on_cpu())
 
