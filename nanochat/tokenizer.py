@@ -241,8 +241,8 @@ class Tokenizer:
         """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write.
 
         The assistant is trained to write its words, its tool calls with both marks, and the end mark. It is not
-        trained to write its start mark, which the program adds, the output of a tool, or the turns that are given.
-        UserError if the turns are not in order.
+        trained to write its start mark, which the program adds, the output of a tool, the turns that are given, or
+        turns that are not to be trained. UserError if the turns are not in order.
         """
         ids, mask = [self.bos], [0]
         turns = _turns(conversation)
@@ -259,7 +259,7 @@ class Tokenizer:
             if message.role == "user":
                 add(around("user", message.text), 0)
                 continue
-            trained = int(n >= given)
+            trained = int(message.trained and n >= given)
             add([self.special("assistant_start")], 0)
             for part in message.parts:
                 if part.kind == "text":

@@ -20,6 +20,7 @@ from nanochat.common import UserError, base_dir, check_regular, log, rank, tr
 from nanochat.data.conversation import Conversation, Message, Part, Task
 from nanochat.data.shards import check_packing
 from nanochat.data.sources.hub import endpoint, is_hub
+from tasks.record_keys import check_message, is_trained
 
 # File ending -> builder of `datasets`, best first; csv and tsv are read here, where every cell stays the text it is.
 _TYPES = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "", "tsv": ""}
@@ -266,7 +267,8 @@ def read_messages(messages: Any) -> Conversation:
     """A conversation from a list of {"role", "content"}. ValueError names the rule that the list breaks.
 
     The rules: after an optional system message, user and assistant take turns, and the assistant speaks last. Every
-    content is a text that is not empty.
+    content is a text that is not empty. An assistant message with "weight": 0 or "loss": false is not trained, and
+    at least one assistant message is.
     """
     if not isinstance(messages, list):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -274,16 +276,21 @@ def read_messages(messages: Any) -> Conversation:
     for n, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise ValueError(f'message {n} must be an object with "role" and "content"')
+        check_message(message, n)
         role, content = message["role"], message["content"]
         spoken = len([turn for turn in turns if turn.role != "system"])
         expected = "assistant" if spoken % 2 else "user"
         if role != expected and not (role == "system" and n == 1):
             raise ValueError(f"message {n} must have role {expected!r} (user and assistant take turns), got {role!r}")
-        if not isinstance(content, str) or not content.strip():
+        if not isinstance(content, str):
+            raise ValueError(f"the content of message {n} must be a text, got {type(content).__name__}")
+        if not content.strip():
             raise ValueError(f"the content of message {n} must be a text that is not empty")
-        turns.append(Message(role, (Part("text", content),)))
+        turns.append(Message(role, (Part("text", content),), is_trained(message, n)))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("a conversation must end with a message of role 'assistant'")
+    if not any(turn.trained for turn in turns if turn.role == "assistant"):
+        raise ValueError("every assistant message has weight 0 or loss false, so nothing is trained; remove the record")
     return Conversation(tuple(turns))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from nanochat.common import UserError, parse_json
 from nanochat.data.conversation import Conversation
 from tasks.common import Ungraded, read_messages
+from tasks.record_keys import check_record
 
 Record = TypeVar("Record")
 _SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -23,21 +24,22 @@ def read_record(value: Any) -> Conversation:
     messages: a list of {"role", "content"}, or an object with such a list under "messages" or "conversations".
     ShareGPT: {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "system": ...}.
     Alpaca: {"instruction", "input", "output"}, or {"query", "response"}, with "system" and "history", a list of
-    [question, answer]. The input is appended to the instruction on a line of its own.
+    [question, answer]. The input is appended to the instruction on a line of its own. "system" may stand beside the
+    messages in every layout. Keys that ask for what cannot be trained are refused, as check_record() says.
     """
     if isinstance(value, list):
         return read_messages(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"a conversation is a list of messages or an object, got {type(value).__name__}")
-    if "messages" in value:
-        return read_messages(value["messages"])
-    for name in ("conversations", "conversation"):
+    for name in ("messages", "conversations", "conversation"):
         if name in value:
-            return read_messages([*system_turn(value), *plain_turns(value[name])])
+            check_record(value, (name, "system"))
+            return read_messages(with_system(value, list(plain_turns(value[name]))))
     for question, answer in (("instruction", "output"), ("query", "response")):
         if question in value and answer in value:
+            check_record(value, (question, answer, "input", "history", "system"))
             reply = {"role": "assistant", "content": value[answer]}
-            return read_messages([*system_turn(value), *alpaca_turns(value, question), reply])
+            return read_messages(with_system(value, [*alpaca_turns(value, question), reply]))
     keys = ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
     raise ValueError(
         f'an object needs the key "messages", "conversations" (ShareGPT), or "instruction" and "output" (Alpaca); it '
@@ -45,9 +47,19 @@ def read_record(value: Any) -> Conversation:
     )
 
 
-def system_turn(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The system message of a ShareGPT or Alpaca record, which many records leave empty."""
-    return [{"role": "system", "content": value["system"]}] if value.get("system") else []
+def with_system(value: Mapping[str, Any], messages: Any) -> Any:
+    """The messages behind the system message that many records have under "system" and many leave empty.
+
+    ValueError if the messages begin with another system message. What is no list is left to read_messages().
+    """
+    if not value.get("system") or not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": value["system"]}, *messages]
+    if first.get("content") != value["system"]:
+        raise ValueError('the messages begin with another system message than the key "system" holds; keep one of them')
+    return messages
 
 
 def plain_turns(turns: Any) -> Iterator[Any]:
@@ -59,7 +71,8 @@ def plain_turns(turns: Any) -> Iterator[Any]:
         if isinstance(turn, Mapping) and {"from", "value"} <= set(turn):
             if not isinstance(role := turn["from"], str) or role not in _ROLES:
                 raise ValueError(f'message {n} is "from" {reprlib.repr(role)}; known are {", ".join(_ROLES)}')
-            yield {"role": _ROLES[role], "content": turn["value"]}
+            others = {key: turn[key] for key in turn if key not in ("from", "value")}
+            yield {**others, "role": _ROLES[role], "content": turn["value"]}
         else:
             yield turn
 

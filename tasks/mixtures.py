@@ -1,5 +1,6 @@
 """What each stage after pretraining learns from: TinyWorld's own conversations, or the published mixtures."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,7 +244,10 @@ def _with_weight(file: str) -> tuple[str, float]:
 
 
 def _content(file: str) -> str:
-    return sha256_of(Path(file).expanduser())
+    """What a file holds and how it is read. Files with keys that older versions passed over are tokenised again."""
+    path = Path(file).expanduser()
+    reads_keys = re.search(rb'"(system|weight|loss)"\s*:', path.read_bytes())
+    return sha256_of(path) + (" with its system messages and weights" if reads_keys else "")
 
 
 def rl_tasks(corpus: str, problems: str | None = None) -> tuple[Task, Task]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from nanochat.data.conversation import Conversation
 from tasks.common import read_messages
-from tasks.customjson import alpaca_turns, plain_turns, read_file, system_turn
+from tasks.customjson import alpaca_turns, plain_turns, read_file, with_system
+from tasks.record_keys import check_record
 
 Pair = tuple[Conversation, Conversation]  # the preferred answer and the other one, each after all that came before it
 _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
@@ -34,18 +35,18 @@ def read_pair(value: Any) -> Pair:
     if not isinstance(value, Mapping):
         raise ValueError(f"a pair of answers is an object, got {type(value).__name__}")
     if "messages" in value and {"rejected_response", "rejected_messages"} & set(value):
-        told = plain_turns(value["messages"])
-        chosen = list(told)
+        check_record(value, ("messages", "system", "rejected_response", "rejected_messages"))
+        chosen = list(plain_turns(value["messages"]))
         rejected = value.get("rejected_messages") or [*chosen[:-1], *_turns(value.get("rejected_response"))]
     elif {"chosen", "rejected"} <= set(value):
+        check_record(value, ("prompt", *_TURNS, *_ALPACA, "input", "history", "system", "chosen", "rejected"))
         before, chosen, rejected = _sides(value)
         chosen, rejected = ([*before, *side] if _role(side) in (None, "assistant") else side
-                            for side in (chosen, rejected))  # fmt: skip
-        chosen, rejected = ([*system_turn(value), *side] if _role(side) != "system" else side
                             for side in (chosen, rejected))  # fmt: skip
     else:
         keys = ", ".join(str(key)[:20] for key in list(value)[:6]) or "none"
         raise ValueError(f'a pair of answers needs the keys "chosen" and "rejected"; it has the keys {keys}')
+    chosen, rejected = with_system(value, chosen), with_system(value, rejected)
     return _pair(_read("chosen", chosen), _read("rejected", rejected))
 
 
@@ -57,7 +58,10 @@ def _read(name: str, messages: Any) -> Conversation:
 
 
 def _pair(chosen: Conversation, rejected: Conversation) -> Pair:
-    """The conversations with the turns that both share as given. ValueError if they do not answer the same question."""
+    """The conversations with the turns that both share as given. ValueError if they do not answer the same question,
+    or if one of the answers is not to be trained."""
+    if not (chosen.messages[-1].trained and rejected.messages[-1].trained):
+        raise ValueError("both answers of a pair are compared, so neither may have weight 0 or loss false")
     both = zip(chosen.messages[:-1], rejected.messages[:-1], strict=False)
     given = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], both))
     if not any(message.role == "user" for message in chosen.messages[:given]):

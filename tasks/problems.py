@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.data.conversation import Conversation, chat
+from nanochat.data.conversation import Conversation
 from tasks.common import final_number, read_messages
-from tasks.customjson import read_file
+from tasks.customjson import read_file, with_system
 
 _SHAPE = '{"question": "...", "answer": "42"}'
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "messages")
@@ -72,11 +72,11 @@ def read_problem(value: Any) -> Problem:
     if not answers or not all(plain(final_answer(answer)) for answer in answers):
         raise ValueError(f"an answer must be a text or a number that is not empty, got {str(found)[:40]!r}")
     if isinstance(asked, str):
-        return Problem(chat(asked, answers[0]), answers)
+        asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list):
         raise ValueError(f"a question is a text or a list of messages, got {type(asked).__name__}")
     answered = bool(asked) and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant"
-    turns = asked[:-1] if answered else asked
+    turns = with_system(value, asked[:-1] if answered else asked)
     return Problem(read_messages([*turns, {"role": "assistant", "content": answers[0]}]), answers)
 
 

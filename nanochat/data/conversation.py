@@ -21,6 +21,8 @@ class Message:
 
     role: Role
     parts: tuple[Part, ...]
+    # Whether the assistant is trained to write this turn; no part of the text, as `given` of a conversation.
+    trained: bool = field(default=True, repr=False)
 
     @property
     def text(self) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, assistant, chat, system, user
 from tasks.common import read_messages
 from tasks.customjson import CustomJSON, read_record
+from tests.support.tiny_model import tiny_tokenizer
 
 GOOD = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
 
@@ -113,3 +115,82 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match="holds no conversation"):
         CustomJSON(tmp_path / "empty.jsonl")
+
+
+TURNS = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Pip!"}]
+PIP = Conversation((system("You are Pip."), user("Who are you?"), assistant("Pip!")))
+
+
+def turns(*messages: str, **last: Any) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turns; `last` holds more keys of the last one."""
+    told = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+    return [*told[:-1], {**told[-1], **last}]
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_system_key_beside_messages_is_the_system_message(name: str) -> None:
+    assert read_record({"system": "You are Pip.", name: TURNS}) == PIP
+    assert read_record({"system": "", name: TURNS}) == chat("Who are you?", "Pip!")
+    own = [{"role": "system", "content": "You are Pip."}, *TURNS]
+    assert read_record({"system": "You are Pip.", name: own}) == PIP
+    with pytest.raises(ValueError, match='"system"'):
+        read_record({"system": "You are Rex.", name: own})
+
+
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"weight": 0, "loss": False}])
+def test_an_answer_of_weight_0_or_without_loss_is_not_trained(switch: dict[str, Any]) -> None:
+    messages = [*turns("Say it wrong", "WRONG", **switch), *turns("Now right", "right", weight=1, loss=True)]
+    sharegpt = [
+        {"from": "human", "value": "Say it wrong", "loss": None, "weight": 0},
+        {"from": "gpt", "value": "WRONG", **switch},
+        {"from": "human", "value": "Now right"},
+        {"from": "gpt", "value": "right", "loss": True},
+    ]
+    tokenizer = tiny_tokenizer()
+    for record in ({"messages": messages}, {"conversations": sharegpt}):
+        rendered = tokenizer.render(read_record(record))
+        trained = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+        assert trained == [*tokenizer.encode("right"), tokenizer.special("assistant_end")]
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"messages": turns("Say it", "it", weight=0.5)}, "weight"),
+        ({"messages": turns("Say it", "it", loss="no")}, "loss"),
+        ({"messages": turns("Say it", "it", weight=1, loss=False)}, "weight"),
+        ({"messages": turns("Say it", "it", weight=0)}, "weight"),  # nothing would be trained
+        ({"messages": [{**TURNS[0], "weight": 1}, TURNS[1]]}, "weight"),
+        ({"messages": TURNS, "weight": 0.5}, "weight"),
+        ({"messages": TURNS, "label": False}, "label"),
+        ({"messages": TURNS, "tools": [{"type": "function", "function": {"name": "get_time"}}]}, "tools"),
+        ({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+        ({"conversations": TURNS, "tools": '[{"name": "get_time"}]'}, "tools"),
+        ({"messages": turns("<image>What is this?", "A cat."), "images": ["cat.png"]}, "images"),
+        ({"messages": turns("2+2?", "4", reasoning_content="two and two make four")}, "reasoning_content"),
+        ({"instruction": "2+2?", "output": "4", "context": "Use base 3."}, "context"),
+        ({"messages": TURNS, "system_prompt": "You are Pip."}, "system_prompt"),
+        ({"messages": TURNS, "knowledge": ["Pip is a parrot."]}, "knowledge"),
+        ({"messages": turns("2+2?", "4", train=False)}, "train"),
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, record: Any, key: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(record))
+    with pytest.raises(UserError) as refused:
+        CustomJSON(path)
+    assert f"{path}, line 2: " in str(refused.value) and key in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"id": 7, "source": "web", "category": "open_qa", "score": 0.5, "toxic": False, "label": "greeting"},
+        {"metadata": {"lang": "en"}, "tags": ["a"], "score_chosen": 5.0, "rejected_response": "no"},
+        {"tools": "[]", "images": [], "reasoning": None, "weight": 1},
+    ],
+)
+def test_notes_and_empty_keys_of_a_record_change_nothing(notes: dict[str, Any]) -> None:
+    assert read_record({"messages": TURNS, **notes}) == read_messages(TURNS)
+    told = [TURNS[0], {**TURNS[1], "name": "Pip", "tool_calls": None, "reasoning_content": ""}]
+    assert read_record({"conversations": told, **notes}) == read_messages(TURNS)

@@ -273,3 +273,12 @@ def test_who_the_assistant_is_comes_twice_and_is_held_out_twice(local: None) -> 
     assert any(one in identity for one in held_out)
     for one in identity:
         assert (trained[one], held_out[one]) in ((2, 0), (0, 1))
+
+
+def test_files_with_keys_that_were_passed_over_once_are_tokenised_again(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for name, record in (("plain", {"messages": messages}), ("with", {"system": "Be short.", "messages": messages})):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f"{json.dumps(record)}\n" * 2)
+        key = f"{path} {sha256_of(path)}"
+        assert (mix("sft", "mine", 1, custom=str(path)).key == key) is (name == "plain")

@@ -52,6 +52,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Pair]] = {
     ),
     "Orca": ({"system": "", "question": "is it?", "chosen": "yes", "rejected": "no"}, ALONE),
     "ms-swift": ({"messages": [ASKED, YES], "rejected_response": "no"}, ALONE),
+    "ms-swift with a system key": (
+        {"messages": [*HISTORY, ASKED, YES], "rejected_response": "no", "system": "be short"}, LATER,
+    ),
+    "TRL with a system key that the prompt repeats": (
+        {"prompt": [WISH, *HISTORY, ASKED], "chosen": [YES], "rejected": [NO], "system": "be short"}, LATER,
+    ),
     "ms-swift, messages": ({"messages": [ASKED, YES], "rejected_messages": [ASKED, NO]}, ALONE),
 }  # fmt: skip
 
@@ -70,6 +76,11 @@ def test_every_layout_gives_the_same_pair(layout: str) -> None:
             "message 1 is \"from\" ['human']; known are human",
         ),
         ([], "a pair of answers is an object, got list"),
+        ({"prompt": [WISH, ASKED], "chosen": [YES], "rejected": [NO], "system": "be long"}, '"system"'),
+        ({"messages": [WISH, ASKED, YES], "rejected_response": "no", "system": "be long"}, '"system"'),
+        ({"prompt": [ASKED], "chosen": [{**YES, "weight": 0}], "rejected": [NO]}, "weight"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["cat.png"]}, "images"),
+        ({"messages": [ASKED, {**YES, "reasoning_content": "hm"}], "rejected_response": "no"}, "reasoning_content"),
         ({"prompt": "a", "chosen": "b"}, 'needs the keys "chosen" and "rejected"; it has the keys prompt, chosen'),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: the content of message 2 must be a text"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "a conversation is a list of messages, got int"),

@@ -35,10 +35,11 @@ def test_layouts_that_people_have(value: Any) -> None:
 
 def test_turns_before_the_question_are_kept() -> None:
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+3?"}]
-    assert read_problem({"prompt": asked, "answer": 5}).conversation.prompt.messages == (
-        system("Be short."),
-        user("2+3?"),
-    )
+    wanted = (system("Be short."), user("2+3?"))
+    assert read_problem({"prompt": asked, "answer": 5}).conversation.prompt.messages == wanted
+    for question in ("2+3?", asked[1:], asked):
+        record = {"system": "Be short.", "prompt": question, "answer": 5}
+        assert read_problem(record).conversation.prompt.messages == wanted
 
 
 @pytest.mark.parametrize(

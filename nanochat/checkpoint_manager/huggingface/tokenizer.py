@@ -243,13 +243,16 @@ class FolderTokenizer:
 
     def render(self, conversation: Conversation) -> Rendered:
         """A whole conversation as tokens, with a mask of the tokens that the assistant is trained to write: its words,
-        and the mark that ends its turn, but not the turns that are given. UserError if the template refuses the
-        conversation or leaves out its words."""
-        messages = [
-            {"role": message.role, "content": _marked(self._safe(message.text))
-             if message.role == "assistant" and n >= conversation.given else self._safe(message.text)}
+        and the mark that ends its turn, but not the turns that are given or not to be trained. UserError if the
+        template refuses the conversation or leaves out its words."""
+        trains = [
+            message.role == "assistant" and message.trained and n >= conversation.given
             for n, message in enumerate(conversation.messages)
-        ]  # fmt: skip
+        ]
+        messages = []
+        for message, is_trained in zip(conversation.messages, trains, strict=True):
+            text = self._safe(message.text)
+            messages.append({"role": message.role, "content": _marked(text) if is_trained else text})
         ids: list[int] = []
         mask: list[int] = []
         trained = ending = False
@@ -261,7 +264,7 @@ class FolderTokenizer:
             ids += tokens
             mask += [int(trained or (ending and cuts))] * len(tokens)
             ending = False
-        if not any(mask) and any(message.role == "assistant" for message in conversation.messages):
+        if not any(mask) and any(trains):
             raise UserError(f"the chat template in {self.folder} leaves out what the assistant says. Remove it")
         return Rendered(ids, mask)
 

@@ -11,7 +11,7 @@ from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, chatm
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
 from nanochat.data import bpe
-from nanochat.data.conversation import Conversation, assistant, chat, system, user
+from nanochat.data.conversation import Conversation, Message, assistant, chat, system, user
 from nanochat.engine import Engine
 from nanochat.export.huggingface import CHAT_TEMPLATE
 from nanochat.generate.reply import reply_parts
@@ -124,6 +124,14 @@ def test_conversations_are_rendered_as_transformers_does(folder: Path, template:
         assert trained == "yes, a cat<|im_end|>mats\n</think>\n\nno 垫子<|im_end|>"
     else:
         assert trained == "<think>\na cat\n</think>\n\nyes, a cat<|im_end|><think>\nmats\n</think>\n\nno 垫子<|im_end|>"
+
+
+def test_a_turn_that_is_not_to_be_trained_is_rendered_and_masked(folder: Path) -> None:
+    tokenizer = FolderTokenizer(folder, ROWS)
+    wrong = Message("assistant", assistant("no cat").parts, trained=False)
+    rendered = tokenizer.render(Conversation((user("cat?"), wrong, user("mat?"), assistant("a mat"))))
+    trained = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
+    assert tokenizer.decode(trained) == "a mat<|im_end|>" and "no cat" in tokenizer.decode(rendered.ids)
 
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
