@@ -19,11 +19,6 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
     empty = 0
     for path in files:
         for where, text in READERS[path.suffix](path, column):
-            if not isinstance(text, str) and text is not None:
-                raise UserError(
-                    f"{where}: {column!r} must be text, got {type(text).__name__} {text!r:.60}. Choose another column "
-                    "with --text_column, or remove the row."
-                )
             if not text or text.isspace():
                 empty += 1
                 continue
@@ -41,9 +36,12 @@ def documents(files: list[Path], column: str) -> Iterator[str]:
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     try:
-        names = pq.read_schema(path).names
-        if column not in names:
-            raise _no_column(path, column, names)
+        schema = pq.read_schema(path)
+        if column not in schema.names:
+            raise _no_column(path, column, schema.names)
+        if not _holds_text(schema.field(column).type):
+            others = [field.name for field in schema if _holds_text(field.type)]
+            raise _no_text(path, column, str(schema.field(column).type), others)
         row = 0
         for values in read_column(path, column):
             for text in values:
@@ -53,6 +51,14 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         raise
     except (pa.ArrowException, OSError, ValueError) as failure:
         raise UserError(f"{path} cannot be read: {failure}. Get the file again or leave it out.") from failure
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    """Whether every value of a parquet column is a text or missing."""
+    if pa.types.is_dictionary(kind):
+        return _holds_text(kind.value_type)
+    is_view = getattr(pa.types, "is_string_view", lambda _: False)  # from pyarrow 16 on
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind) or is_view(kind)
 
 
 def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -66,7 +72,11 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{where} is not JSON: {failure}. Fix or remove the line.") from failure
         if not isinstance(record, dict) or column not in record:
             raise _no_column(where, column, list(record) if isinstance(record, dict) else [])
-        yield where, record[column]
+        value = record[column]
+        if value is not None and not isinstance(value, str):
+            others = [name for name in record if isinstance(record[name], str)]
+            raise _no_text(where, column, f"{type(value).__name__} {value!r:.60}", others)
+        yield where, value
 
 
 def _read_txt(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -102,3 +112,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _no_column(where: object, column: str, names: list[str]) -> UserError:
     fields = ", ".join(names) or "none"
     return UserError(f"{where} has no field {column!r}; its fields: {fields}. Choose one with --text_column", 2)
+
+
+def _no_text(where: object, column: str, kind: str, others: list[str]) -> UserError:
+    fields = f"its fields with text: {', '.join(others) or 'none'}"
+    return UserError(
+        f"{where}: {column!r} must be text, got {kind}; {fields}. Choose one with --text_column, or fix the file", 2
+    )

@@ -63,3 +63,20 @@ def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has no field 'text'; its fields: body, n"):
         list(documents([tmp_path / "a.parquet"], "text"))
+
+
+@pytest.mark.parametrize("column", ["parts", "meta", "n"])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_column_that_holds_no_text_is_named_with_those_that_do(tmp_path, column, ending):
+    rows = [{"body": "x", "title": "y", "parts": ["a", "b"], "meta": {"a": "b"}, "n": 1}]
+    path = tmp_path / f"a.{ending}"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    if ending == "jsonl":
+        path.write_text(json.dumps(rows[0]))
+    with pytest.raises(UserError) as refused:
+        list(documents([path], column))
+    text = str(refused.value)
+    kind = {"parts": "list", "meta": "struct" if ending == "parquet" else "dict", "n": "int"}[column]
+    assert refused.value.exit_code == 2 and "--text_column" in text
+    assert all(word in text for word in (str(path), f"'{column}'", kind, "body, title"))
+    assert "parts, meta" not in text
