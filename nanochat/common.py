@@ -5,12 +5,14 @@ import dataclasses
 import errno
 import functools
 import gettext
+import glob
 import hashlib
 import io
 import json
 import math
 import os
 import re
+import secrets
 import select
 import stat
 import sys
@@ -32,6 +34,8 @@ JSON_BYTES = 1 << 28  # of the largest JSON file that is read
 # What a terminal obeys, and what turns the direction of text: control characters but tab and line feed, bidirectional
 # marks, and halves of surrogate pairs, which are the bytes of a file name that is not UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+DAY_SECONDS = 86_400
+NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS)
 RANK_0_SECONDS = 10  # time for rank 0 to print a mistake that all ranks make, and for the launcher to end the others
 
 
@@ -138,12 +142,16 @@ class Pulse:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content to disk; for a folder, flush the renames inside it."""
-    fd = os.open(path, os.O_RDONLY)
+    """Flush a file's content to disk; for a folder, flush the renames inside it, if its file system can do that."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as failure:  # CIFS, WSL's drives and others flush files only, so nothing more can be done there
+        if failure.errno not in NO_FOLDER_FLUSH or not path.is_dir():
+            raise
 
 
 @contextlib.contextmanager
@@ -151,7 +159,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Give the path of a temporary file beside `path`. On success the file is fsynced and renamed to `path`; on
     failure the file is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        with contextlib.suppress(OSError):  # of a killed process, if it is a day old; others may remove it meanwhile
+            if time.time() - leftover.lstat().st_mtime > DAY_SECONDS:
+                leftover.unlink()
+    # A new file with a random name: another user may have put a link at a name that can be guessed.
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield temporary
         with open(temporary, "rb") as f:
@@ -373,12 +387,6 @@ def complain(message: str) -> None:
     note_end(message)
     message = f"{message} (rank {rank()})" if rank() > 0 else message
     print(message, file=sys.stderr, flush=True)
-
-
-def free_flags(config: type[Any]) -> frozenset[str]:
-    """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ()))
 
 
 def settings(config: Any) -> dict[str, Any]:

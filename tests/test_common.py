@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -366,6 +368,53 @@ def test_a_failing_sync_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.glob(".file*")) == []
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.ENOSYS])
+def test_a_file_system_that_cannot_flush_folders_takes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    flush = os.fsync
+
+    def no_folders(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    write_atomic(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
+
+    def no_files(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", no_files)
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        common.fsync_path(tmp_path / "file")
+
+
+def test_a_link_planted_at_the_temporary_name_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".file.tmp-{os.getpid()}").symlink_to(victim)
+    write_atomic(tmp_path / "file", "new")
+    assert victim.read_text() == "mine" and not (tmp_path / "file").is_symlink()
+    monkeypatch.setattr(common.secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / ".file.tmp-guessed").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "file", "newer")
+    assert victim.read_text() == "mine" and (tmp_path / "file").read_text() == "new"
+
+
+def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path: Path) -> None:
+    old, fresh = tmp_path / ".file.tmp-1234", tmp_path / ".file.tmp-5678"
+    for path in (old, fresh):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    write_atomic(tmp_path / "file", "new")
+    assert not old.exists() and fresh.exists(), "another process may be writing the fresh one"
 
 
 KILLED = """

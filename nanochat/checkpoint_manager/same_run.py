@@ -1,5 +1,6 @@
 """A run resumes only with the settings, the data and the code it started with."""
 
+import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanochat.common import UserError, free_flags, settings, tr, warn
+from nanochat.common import FREE, UserError, settings, tr, warn
 from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
@@ -15,6 +16,12 @@ NAMED = 4  # differences that a refusal names
 # What runs did before a flag existed, where the flag does something else by default
 BEFORE_FLAGS = {"bigram_rows": 0, "offset_layers": 0}
 CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
+
+
+def free_flags(config: type[Any]) -> frozenset[str]:
+    """The names of a configuration's flags that do not change what is learned: those of type Free[...]."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if FREE in getattr(hint, "__metadata__", ()))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import contextlib
 import email.utils
 import errno
-import fcntl
 import os
 import queue
 import random
@@ -20,6 +19,7 @@ import requests
 
 from nanochat.common import UserError, fsync_path, read_json, sha256_of, visible, write_json
 from nanochat.data.sources.hub import how_to_be_admitted
+from nanochat.data.sources.locks import held, open_known
 
 CHUNK = 1 << 16  # bytes written at a time; a broken connection loses less than one chunk
 RESERVE = 1 << 30  # bytes of the disk that stay free while a server sends a file without saying how large it is
@@ -220,8 +220,8 @@ def _attempt(remote: Remote, transfer: _Transfer) -> Fetched:
 def _fetch_rest(remote: Remote, transfer: _Transfer) -> Fetched:
     """Append the missing bytes of a file to its part, check the whole file and rename it."""
     part = part_of(remote.path)
-    with open(part, "ab") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)  # a second process that fetches the same file waits here
+    # A second process that fetches the same file waits here.
+    with open_known(part, owned=True) as f, held(f, waiting=lambda: None):
         if remote.path.exists():
             part.unlink(missing_ok=True)
             return Fetched(remote.path, remote.path.stat().st_size, None)

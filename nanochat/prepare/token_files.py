@@ -1,7 +1,7 @@
 """Token files: documents as memory-mapped numbers, described by meta.json with their sizes and SHA-256s."""
 
 import contextlib
-import fcntl
+import functools
 import hashlib
 import itertools
 import os
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nanochat.common import UserError, fsync_path, log, read_json, sha256_of, write_json
+from nanochat.data.sources.locks import held, open_known
 from nanochat.runtime.progress import Progress
 
 FORMAT = 1
@@ -157,7 +158,9 @@ class TokenWriter:
         return self.folder / f"{'.tmp-' if temporary else ''}{self.name}{SUFFIXES[kind]}"
 
     def _begin(self, kind: str) -> None:
-        file = open(self._path(kind, temporary=True), "wb")  # noqa: SIM115  # the stack closes it
+        path = self._path(kind, temporary=True)
+        path.unlink(missing_ok=True)  # what a killed process left; "x" does not write through a link
+        file = open(path, "xb")  # noqa: SIM115  # the stack closes it
         self._files[kind] = self._open.enter_context(file)
         self._digests[kind] = hashlib.sha256()
 
@@ -291,10 +294,6 @@ def locked(path: Path) -> Iterator[int]:
     Yields the file descriptor of the lock. A child process that inherits it holds the lock until the child has ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"waiting for another process that prepares {path.parent}")
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield f.fileno()
+    waiting = functools.partial(log, f"waiting for another process that prepares {path.parent}")
+    with open_known(path, owned=False) as file, held(file, waiting) as lock:
+        yield lock

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanochat.checkpoint_manager.same_run import RunSettings, check_code, check_settings
-from nanochat.common import Free, UserError, free_flags
+from nanochat.checkpoint_manager.same_run import RunSettings, check_code, check_settings, free_flags
+from nanochat.common import Free, UserError
 from nanochat.runtime import fingerprint
 from tests.support.tiny_model import on_cpu
 

@@ -1,6 +1,7 @@
 """The downloader against a server on this machine that truncates, stalls, refuses, redirects and lies."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -235,9 +236,39 @@ def test_what_another_process_wrote_meanwhile_is_not_fetched_again(server, tmp_p
         if f.tell() == 0:
             part_of(tmp_path / "a.bin").write_bytes(CONTENT[:1000])
 
-    monkeypatch.setattr(download.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     path, _ = fetch(server, tmp_path)
     assert path.read_bytes() == CONTENT and ranges(server) == ["bytes=1000-"]
+
+
+def test_without_locks_on_the_file_system_a_download_arrives(server, tmp_path, monkeypatch, capsys):
+    flock = fcntl.flock
+
+    def only_temporary(f, how):
+        if f.name.endswith(".part"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        flock(f, how)
+
+    monkeypatch.setattr(fcntl, "flock", only_temporary)
+    assert fetch(server, tmp_path)[0].read_bytes() == CONTENT
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "another user's"])
+def test_a_part_that_another_user_may_have_put_there_is_refused(server, tmp_path, monkeypatch, kind):
+    victim, part = tmp_path / "victim", part_of(tmp_path / "a.bin")
+    victim.write_text("mine")
+    if kind == "link":
+        part.symlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(part)
+    else:
+        part.write_bytes(CONTENT[:1000])
+        about = os.stat_result((0o100644, 1, 1, 1, os.geteuid() + 1, 0, 1000, 0, 0, 0))
+        monkeypatch.setattr(os, "fstat", lambda _: about)
+    with pytest.raises(UserError, match=r"a\.bin\.part") as refused:
+        fetch(server, tmp_path)
+    assert "Delete it" in str(refused.value) and victim.read_text() == "mine"
 
 
 def test_size_is_known_beforehand_and_a_full_disk_is_refused(server, tmp_path):

@@ -1,7 +1,11 @@
 """Token files: tokens are mapped as they were written, and damage is reported."""
 
+import errno
+import fcntl
 import multiprocessing
+import os
 import re
+import tempfile
 import time
 from pathlib import Path
 
@@ -93,3 +97,45 @@ def test_one_process_at_a_time_holds_the_lock(tmp_path):
     for process in processes:
         process.join()
     assert (tmp_path / "log").read_text() == "in out in out in out "
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
+def test_without_locks_on_the_file_system_this_host_holds_its_own(tmp_path, monkeypatch, capsys, code):
+    """As on Lustre that is mounted without -o flock."""
+    flock = fcntl.flock
+
+    def only_temporary(file, how):
+        if tmp_path / "shared" in Path(file.name).parents:
+            raise OSError(code, os.strerror(code))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", only_temporary)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):
+        with locked(tmp_path / "shared" / "a.lock") as lock:
+            assert os.fstat(lock).st_ino != (tmp_path / "shared" / "a.lock").stat().st_ino
+            with open(f"/proc/self/fd/{lock}", "rb") as again, pytest.raises(BlockingIOError):
+                flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(tmp_path / "shared") in said
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UserError, match="flock"), locked(tmp_path / "shared" / "a.lock"):
+        pass
+
+
+@pytest.mark.parametrize("name", [".tmp-a.bin", ".tmp-a.mask", ".tmp-a.idx"])
+def test_a_link_planted_at_a_temporary_name_is_not_written_through(tmp_path, name):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / name).symlink_to(tmp_path / "victim")
+    write(tmp_path / "t")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert open_tokens(tmp_path / "t", verify=True).tokens == 6
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "a.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"a\.lock"), locked(tmp_path / "a.lock"):
+        pass
+    assert not (tmp_path / "victim").exists()

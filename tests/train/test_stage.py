@@ -14,7 +14,8 @@ from nanochat import device
 from nanochat.checkpoint_manager import resume
 from nanochat.checkpoint_manager.files import read_meta, step_dir, steps, write_meta
 from nanochat.checkpoint_manager.resume import rows_per_step
-from nanochat.common import UserError, free_flags
+from nanochat.checkpoint_manager.same_run import free_flags
+from nanochat.common import UserError
 from nanochat.report.sections import has_training_section
 from nanochat.runtime.progress import Progress
 from nanochat.runtime.tracking import read_metrics
