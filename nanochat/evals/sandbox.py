@@ -1,11 +1,14 @@
 """Runs Python programs that a model wrote. Only HumanEval uses this; the chat never runs Python."""
 
 import contextlib
+import errno
 import functools
+import itertools
 import json
 import os
 import selectors
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -13,12 +16,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import UserError, log
+from nanochat.common import UserError, log, warn
 from nanochat.evals.system_calls import filter_for
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _TIMED_OUT, _NOT_SET_UP = 124, 125  # exit codes of the supervisor in sandbox_child.py
 OUTPUT = 64 << 10  # bytes of output to keep
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+ENTRIES = 100  # names of a folder that are held at a time while it is removed
 MEMORY = 512 << 20  # bytes of address space for a program
 
 
@@ -45,13 +50,66 @@ def _collect(process: subprocess.Popen[bytes], end: float) -> bytes:
     return kept
 
 
+def _remove(folder: str) -> None:
+    """Remove the folder of a program that has ended, however deep its folders are and whatever their modes are.
+
+    Links are removed, not followed. If something cannot be removed, a line says so, and the evaluation continues.
+    """
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+        os.chmod(folder, 0o700)
+        _empty(folder)
+        os.rmdir(folder)
+    except OSError as failure:
+        warn(f"the folder of a program cannot be removed: {failure}. Delete {folder} yourself")
+
+
+def _empty(folder: str) -> None:
+    """Remove what a folder holds. One or two folders are open at a time, and nothing is remembered on the way down:
+    the way up is "..", since no program is left that could move a folder."""
+    here, depth = os.open(folder, _FOLDER), 0
+    try:
+        while (name := _remove_entries(here)) or depth:
+            beyond = os.open(name or "..", _FOLDER, dir_fd=here)
+            os.close(here)
+            here, depth = beyond, depth + (1 if name else -1)
+    finally:
+        os.close(here)
+
+
+def _remove_entries(folder: int) -> str | None:
+    """Remove files and empty folders from an open folder; return the name of a folder that is not empty, if one is
+    left."""
+    while entries := _some_entries(folder):
+        for name, is_folder in entries:
+            if not is_folder:
+                os.unlink(name, dir_fd=folder)
+                continue
+            try:
+                os.rmdir(name, dir_fd=folder)
+            except OSError as failure:
+                if failure.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                os.chmod(name, 0o700, dir_fd=folder)
+                return name
+    return None
+
+
+def _some_entries(folder: int) -> list[tuple[str, bool]]:
+    """Names in an open folder, at most ENTRIES of them, and whether each is a folder."""
+    with os.scandir(folder) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in itertools.islice(entries, ENTRIES)]
+
+
 def _execute(program: str, seconds: float, memory: int, isolated: bool) -> tuple[int, str]:
     """Run a program under a supervisor in its own session, with an empty environment, in a temporary folder.
 
     Returns the supervisor's exit code, 0 if the program passed, and the output.
     """
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanochat-exec-", ignore_cleanup_errors=True))
+        folder = tempfile.mkdtemp(prefix="nanochat-exec-")
+        stack.callback(_remove, folder)
         given = stack.enter_context(tempfile.TemporaryFile())
         given.write(program.encode("utf-8", "surrogatepass"))
         given.seek(0)

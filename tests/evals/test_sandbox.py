@@ -1,5 +1,6 @@
 """A program passes only if it reaches its last line, and it can do no harm to the machine."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -93,6 +94,39 @@ def test_the_folder_of_a_program_is_gone_afterwards(run: Run) -> None:
     assert outcome.passed
     left = set(Path(tempfile.gettempdir()).glob("nanochat-exec-*")) - before
     assert not any((folder / "left").exists() for folder in left)
+
+
+def test_deep_folders_closed_folders_and_links_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "mine").touch()
+    top = tmp_path / "top"
+    (top / "closed" / "inside").mkdir(parents=True)
+    (top / "closed" / "inside" / "file").touch()
+    (top / "closed" / "inside" / "link").symlink_to(tmp_path / "outside")
+    inner = os.open(top, os.O_RDONLY)
+    for _ in range(2_500):  # more than Python's recursion, than open files, and than the length of a path allow
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+    for folder in (top / "d", top / "closed" / "inside", top / "closed", top):
+        folder.chmod(0)
+    execution._remove(str(top))
+    assert not top.exists() and (tmp_path / "outside" / "mine").exists()
+    assert not capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_removed_does_not_end_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "top").mkdir()
+    monkeypatch.setattr(execution.os, "rmdir", refuse)
+    execution._remove(str(tmp_path / "top"))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(tmp_path / "top") in said
 
 
 def test_the_environment_is_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
