@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import shlex
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.common import UserError
+from nanochat.common import UserError, warn
 
 MEMORY, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # which process this is
@@ -76,16 +77,20 @@ def use_compile_cache(base: Path) -> Path:
     """The folder of compiled kernels, in which every stage and run finds what an earlier one compiled.
 
     It is TORCHINDUCTOR_CACHE_DIR; else ~/.cache/nanochat/compile_cache, whatever the base folder, so that two base
-    folders compile once; else `base`/compile_cache. The compiler's command line is not quoted, so a path with a space
-    or a quote is passed over, at worst for a private folder among the temporary files. Call this early: the first
-    optimizer imports torch's compiler, which then settles on a folder of its own.
+    folders compile once; else `base`/compile_cache; else a private folder among the temporary files. What the folder
+    holds is loaded and run, so a folder that another user could write to is passed over, and one line says so. The
+    compiler's command line is not quoted, so a path with a space or a quote is passed over too, unless it was asked
+    for. Call this early: the first optimizer imports torch's compiler, which then settles on a folder of its own.
     """
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        places = [base / "compile_cache"]
-        with contextlib.suppress(RuntimeError):  # no home
-            places.insert(0, Path.home() / ".cache" / "nanochat" / "compile_cache")
-        chosen = next((place for place in places if plain_path(place) and _can_write(place)), None)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(chosen or _private_folder())
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    places = [base / "compile_cache"]
+    with contextlib.suppress(RuntimeError):  # no home
+        places.insert(0, Path.home() / ".cache" / "nanochat" / "compile_cache")
+    places = [place for place in places if plain_path(place)]
+    if named and _is_usable(Path(named), is_named=True):
+        return Path(named)
+    chosen = next((place for place in places if _is_usable(place)), None)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(chosen or _private_folder())
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
@@ -97,20 +102,49 @@ def plain_path(path: Path) -> bool:
         return False
 
 
-def _can_write(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.access(folder, os.W_OK)
-    return False
+def _is_usable(folder: Path, is_named: bool = False) -> bool:
+    """Whether this user can write to a folder, which is made if it is missing, and no other user can. A folder that
+    the user has named may be read-only."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        why = not_private(folder)
+    except OSError as failure:
+        if not is_named:
+            return False
+        why = str(failure)
+    if why:
+        warn(f"compiled code is not loaded from {folder}: {why}")
+        return False
+    return is_named or os.access(folder, os.W_OK)
+
+
+def not_private(folder: Path) -> str:
+    """Why another user could put files into a folder, or put another folder in its place; "" if none could."""
+    about = folder.stat()
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {about.st_uid}, and must belong to user {os.geteuid()}, who runs this command"
+    if _others_write(about):
+        return f"other users may write to it; if you trust what it holds, run `chmod go-w {shlex.quote(str(folder))}`"
+    for parent in {*folder.absolute().parents, *folder.resolve().parents}:
+        about = parent.stat()
+        if _others_write(about) and not about.st_mode & stat.S_ISVTX:  # with this bit, others cannot rename it
+            return f"other users may write to {parent}; run `chmod go-w {shlex.quote(str(parent))}`"
+    return ""
+
+
+def _others_write(about: os.stat_result) -> bool:
+    """Whether a mode lets users write that are not the owner. A group with the owner's number holds nobody else."""
+    of_group = about.st_mode & stat.S_IWGRP and about.st_gid != about.st_uid
+    return bool(about.st_mode & stat.S_IWOTH or of_group)
 
 
 def _private_folder() -> Path:
-    """A folder among the temporary files that no other user can write to: what it holds is loaded and run."""
+    """A folder among the temporary files that no other user can write to."""
     folder = Path(tempfile.gettempdir()) / f"nanochat-compile-cache-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+    if folder.is_symlink() or not_private(folder):
         return Path(tempfile.mkdtemp(prefix="nanochat-compile-cache-"))
     return folder
 

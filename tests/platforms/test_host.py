@@ -87,6 +87,62 @@ def test_a_path_that_the_compiler_cannot_take_is_passed_over(
     assert host.use_compile_cache(tmp_path / name / "base") != private
 
 
+@pytest.fixture
+def only_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The cache in a base folder, without a home; temporary files lie in tmp_path."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / "base" / "compile_cache"
+
+
+@pytest.mark.usefixtures("no_cache_named")
+@pytest.mark.parametrize("layout", ["shared", "shared by a group", "another user's", "in a shared folder"])
+def test_a_cache_that_others_may_write_is_passed_over_and_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    only_base: Path,
+    capsys: pytest.CaptureFixture[str],
+    layout: str,
+) -> None:
+    only_base.mkdir(parents=True, mode=0o700)
+    if layout == "shared":
+        only_base.chmod(0o777)
+    elif layout == "shared by a group":
+        only_base.chmod(0o770)
+        os.chown(only_base, -1, other_group())
+    elif layout == "in a shared folder":
+        only_base.parent.chmod(0o777)
+    elif os.getuid() == 0:
+        os.chown(only_base, 12_345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for named in ("", str(only_base)):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
+        cache = host.use_compile_cache(tmp_path / "base")
+        assert cache != only_base and cache.stat().st_mode & 0o777 == 0o700
+        assert str(only_base) in capsys.readouterr().err
+
+
+def other_group() -> int:
+    """A group that this user may give a file to, and that is not the user's own."""
+    groups = [group for group in os.getgroups() if group != os.getuid()]
+    if not groups and os.getuid():
+        pytest.skip("this user is in no other group")
+    return groups[0] if groups else 1
+
+
+@pytest.mark.usefixtures("no_cache_named")
+def test_a_cache_of_ones_own_is_made_private_and_used(tmp_path: Path, only_base: Path) -> None:
+    only_base.parent.mkdir(exist_ok=True)
+    before = os.umask(0)
+    try:
+        assert host.use_compile_cache(tmp_path / "base") == only_base
+    finally:
+        os.umask(before)
+    assert only_base.stat().st_mode & 0o777 == 0o700
+
+
 COMPILES = """
 import sys
 import torch

@@ -54,13 +54,21 @@ def compiled(folder: Path, command: str, source: Path | None = None) -> Path:
     made_from = repr((command, FLAGS, own, sorted(flags), host.cpu_model())).encode()
     made_from += b"".join(path.read_bytes() for path in (source, *(CPP / name for name in HEADERS)))
     library = folder / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if not _is_ours(library):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = library.with_name(f".{library.name}-{os.getpid()}")
         words = [command, *FLAGS, *own, f"-I{CPP}", str(source), "-o", str(fresh)]
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=SECONDS)
         os.replace(fresh, library)
     return library
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether a library is there and was compiled by this user, or by root."""
+    try:
+        return library.stat().st_uid in (os.geteuid(), 0)
+    except FileNotFoundError:
+        return False
 
 
 @functools.cache

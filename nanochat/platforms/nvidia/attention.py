@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, base_dir, warn
 from nanochat.nn.few_launches import square_sums
 from nanochat.nn.operations import Operations
+from nanochat.platforms import host
 
 HUB = "NANOCHAT_FLASH_KERNEL"  # names a FlashAttention 3 of the hub, for the package `kernels`
 KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # FlashAttention 4 then reads the kernels that it wrote before
+KEPT_IN = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"  # where; by default a folder in /tmp that others could make first
 FOUR, THREE = "flash_attn.cute", "flash_attn_interface"  # the modules of FlashAttention 4 and 3
 PACKAGES = {9: (FOUR, THREE), 10: (FOUR,)}  # the fastest first, by the generation: Hopper, Blackwell
 
@@ -114,6 +116,7 @@ def _of_package(modules: Sequence[str]) -> tuple[Callable[..., Any], str] | None
                 continue
             if module == FOUR:
                 os.environ.setdefault(KEEP, "1")
+                os.environ.setdefault(KEPT_IN, str(host.use_compile_cache(base_dir()) / "flash_attention"))
                 # said of every kernel that the package writes, about an argument that is None in all of them
                 warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
                 from nanochat.platforms.nvidia.flash4 import flash_attn_func

@@ -1,5 +1,6 @@
 """Compiled kernels against torch's own operators."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,18 @@ def test_threads_change_no_result(made: Kernels) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_library_that_another_user_compiled_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = module.compiled(tmp_path, compiler() or "")
+    library.write_bytes(b"planted")
+    if os.getuid() == 0:
+        os.chown(library, 12_345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert module.compiled(tmp_path, compiler() or "") == library and library.read_bytes() != b"planted"
 
 
 WITHOUT_TORCH = """

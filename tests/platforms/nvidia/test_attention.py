@@ -3,9 +3,11 @@
 What was seen on a GPU is in dev/LOG.md.
 """
 
+import os
 import sys
 import types
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +170,7 @@ def fourth(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         install(monkeypatch, name, __path__=[])
     install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", raising=False)
     return calls
 
 
@@ -176,6 +179,8 @@ def test_the_fourth_version_is_an_operator_with_gradients_that_compiles(
 ) -> None:
     operations = NvidiaOperations(9)
     assert operations.name == "FlashAttention 4" == NvidiaOperations(10).name and NvidiaOperations(8).name == ROWS
+    cache = Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
+    assert cache.parent == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), "a folder that was checked"
     compiled = torch.compile(operations.attend, backend="aot_eager", fullgraph=True, dynamic=False)
     mixed = draw(2, 140, 2, 16, seed=4)
     for window, settings in ((32, {"window_size_left": 32, "window_size_right": 0}), (140, {})):
