@@ -73,6 +73,7 @@ class Server(uvicorn.Server):
             log_level="error",  # at "warning", every malformed request is a line in the log
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # else any local client names its own address, in X-Forwarded-For
             timeout_graceful_shutdown=2 * DRAIN_SECONDS,  # some clients never read the end of their answer
         )
         super().__init__(config)

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanochat.serve import listening
 from nanochat.serve.connections import Caps
@@ -52,6 +53,23 @@ def test_answers_on_a_kept_connection_are_sent_at_once(monkeypatch: pytest.Monke
     with running(FakeEngine()) as url:
         httpx.get(f"{url}/health", timeout=30)
     assert delays == [False]
+
+
+def test_a_header_of_a_client_does_not_change_its_address() -> None:
+    clients = []
+
+    def noted(app: ASGIApp) -> ASGIApp:
+        async def note(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                clients.append((scope["client"][0], scope["scheme"]))
+            await app(scope, receive, send)
+
+        return note
+
+    forged = {"X-Forwarded-For": "203.0.113.9", "X-Forwarded-Proto": "https"}
+    with running(FakeEngine(), wrap=noted) as url:
+        httpx.get(f"{url}/health", headers=forged, timeout=30)
+    assert clients == [("127.0.0.1", "http")]
 
 
 def failing_accepts(monkeypatch: pytest.MonkeyPatch, failure: OSError) -> list[OSError]:
