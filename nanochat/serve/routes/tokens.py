@@ -53,5 +53,10 @@ def tokenizer_info(tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]:
 
 
 def specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """Spelling -> special token."""
-    return {tokenizer.decode_bytes([number]).decode(): number for number in map(tokenizer.special, ROLES)}
+    """Spelling -> special token.
+
+    A published model may have no token for a role, or only a free row, which has no spelling.
+    """
+    numbers = [number for number in map(tokenizer.special, ROLES) if number >= 0]
+    spellings = {tokenizer.decode_bytes([number]).decode(): number for number in numbers}
+    return {text: number for text, number in spellings.items() if text}

@@ -1,10 +1,16 @@
 """/tokenize, /detokenize and /tokenizer_info: the shapes of vLLM, with the tokens of our tokenizer."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.data.conversation import Conversation, user
+from nanochat.serve.routes.fields import Limits
+from nanochat.serve.routes.tokens import tokenize, tokenizer_info
+from tests.support.qwens import write_folder
 from tests.support.served import Served, serving
 
 
@@ -37,6 +43,20 @@ def test_special_token_is_one_only_where_it_is_the_whole_text(served):
     assert end not in served.ok("/tokenize", prompt=info["eos_token"] + " ", add_special_tokens=False)["tokens"]
     assert (info["vocab_size"], info["model_max_length"]) == (served.tokenizer.vocab_size, 160)
     assert info["added_tokens_decoder"][str(served.tokenizer.bos)]["content"] == info["bos_token"]
+
+
+@pytest.mark.parametrize("free_rows", [0, 2, 17])
+def test_only_special_tokens_with_a_spelling_are_listed(free_rows: int, tmp_path: Path) -> None:
+    """A published model has no marks of a calculator: their tokens are free rows of its embedding, or there is none."""
+    rows = 303 + free_rows
+    tokenizer: Any = FolderTokenizer(write_folder(tmp_path, "qwen3"), rows)
+    limits = Limits("qwen3", 256, rows)
+    info = tokenizer_info(tokenizer, limits)
+    assert (info["bos_token"], info["eos_token"]) == ("<|endoftext|>", "<|im_end|>")
+    listed = {number: token["content"] for number, token in info["added_tokens_decoder"].items()}
+    assert listed == {"300": "<|endoftext|>", "302": "<|im_end|>"}
+    assert tokenize({"prompt": "<|im_end|>"}, tokenizer, limits)["tokens"] == [302]
+    assert tokenize({"prompt": ""}, tokenizer, limits)["tokens"] == []
 
 
 @pytest.mark.parametrize(
