@@ -7,6 +7,7 @@ call for certain, a JSON schema keeps the whole reply to one. Our own calculator
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,19 +36,38 @@ class Tools:
         """The JSON schema of a reply that must be a call."""
         if not self.forced:
             return None
+        documents = _documents({name: self.parameters[name] for name in self.forced})
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": self.parameters[name]},
+                "properties": {"name": {"const": name}, "arguments": document},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name in self.forced
+            for name, document in documents.items()
         ]
         return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
 
 
 NONE = Tools({}, "", ())
+
+
+def _documents(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """JSON schemas that mean inside another schema what they mean alone: name -> schema.
+
+    A pointer such as #/$defs/Colour starts at the nearest schema around it that has a `$id`, so every
+    schema gets a `$id` here. A schema keeps its own `$id`, which its references may name, unless two
+    schemas share it. `$schema` is left out: drafts before 2019-09 ignore a `$id` beside a `$ref`, and
+    draft 4 has no `$id`.
+    """
+    own = Counter(str(schema.get("$id")) for schema in parameters.values())
+    documents = {}
+    for name, schema in parameters.items():
+        address = schema.get("$id")
+        unique = isinstance(address, str) and own[address] == 1 and not address.startswith("#")
+        rest = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+        documents[name] = {"$id": address if unique else f"tool:{name}", **rest}
+    return documents
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:

@@ -1,12 +1,19 @@
 """A client's tools: what the model reads of them, and which parts of its text go back as calls."""
 
 import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 
+from nanochat.common import UserError
+from nanochat.generate.schema.grammar import Schemas
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.tools import CLOSE, OPEN, CallText, Tools, read_tools
 from tests.support.served import serving
+from tests.support.tiny_model import tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -75,6 +82,107 @@ def test_model_reads_of_the_tools_it_may_call():
 def test_what_is_no_function_is_refused(tool):
     with pytest.raises(ApiError, match=r"tools\[0\]"):
         read_tools({"tools": [tool]})
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel, extra="forbid"):
+    x: int = Field(ge=0, le=9)
+
+
+class Shape(BaseModel, extra="forbid"):
+    colour: Colour
+    centre: Point
+
+
+class Tree(BaseModel):
+    value: int
+    children: list["Tree"]
+
+
+def accepts(schema: str | None, **call: Any) -> bool:
+    """Whether a reply that must meet a schema can be this call."""
+    assert schema is not None
+    tokenizer = tiny_tokenizer()
+    grammar, end = Schemas(tokenizer).grammar(schema), tokenizer.special("assistant_end")
+    for token in (*tokenizer.encode(json.dumps(call, separators=(",", ":"))), end):
+        if not grammar.allowed()[token // 8] >> token % 8 & 1:
+            return False
+        grammar.accept(token)
+    return True
+
+
+def forced(*parameters: Mapping[str, Any]) -> str | None:
+    """The schema of a reply that must call one of the functions f0, f1, ... with these parameters."""
+    functions = [{"name": f"f{i}", "parameters": each} for i, each in enumerate(parameters)]
+    offered = [{"type": "function", "function": function} for function in functions]
+    return read_tools({"tools": offered, "tool_choice": "required"}).schema
+
+
+SHAPE = {"colour": "red", "centre": {"x": 3}}
+TREE = {"value": 1, "children": [{"value": 2, "children": []}]}
+DRAFT7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+# What zod-to-json-schema writes.
+ZOD = {**DRAFT7, "$ref": "#/definitions/A", "definitions": {"A": {"enum": [5]}}}
+NAMED_SO = {
+    "type": "object",
+    "properties": {"$ref": {"const": "#/$defs/A"}, "b": {"const": {"$ref": "#/x"}}},
+    "required": ["$ref", "b"],
+    "additionalProperties": False,
+}
+ITSELF = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        (Shape.model_json_schema(), SHAPE, {**SHAPE, "colour": "green"}),
+        (Tree.model_json_schema(), TREE, {**TREE, "children": [5]}),
+        (ITSELF, {"next": {"next": None}}, {"next": {"arguments": None}}),
+        (ZOD, 5, 6),
+        ({**DRAFT7, **Shape.model_json_schema()}, SHAPE, {**SHAPE, "colour": "green"}),
+        (NAMED_SO, {"$ref": "#/$defs/A", "b": {"$ref": "#/x"}}, {"$ref": "#/$defs/A", "b": 5}),
+        ({"$id": "http://a/b", "$ref": "http://a/b#/$defs/A", "$defs": {"A": {"enum": [5]}}}, 5, 6),
+    ],
+    ids=["enum", "recursive", "itself", "zod", "draft-07", "names", "own-id"],
+)
+def test_parameters_refer_to_their_own_definitions(parameters: Any, good: Any, bad: Any) -> None:
+    for schema in (forced(parameters), forced(parameters, {"type": "object"})):
+        assert accepts(schema, name="f0", arguments=good)
+        assert not accepts(schema, name="f0", arguments=bad)
+
+
+@pytest.mark.parametrize("own", [{}, {"$id": "http://a/b"}, {"$id": "#a"}])
+def test_definitions_of_one_name_belong_to_their_own_function(own: dict[str, str]) -> None:
+    both = [{**own, "$ref": "#/$defs/A", "$defs": {"A": {"enum": [i]}}} for i in range(2)]
+    assert accepts(forced(*both), name="f0", arguments=0)
+    assert accepts(forced(*both), name="f1", arguments=1)
+    assert not accepts(forced(*both), name="f1", arguments=0)
+
+
+def test_a_reference_to_an_address_that_two_functions_have_is_refused() -> None:
+    shared = {"$id": "http://a/b", "$ref": "http://a/b#/$defs/A", "$defs": {"A": {"enum": [5]}}}
+    with pytest.raises(UserError, match="http://a/b"):
+        accepts(forced(shared, {**shared, "$defs": {"A": {"enum": [6]}}}), name="f0", arguments=5)
+
+
+def test_a_call_that_pydantic_describes_can_be_forced() -> None:
+    function = {"name": "draw", "parameters": Shape.model_json_schema()}
+    question = {"role": "user", "content": "Draw"}
+    with serving(length=1000) as served:
+        fields = {"tools": [{"type": "function", "function": function}], "max_tokens": 100}
+        for choice in ("required", {"type": "function", "function": {"name": "draw"}}):
+            body = served.ok(CHAT, messages=[question], tool_choice=choice, **fields)
+            (call,) = body["choices"][0]["message"]["tool_calls"]
+            Shape.model_validate_json(call["function"]["arguments"])
 
 
 def test_reply_that_must_be_a_call_is_one_and_its_result_can_follow():
