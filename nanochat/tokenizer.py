@@ -277,6 +277,9 @@ class Tokenizer:
             raise UserError("a prompt needs a user turn, got a conversation without one; add what the user says")
         return [*self.render(conversation.prompt).ids, self.special("assistant_start")]
 
+    def render_as_sent(self, conversation: Conversation) -> None:
+        """None: unlike templates of published models, this format has no place for turns in another order."""
+
 
 def cores() -> int:
     """How many cores this process may use."""

@@ -43,3 +43,12 @@ def test_texts_are_continued_without_a_mark_in_front(served: Served) -> None:
     found = served.ok("/v1/completions", prompt="the cat", max_tokens=4, temperature=0)
     assert found["usage"]["prompt_tokens"] == len(plain)
     assert served.ok("/v1/completions", prompt=plain, max_tokens=4, temperature=0)["choices"] == found["choices"]
+
+
+def test_a_chat_that_the_template_refuses_is_the_mistake_of_the_client(tmp_path: Path) -> None:
+    (write_folder(tmp_path, "qwen3") / "chat_template.jinja").write_text("{{ raise_exception('no questions') }}")
+    with serving(loaded=(load_qwen(tmp_path, on_cpu()), FolderTokenizer(tmp_path, VOCABULARY))) as served:
+        body = {"messages": [{"role": "user", "content": "the cat"}]}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert served.refused(path, **body)["param"] == "messages"
+        assert served.refused("/v1/responses", input="the cat")["param"] == "input"

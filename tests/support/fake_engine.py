@@ -83,6 +83,9 @@ class ByteTokenizer:
     def render_prompt(self, conversation: Conversation) -> list[int]:
         return [*self.render(conversation).ids, self.special("assistant_start")]
 
+    def render_as_sent(self, conversation: Conversation) -> None:
+        """This format has no place for turns in another order."""
+
 
 @dataclass
 class Seen:

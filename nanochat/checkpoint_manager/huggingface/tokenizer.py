@@ -13,7 +13,7 @@ import numpy as np
 from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, Messages, chatml
 from nanochat.common import UserError, fsync_path, read_json, sha256_of
 from nanochat.data.bpe import letters_for_bytes
-from nanochat.data.conversation import Conversation
+from nanochat.data.conversation import Conversation, Message, user
 from nanochat.tokenizer import Rendered
 
 FILE_NAME = "tokenizer.json"
@@ -270,7 +270,24 @@ class FolderTokenizer:
 
     def render_prompt(self, conversation: Conversation) -> list[int]:
         """The prompt of a model: the conversation without a last assistant turn, then what opens the reply."""
-        messages = [{"role": m.role, "content": self._safe(m.text)} for m in conversation.prompt.messages]
+        turns = conversation.prompt.messages
+        if len(turns) > 1 and turns[0].role == "system" and not self.takes_system:
+            turns = (user(f"{turns[0].text}\n\n{turns[1].text}"), *turns[2:])
+        return self._prompt(turns)
+
+    def render_as_sent(self, conversation: Conversation) -> list[int] | None:
+        """The prompt of a conversation whose turns come in another order than training data's: several of one role, or
+        a later system turn. None if the template refuses such turns, or leaves out one of them."""
+        probes = [{"role": turn.role, "content": f"Turn {i}."} for i, turn in enumerate(conversation.messages)]
+        try:
+            text = self._text(probes, reply=True)
+            complete = all(probe["content"] in text for probe in probes)
+            return self._prompt(conversation.messages) if complete else None
+        except UserError:
+            return None
+
+    def _prompt(self, turns: Sequence[Message]) -> list[int]:
+        messages = [{"role": turn.role, "content": self._safe(turn.text)} for turn in turns]
         pieces = self._pieces(self._text(messages, reply=True))
         return [token for piece, cuts in pieces for token in ([self._specials[piece]] if cuts else self._tokens(piece))]
 

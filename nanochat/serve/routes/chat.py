@@ -11,14 +11,14 @@ from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, Reply, Said, count_usage, finite, spelling
 from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, read_fields, truncates
 from nanochat.serve.routes.intake import Work, make_prompt
-from nanochat.serve.routes.messages import read_conversation
+from nanochat.serve.routes.messages import alternating, read_conversation
 from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, read_format, read_wanted
 from nanochat.serve.routes.tools import Tools, only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {
     "messages", "max_tokens", "max_completion_tokens", "truncation", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "parallel_tool_calls", "continue_final_message",
+    "tool_choice", "parallel_tool_calls", "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "service_tier": ("auto", "default")}
 
@@ -37,9 +37,12 @@ class ChatRequest:
     def work(self, tokenizer: Tokenizer, limits: Limits) -> Work:
         """The prompt as requests to the engine, and the writer of the replies. ApiError 400 if it does not fit."""
         wanted = self.wanted
-        begun = reply_tokens(self.conversation.messages[-1], tokenizer) if self.continued else []
+        chat, begun = self.conversation, []
+        if self.continued:
+            plain = alternating(chat)
+            chat, begun = plain.prompt, reply_tokens(plain.messages[-1], tokenizer)
         room = limits.context - len(begun)
-        prompt, dropped = make_prompt(self.conversation.prompt, wanted.max_tokens, self.truncate, tokenizer, room)
+        prompt, dropped = make_prompt(chat, wanted.max_tokens, self.truncate, tokenizer, room)
         prompt = [*prompt, *begun]
         requests = wanted.requests(prompt, limits.context)
 
@@ -64,6 +67,9 @@ def read_chat(value: Any, limits: Limits, defaults: Defaults) -> ChatRequest:
         fields, limits, defaults, integer(fields, longest, 1, limits.context), schema=schema, logprobs=top or 0
     )
     continued = flag(fields, "continue_final_message")
+    if flag(fields, "add_generation_prompt", not continued) == continued:
+        text = "add_generation_prompt must be the opposite of continue_final_message, or left out"
+        raise invalid(text, "add_generation_prompt")
     conversation = read_conversation(fields.get("messages"), tools.instructions, continued)
     return ChatRequest(conversation, wanted, truncates(fields), logprobs, tools, continued)
 

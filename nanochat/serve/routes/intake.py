@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
-from nanochat.data.conversation import Conversation
+from nanochat.common import UserError
+from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import Writer
 from nanochat.serve.routes.fields import ApiError
+from nanochat.serve.routes.messages import alternating
 from nanochat.tokenizer import Tokenizer
 
 BODY_BYTES = 256 * 1024  # largest body of a request
@@ -121,6 +123,26 @@ class Work(NamedTuple):
     writer: Callable[[str], Writer]
 
 
+def answerable(conversation: Conversation) -> Conversation:
+    """The chat in the order of training data, with an empty last turn of the user if the assistant spoke last."""
+    plain = alternating(conversation)
+    return Conversation((*plain.messages, user(""))) if plain.messages[-1].role == "assistant" else plain
+
+
+def whole_prompt(conversation: Conversation, tokenizer: Tokenizer, field: str = "messages") -> list[int]:
+    """The tokens of a chat and of what opens the reply. ApiError 400 if a template refuses the chat.
+
+    Only a published model's template may have a place for messages in another order than training data's.
+    """
+    plain = answerable(conversation)
+    sent = None if plain == conversation else tokenizer.render_as_sent(conversation)
+    try:
+        return tokenizer.render_prompt(plain) if sent is None else sent
+    except UserError:  # its text names the folder of the model
+        text = f"the chat template of this model refuses {field}: send other messages, or ask /v1/completions"
+        raise ApiError(400, "invalid_value", text, field) from None
+
+
 def make_prompt(
     conversation: Conversation,
     max_tokens: int | None,
@@ -134,13 +156,16 @@ def make_prompt(
     Messages are dropped only with `truncate`. ApiError 400 if the prompt, together with `max_tokens`, the length of the
     answer that was asked for, exceeds the context; it names the `field` that the messages came in.
     """
-    messages, answer = conversation.messages, max_tokens or 1
+    answer = max_tokens or 1
+    room = context - answer
+    messages = answerable(conversation).messages
+    if messages != conversation.messages and len(prompt := whole_prompt(conversation, tokenizer, field)) <= room:
+        return prompt, 0
     system = messages[: messages[0].role == "system"]
     turns = messages[len(system) :]
-    room = context - answer
 
     def rendered(dropped: int) -> list[int]:
-        return tokenizer.render_prompt(Conversation((*system, *turns[dropped:])))
+        return whole_prompt(Conversation((*system, *turns[dropped:])), tokenizer, field)
 
     dropped = 0
     if truncate:  # render from the end, each message once, no further than the context reaches

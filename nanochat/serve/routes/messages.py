@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from nanochat.data.conversation import Conversation, Message, Part, Role, system
+from nanochat.data.conversation import Conversation, Message, Part, Role, system, user
 from nanochat.serve.routes.fields import ApiError, invalid, kind, missing
 from nanochat.serve.routes.tools import written_calls, written_result
 
@@ -18,12 +18,11 @@ TEXTS = ("text", "input_text", "output_text")  # types of parts that are text; t
 
 
 def read_conversation(given: Any, instructions: str = "", continued: bool = False) -> Conversation:
-    """The conversation of a list of messages: an optional system message, then user and assistant in turn.
+    """The conversation of a list of messages, in any order that OpenAI takes. ApiError 400.
 
-    The user comes last, or the assistant in a chat whose last reply is to be `continued`. Results of tools
-    count as the user's, and those that follow each other are one message. An empty system message counts as none, and
-    an empty reply is a turn, because a model may say nothing. `instructions` go in front of the system message.
-    ApiError 400.
+    The assistant speaks last in a chat whose last reply is to be `continued`. Results of tools count as the user's, and
+    those that follow each other are one message. An empty system message counts as none, and an empty reply is a turn,
+    because a model may say nothing. `instructions` go in front of the system message.
     """
     if given is None:
         raise missing("messages", "a list of {role, content}")
@@ -41,47 +40,59 @@ def read_conversation(given: Any, instructions: str = "", continued: bool = Fals
         )
         raise ApiError(400, "too_many_messages", text, "messages")
     messages = _joined([_message(item, f"messages[{i}]") for i, item in enumerate(given)], given)
-    messages = [(i, message) for i, message in messages if message.role != "system" or message.text.strip()]
+    messages = [message for message in messages if message.role != "system" or message.text.strip()]
     if not messages:
         raise none
-    first = 1 if messages[0][1].role == "system" else 0
-    for turn, (i, message) in enumerate(messages[first:]):
-        expected = ("user", "assistant")[turn % 2]
-        if message.role != expected:
-            raise invalid(
-                "messages must be an optional system message, then user and assistant in turn: "
-                f"messages[{i}].role must be {expected}, got {message.role}",
-                f"messages[{i}].role",
-            )
-    if continued and messages[-1][1].role != "assistant":
+    last = f"messages[{len(given) - 1}].role"
+    if continued and messages[-1].role != "assistant":
         text = "continue_final_message needs a reply to continue: the last message must have the role assistant"
-        raise invalid(text, f"messages[{len(given) - 1}].role")
-    if not continued and messages[-1][1].role != "user":
-        raise invalid("the last message must have the role user or tool", f"messages[{len(given) - 1}].role")
-    return instructed(Conversation(tuple(message for _, message in messages)), instructions)
+        raise invalid(text, last)
+    if not continued and given[-1].get("tool_calls"):
+        raise invalid("calls need their results: the last message must have the role user or tool", last)
+    return instructed(Conversation(tuple(messages)), instructions)
 
 
-def _joined(messages: list[Message], given: list[Any]) -> list[tuple[int, Message]]:
-    """The messages with their places. A result of a tool joins the result, or the user's turn, before or after it, and
-    a call joins what the assistant said or called before it."""
-    joined: list[tuple[int, Message]] = []
+def _joined(messages: list[Message], given: list[Any]) -> list[Message]:
+    """The messages, with results and calls joined to their neighbours.
+
+    A result of a tool joins the result, or the user's turn, before or after it, and a call joins what
+    the assistant said or called before it.
+    """
+    joined: list[Message] = []
     for i, message in enumerate(messages):
         both = (given[i - 1], given[i]) if i else ()
         if given[i]["role"] == "tool" and (i == 0 or given[i - 1]["role"] not in ("assistant", "tool")):
             raise invalid(f"messages[{i}] is the result of a tool: put it after the call", f"messages[{i}].role")
-        if joined and message.role == "user" == joined[-1][1].role and any(item["role"] == "tool" for item in both):
-            place, before = joined[-1]
-            joined[-1] = place, Message("user", (Part("text", f"{before.text}\n{message.text}"),))
-        elif (
-            joined
-            and message.role == "assistant" == joined[-1][1].role
-            and any(item.get("tool_calls") for item in both)
-        ):
-            place, before = joined[-1]
-            joined[-1] = place, Message("assistant", _together(*before.parts, *message.parts))
+        if joined and message.role == "user" == joined[-1].role and any(item["role"] == "tool" for item in both):
+            joined[-1] = Message("user", (Part("text", f"{joined[-1].text}\n{message.text}"),))
+        elif joined and message.role == "assistant" == joined[-1].role and any(item.get("tool_calls") for item in both):
+            joined[-1] = Message("assistant", _together(*joined[-1].parts, *message.parts))
         else:
-            joined.append((i, message))
+            joined.append(message)
     return joined
+
+
+def alternating(conversation: Conversation) -> Conversation:
+    """The chat in the order of training data: one system message, then user and assistant in turn.
+
+    A blank line joins all system messages, and messages of one role that follow each other. An empty
+    turn of the user stands before a greeting of the assistant. A chat of nothing but system messages
+    becomes a question.
+    """
+    orders = "\n\n".join(message.text for message in conversation.messages if message.role == "system")
+    turns: list[Message] = []
+    for message in conversation.messages:
+        if message.role == "system":
+            continue
+        if turns and turns[-1].role == message.role:
+            space = (Part("text", "\n\n"),) if turns[-1].parts and message.parts else ()
+            turns[-1] = Message(message.role, _together(*turns[-1].parts, *space, *message.parts))
+        else:
+            turns.append(message)
+    if not turns:
+        return Conversation((user(orders),))
+    greeted = (user(""),) if turns[0].role == "assistant" else ()
+    return Conversation((*((system(orders),) if orders else ()), *greeted, *turns))
 
 
 def instructed(conversation: Conversation, instructions: str) -> Conversation:

@@ -4,6 +4,7 @@ from typing import Any
 
 from nanochat.serve.routes.fields import Limits, flag, invalid, kind, missing, read_fields
 from nanochat.serve.routes.fields import tokens as read_tokens
+from nanochat.serve.routes.intake import whole_prompt
 from nanochat.serve.routes.messages import read_conversation
 from nanochat.tokenizer import ROLES, Tokenizer
 
@@ -15,7 +16,7 @@ def tokenize(value: Any, tokenizer: Tokenizer, limits: Limits) -> dict[str, Any]
     fields = read_fields(value, limits, TEXT, {"add_generation_prompt": (True,)})
     prompt = fields.get("prompt")
     if fields.get("messages") is not None:
-        found = tokenizer.render_prompt(read_conversation(fields["messages"]))
+        found = whole_prompt(read_conversation(fields["messages"]), tokenizer)
     elif prompt is None:
         raise missing("prompt", "a text, or messages")
     elif not isinstance(prompt, str):

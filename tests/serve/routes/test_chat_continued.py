@@ -49,11 +49,31 @@ def test_the_oldest_messages_make_room_for_the_beginning(served):
     assert body["usage"]["prompt_tokens"] <= 100
 
 
+def test_the_flags_of_transformers_and_vllm_continue_a_reply(served):
+    fields = {"messages": [CAT, BEGUN], "continue_final_message": True, "temperature": 0, "max_tokens": 4}
+    both = served.ok(PATH, **fields, add_generation_prompt=False)
+    assert both["choices"] == served.ok(PATH, **fields)["choices"]
+    asked = {"messages": [CAT], "temperature": 0, "max_tokens": 4}
+    assert served.ok(PATH, **asked, add_generation_prompt=True)["choices"] == served.ok(PATH, **asked)["choices"]
+
+
+def test_replies_in_a_row_are_continued_as_one(served):
+    pieces = [{"role": "assistant", "content": text} for text in ("yes", "the dog")]
+    one = {"role": "assistant", "content": "yes\n\nthe dog"}
+    fields = {"continue_final_message": True, "temperature": 0, "max_tokens": 4}
+    found = served.ok(PATH, messages=[CAT, *pieces], **fields)
+    assert found["choices"] == served.ok(PATH, messages=[CAT, one], **fields)["choices"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"messages": [CAT], "continue_final_message": True}, "continue_final_message needs a reply to continue"),
-        ({"messages": [CAT, BEGUN]}, "the last message must have the role user or tool"),
+        ({"messages": [CAT, BEGUN], "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {"messages": [CAT, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
         ({"messages": [CAT, BEGUN], "continue_final_message": 1}, "must be true or false"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 from nanochat.data.conversation import Conversation, Message
 from nanochat.serve.routes.fields import Limits, flag, integer, invalid, kind, mapping, read_fields, truncates
 from nanochat.serve.routes.intake import Work, make_prompt
-from nanochat.serve.routes.messages import instructed, written
+from nanochat.serve.routes.messages import alternating, instructed, written
 from nanochat.serve.routes.responses.items import read_input
 from nanochat.serve.routes.responses.kept import Shelf
 from nanochat.serve.routes.responses.writer import Repeated, ResponseWriter
@@ -51,7 +51,7 @@ class ResponseRequest:
     def _from(self, dropped: int) -> tuple[Message, ...]:
         """The messages that the model read: a chat that is kept never outgrows the context, nor does a request that
         continues it."""
-        messages = self.conversation.messages
+        messages = (alternating(self.conversation) if dropped else self.conversation).messages
         head = int(messages[0].role == "system")
         return (*messages[:head], *messages[head + dropped :])
 

@@ -40,6 +40,14 @@ def test_reply_is_the_one_of_the_chat_route(served):
     assert text(served.ok(PATH, input=parts, **GREEDY)) == text(body)
 
 
+@pytest.mark.parametrize("longest", [12, 540])
+def test_a_response_to_messages_in_any_order_can_be_continued(served, longest):
+    given = [{"role": role, "content": "the cat " * 9} for role in ("assistant", "user", "system", "user")]
+    first = served.ok(PATH, input=given * 2, truncation="auto", temperature=0, max_output_tokens=longest)
+    more = {"previous_response_id": first["id"], "truncation": "auto", **GREEDY}
+    assert served.ok(PATH, input="12", **more)["usage"]["output_tokens"] > 0
+
+
 def test_instructions_are_a_system_message(served):
     expected = chat(served, {"role": "system", "content": "be brief"}, {"role": "user", "content": "12"})
     body = served.ok(PATH, input="12", instructions="be brief", **GREEDY)
