@@ -12,7 +12,7 @@ from nanochat.serve.routes.choices import Choice, Reply, Said, count_usage, fini
 from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, read_fields, truncates
 from nanochat.serve.routes.intake import Work, make_prompt
 from nanochat.serve.routes.messages import alternating, read_conversation
-from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, read_format, read_wanted
+from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, check_scores, read_format, read_wanted
 from nanochat.serve.routes.tools import Tools, only_schema, read_tools
 from nanochat.tokenizer import Tokenizer
 
@@ -45,6 +45,9 @@ class ChatRequest:
         prompt, dropped = make_prompt(chat, wanted.max_tokens, self.truncate, tokenizer, room)
         prompt = [*prompt, *begun]
         requests = wanted.requests(prompt, limits.context)
+        if self.logprobs:
+            longest = sum(sampling.max_tokens for _, sampling in requests)
+            check_scores(longest * (1 + wanted.sampling.logprobs), "n, max_tokens or top_logprobs")
 
         def writer(number: str) -> ChatWriter:
             envelope = Envelope(f"chatcmpl-{number}", int(time.time()), limits.model, dropped)

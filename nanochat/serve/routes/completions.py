@@ -12,12 +12,13 @@ from typing import Any
 from nanochat.engine import MOST_SAMPLES, Event
 from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.reply import TextStream
+from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import DONE, event
 from nanochat.serve.routes.choices import Choice, count_usage, finite, spelling
 from nanochat.serve.routes.fields import ApiError, Limits, flag, integer, invalid, is_tokens, kind, missing, read_fields
 from nanochat.serve.routes.fields import tokens as read_tokens
 from nanochat.serve.routes.intake import Work
-from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, read_wanted
+from nanochat.serve.routes.sampling import READ, Defaults, Wanted, alternatives, check_scores, read_wanted
 from nanochat.tokenizer import Tokenizer
 
 KNOWN = READ | {"prompt", "max_tokens", "logprobs", "prompt_logprobs", "echo", "add_special_tokens"}
@@ -52,12 +53,21 @@ class CompletionRequest:
                 )
                 raise ApiError(400, "context_length_exceeded", text, "prompt")
         requests = [request for prompt in prompts for request in wanted.requests(prompt, limits.context)]
+        check_scores(sum(map(self._scores, requests)), "n, max_tokens or logprobs, or send fewer or shorter prompts")
         texts = [item if isinstance(item, str) else _text(item, tokenizer) for item in self.prompts]
 
         def writer(number: str) -> CompletionWriter:
             return CompletionWriter(f"cmpl-{number}", limits.model, self, prompts, texts, tokenizer)
 
         return Work(requests, writer)
+
+    def _scores(self, request: tuple[list[int], Sampling]) -> int:
+        """How many log-probabilities the answer lists of one reply and of its prompt."""
+        prompt, sampling = request
+        reply = 0 if self.silent else sampling.max_tokens
+        listed = len(prompt) * self.echo + reply if self.logprobs else 0
+        ranked = len(prompt) if self.prompt_logprobs else 0
+        return listed * (1 + sampling.logprobs) + ranked * (1 + (sampling.prompt_logprobs or 0))
 
 
 def read_completion(value: Any, limits: Limits, defaults: Defaults) -> CompletionRequest:

@@ -23,6 +23,10 @@ OPENAI = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "logi
 VLLM = {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
 READ = frozenset(OPENAI | VLLM | {"response_format", "stream", "stream_options"})
 LARGEST_SEED = 2**63 - 1
+# Log-probabilities that one answer may list, those of alternatives too. Each takes up to 600 bytes
+# before it is sent, so one answer takes at most 160 MB. A reply of 4,096 tokens with 20 alternatives
+# has 86,016 of them.
+MOST_SCORES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,19 @@ def read_format(value: Any, name: str) -> str | None:
 def alternatives(fields: Mapping[str, Any], name: str) -> int | None:
     """How many likeliest tokens a request wants to see beside each token; None if the field is absent."""
     return integer(fields, name, 0, MOST_ALTERNATIVES)
+
+
+def check_scores(scores: int, lower: str) -> None:
+    """Bound the answer before the engine starts: ApiError 400 for more than MOST_SCORES log-probabilities.
+
+    `scores` is the product of replies, tokens and alternatives; `lower` names the fields to lower.
+    """
+    if scores > MOST_SCORES:
+        text = (
+            f"an answer may list at most {MOST_SCORES:,} log-probabilities (replies x tokens x likeliest tokens, with "
+            f"the token itself), and this one would list {scores:,}: lower {lower}"
+        )
+        raise ApiError(400, "too_many_logprobs", text, "logprobs")
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:

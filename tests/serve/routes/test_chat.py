@@ -1,6 +1,9 @@
 """The chat format: which requests are refused and why, and how a reply with tool calls becomes deltas."""
 
+import functools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -8,8 +11,10 @@ from nanochat.data.conversation import system, user
 from nanochat.generate.sampling import Sampling
 from nanochat.serve.routes.answers import event
 from nanochat.serve.routes.chat import ChatRequest, read_chat
+from nanochat.serve.routes.completions import read_completion
 from nanochat.serve.routes.fields import ApiError, Limits
 from nanochat.serve.routes.sampling import Defaults
+from tests.support.fake_engine import ByteTokenizer
 
 LIMITS = Limits(model="nanochat-sft-d4", context=256, vocabulary=2048)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -147,6 +152,57 @@ def test_value_out_of_range_is_refused_by_name(field, value):
 def test_what_cannot_be_done_is_refused_not_ignored(field, value):
     failure = refusal({"messages": HELLO, field: value})
     assert (failure.status, failure.param, failure.code) == (400, field, "unsupported_parameter")
+
+
+LONG = Limits(model="nanochat-sft-d4", context=8192, vocabulary=2048)
+
+
+def prompts(read: Callable[[Any, Limits, Defaults], Any], **fields: Any) -> int:
+    """How many requests to the engine a body becomes."""
+    asked = read(fields, LONG, Defaults(temperature=0.6, min_p=0.0, top_k=50, max_tokens=512))
+    return len(asked.work(ByteTokenizer(), LONG).requests)
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "top", "scores"),
+    [
+        (1, 4096, 20, 0), (128, 100, 10, 0), (128, 2000, 0, 0), (1, 8000, 20, 0),
+        (128, 4000, 20, 10_752_000), (4, 4000, 20, 336_000), (128, None, 20, 1_376_256), (128, 4000, 0, 512_000),
+    ],
+)  # fmt: skip
+def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_starts(n, tokens, top, scores):
+    fields = {"n": n} | ({"max_tokens": tokens} if tokens else {})
+    chat = functools.partial(prompts, read_chat, messages=HELLO, logprobs=True, top_logprobs=top, **fields)
+    text = functools.partial(prompts, read_completion, prompt="hello", logprobs=top, **({"max_tokens": 512} | fields))
+    for ask in (chat, text):
+        if not scores:
+            assert ask() == n
+            continue
+        with pytest.raises(ApiError, match=f"262,144.*{scores:,}.*max_tokens") as caught:
+            ask()
+        assert (caught.value.status, caught.value.param) == (400, "logprobs")
+    without = prompts(read_chat, messages=HELLO, **fields)
+    assert without == n
+
+
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({"echo": True, "logprobs": 1}, 0),
+        ({"echo": True, "logprobs": 20}, 0),
+        ({"echo": True, "logprobs": 1, "n": 128}, 128 * 4002 * 2),
+        ({"prompt_logprobs": 20, "n": 4}, 4 * 4001 * 21),
+        ({"echo": True, "prompt_logprobs": 20, "logprobs": 20, "n": 2}, 2 * 4002 * 21 + 2 * 4001 * 21),
+        ({"echo": True, "logprobs": 20, "prompt": ["x" * 4000] * 4}, 4 * 4002 * 21),
+    ],
+)
+def test_log_probabilities_of_prompts_count_too(fields, scores):
+    ask = functools.partial(prompts, read_completion, **{"prompt": "x" * 4000, "max_tokens": 1} | fields)
+    if scores:
+        with pytest.raises(ApiError, match=f"{scores:,}"):
+            ask()
+    else:
+        assert ask() == 1
 
 
 def test_misspelt_field_is_named():
