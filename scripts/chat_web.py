@@ -31,6 +31,7 @@ from nanochat.serve.chosen import (
     Chosen,
     ModelFlags,
     adapter_folders,
+    cache_sizes,
     choose,
     choose_also,
     hold_adapters,
@@ -305,13 +306,15 @@ def models_of(cfg: Config, compute: Compute) -> list[Loadable]:
             raise UserError(f"--also {words} names a model that is served already, as {name}: leave it out", 2)
         chosen[name] = further
     adapters = hold_adapters(first, folders, compute)
+    sizes = cache_sizes([*chosen.values()], cfg.slots, compute.platform)
     models: list[Loadable] = []
-    for name, each in chosen.items():
+    for (name, each), size in zip(chosen.items(), sizes, strict=True):
         model, drawing = loadable(name, each, cfg, adapters if each is first else None)
         models.append(model)
         tag, tokens = harmless(each.loaded.tag), f"context of {model.engine.length} tokens"
         called = f", in the API {harmless(name)}" if cfg.also or folders else ""
         log(f"模型 / model: stage {each.loaded.stage}, tag {tag}, step {each.loaded.step}, {tokens}{called}")
+        log(f"缓存 / cache: {cfg.slots} slots x {model.engine.length:,} tokens, up to {size / 1e9:.2g} GB")
         if each.latest:
             log(f"这是最近训练的模型 / this is the model that was trained last: {each.latest}")
         numbers = f"温度 / temperature {drawing.temperature:g}, min-p {drawing.min_p:g}"

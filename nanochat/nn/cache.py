@@ -1,5 +1,7 @@
 """The key-value cache: keys and values of the sequences that a model is generating."""
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,13 +35,17 @@ class Cache:
     ):
         self.begun = int(begun)
         shape = (layers, slots, length + self.begun, kv_heads, head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k, self.v = (zeros_on_demand(shape, device, dtype) for _ in range(2))
         self.positions = torch.zeros(slots, dtype=torch.long, device=device)
         self.last = torch.zeros(slots, dtype=torch.long, device=device)
         self.states = [self.positions, self.last]
         self.named: dict[str, Tensor] = {}
         self.length = length
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole cache."""
+        return sum(held.numel() * held.element_size() for held in (self.k, self.v, *self.states))
 
     @property
     def cuts_anywhere(self) -> bool:
@@ -99,6 +105,18 @@ class Cache:
         """Give the slots the states that kept() returned."""
         for state, values in zip(self.states, kept, strict=True):
             state[slots] = values
+
+
+def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros. On a CPU its pages take memory only once they are written.
+
+    torch.zeros() writes every page, and most slots of a cache never grow to their full length.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size or not torch.empty(0, device=device).is_cpu:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,10 @@ class Platform:
         free, _ = self.module.mem_get_info()
         return int(free + self.module.memory_reserved())
 
+    def memory_free(self) -> int:
+        """Bytes of the device's memory that nobody holds."""
+        return int(self.module.mem_get_info()[0])
+
     def memory_peak(self) -> int:
         """Bytes that this process has allocated at most."""
         return int(self.module.max_memory_allocated())

@@ -156,6 +156,23 @@ def hold_adapters(first: Chosen, folders: Mapping[str, Path], compute: Compute) 
     return Adapters(model, given, model.dtype, compute.device)
 
 
+def cache_sizes(chosen: Sequence[Chosen], slots: int, platform: Platform) -> list[int]:
+    """The bytes of the cache of each model for so many slots.
+
+    UserError if the device has less memory left than all of these caches take together, which a CPU
+    would find out only while it answers.
+    """
+    ones = [each.loaded.model.new_cache(1, each.context).bytes for each in chosen]
+    total, free = slots * sum(ones), platform.memory_free()
+    if total > free:
+        tokens = " and ".join(f"{each.context:,}" for each in chosen)
+        raise UserError(
+            f"the cache of {slots} slots x {tokens} tokens takes {total / 1e9:.1f} GB, and {free / 1e9:.1f} GB of "
+            f"memory are free, enough for {free // sum(ones)} slots: lower --slots or --context, or free memory"
+        )
+    return [slots * one for one in ones]
+
+
 def _context(flags: ModelFlags, loaded: Loaded) -> int:
     most = loaded.model.config.sequence_len
     if flags.context is not None and not 2 <= flags.context <= most:

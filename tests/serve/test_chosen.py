@@ -13,8 +13,17 @@ from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_a
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters
+from nanochat.platforms import host
 from nanochat.serve import chosen
-from nanochat.serve.chosen import ModelFlags, adapter_folders, choose, choose_also, hold_adapters, names_adapter
+from nanochat.serve.chosen import (
+    ModelFlags,
+    adapter_folders,
+    cache_sizes,
+    choose,
+    choose_also,
+    hold_adapters,
+    names_adapter,
+)
 from tests.support.qwens import write_folder
 from tests.support.tiny_model import on_cpu, tiny_checkpoint
 
@@ -57,6 +66,16 @@ def test_a_long_context_is_not_taken_in_full_unless_asked_for(folder: Path, monk
     assert choose(ModelFlags(model=folder, context=200), "auto", on_cpu()).context == 200
     with pytest.raises(UserError, match="--context must be from 2 to 256"):
         choose(ModelFlags(model=folder, context=300), "auto", on_cpu())
+
+
+def test_caches_that_memory_has_no_room_for_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, platform = choose(ModelFlags(model=folder), "auto", on_cpu()), on_cpu().platform
+    size = one.loaded.model.new_cache(3, one.context).bytes
+    monkeypatch.setattr(host, "memory_free", lambda: 2 * size)
+    assert cache_sizes([one, one], 3, platform) == [size, size]
+    with pytest.raises(UserError, match=r"4 slots x 256 and 256 tokens.*enough for 3 slots.*--slots") as caught:
+        cache_sizes([one, one], 4, platform)
+    assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.nn.cache import Cache, CacheCall
+from nanochat.nn.cache import Cache, CacheCall, zeros_on_demand
 from nanochat.nn.lora import Linear
 from nanochat.nn.qwen.config import QwenConfig
 from nanochat.nn.qwen.packed import Packed
@@ -294,6 +294,6 @@ def add_states(cache: Cache, config: QwenConfig, slots: int, device: torch.devic
     convolutions."""
     layers = config.kinds.count("D")
     shape = (slots, layers, config.delta_value_heads, config.delta_key_dim, config.delta_value_dim)
-    cache.add_state("memory", torch.zeros(shape, device=device))
+    cache.add_state("memory", zeros_on_demand(shape, device, torch.float32))
     inputs = (slots, layers, config.delta_width - 1, config.delta_channels)
-    cache.add_state("inputs", torch.zeros(inputs, device=device, dtype=dtype))
+    cache.add_state("inputs", zeros_on_demand(inputs, device, dtype))

@@ -94,6 +94,10 @@ class Cpu(Platform):
         """All physical memory: the system can take pages back from other processes."""
         return self.memory_total()
 
+    def memory_free(self) -> int:
+        """Bytes that this process may still take without others having to swap, within a container's limit."""
+        return host.memory_free()
+
     def memory_peak(self) -> int:
         """Bytes of this process that were resident at most."""
         unit = 1 if sys.platform == "darwin" else 1024
