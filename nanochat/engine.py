@@ -89,7 +89,6 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._next_request = 0
         self.schemas = Schemas(tokenizer)  # any thread may use them
-        self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
         self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     # --- requests --------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class Engine:
         if sampling.stop:
             request.stops = StoppedReply(self.tokenizer, sampling.stop)
         if sampling.adjusts:
-            ends = [*({*sampling.stop_tokens} | (set() if sampling.ignore_eos else self._ends))]
+            ends = [*({*sampling.stop_tokens} | (set() if sampling.ignore_eos else self.tokenizer.stops))]
             request.history = History(prompt, sampling, ends, self.length - len(prompt))
         self._next_request += 1
         self._waiting.append(request)
@@ -345,7 +344,7 @@ class Engine:
         matched: str | int | None = None
         if armed and token in sampling.stop_tokens:
             finish, matched = "stop", token
-        elif armed and token in self._ends and not sampling.ignore_eos:
+        elif armed and token in self.tokenizer.stops and not sampling.ignore_eos:
             finish = "stop"
         elif request.grammar is not None and request.grammar.failed:
             finish = "error"

@@ -84,6 +84,7 @@ class Tokenizer:
         self._ids = {role: len(ranks) + i for i, role in enumerate(self._spellings)}
         self.vocab_size = len(ranks) + len(self._ids)
         self.bos = self._ids["bos"]
+        self.stops = frozenset({self._ids["assistant_end"], self.bos})  # any of these tokens ends a reply
         self.marks_begin = True  # every text and conversation begins with bos
         self.takes_system = self.takes_tools = False  # no mark of their own: system text goes in front of a question
         self.border: int | None = self._ids["user_start"]  # where a conversation may be cut

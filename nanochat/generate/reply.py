@@ -20,6 +20,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._marks: dict[int, Kind] = {tokenizer.special(role): kind for role, kind in _OPENS.items()}
         self._marks |= {tokenizer.special(role): "text" for role in _CLOSES}
+        self._marks |= dict.fromkeys(tokenizer.stops, "text")
         self._kind: Kind = "text"
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._call = ""

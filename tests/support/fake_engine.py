@@ -42,6 +42,7 @@ class ByteTokenizer:
     takes_tools: bool = False
 
     bos = 256
+    stops = frozenset({256 + ROLES.index("assistant_end"), bos})
     marks_begin = True
     vocab_size = 256 + len(ROLES)
 

@@ -1,6 +1,7 @@
 """Small random Qwen models of each family, ours and Hugging Face transformers', with the same weights."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,11 @@ def oracle(model: Qwen) -> Any:
     return made
 
 
-def write_folder(folder: Path, family: str, seed: int = 1) -> Path:
-    """A published model with random weights: config, weights in two files, and a vocabulary with Qwen's marks."""
+def write_folder(folder: Path, family: str, seed: int = 1, ends: Sequence[int] = (302, 300)) -> Path:
+    """A published model with random weights: config, weights in two files, and a vocabulary with Qwen's marks.
+
+    `ends` are the tokens that end a reply.
+    """
     model = tiny_qwen(family, seed)
     names = list(model.state_dict())
     for number, part in enumerate((names[::2], names[1::2]), start=1):
@@ -79,7 +83,7 @@ def write_folder(folder: Path, family: str, seed: int = 1) -> Path:
         "model.safetensors.index.json": {"weight_map": places},
         "tokenizer.json": json.loads(bpe.huggingface_json(ranks, PATTERNS["nanochat"], marks)),
         "tokenizer_config.json": {"eos_token": "<|im_end|>"},
-        "generation_config.json": {"eos_token_id": [302, 300]},
+        "generation_config.json": {"eos_token_id": [*ends]},
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content))

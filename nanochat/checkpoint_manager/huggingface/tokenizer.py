@@ -71,6 +71,7 @@ class FolderTokenizer:
         self.stops = self._read_stops()
         begins = (self.named("bos_token"), self._specials.get("<|endoftext|>"), min(self.stops))
         self.bos = next(number for number in begins if number is not None)
+        self.stops |= {self.bos, self.special("assistant_end")}
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -103,9 +104,11 @@ class FolderTokenizer:
         return self._added.get(self._names.get(name, ""))
 
     def _read_stops(self) -> frozenset[int]:
-        """The tokens that end a reply: those of generation_config.json, the end of a text and of a turn."""
+        """The publisher's tokens that end a reply: those of generation_config.json, the end of a text and of a turn."""
         given = self._read("generation_config.json").get("eos_token_id", [])
-        stops = {token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)}
+        listed = given if isinstance(given, list) else [given]
+        # A token beyond the embedding is left out: the model cannot choose it.
+        stops = {token for token in listed if isinstance(token, int) and 0 <= token < self.vocab_size}
         stops |= {number for number in (self.named("eos_token"), self._specials.get(END_OF_TURN)) if number is not None}
         if not stops:
             raise UserError(f"{self.folder} names no token that ends a reply. Copy the model again from its source")

@@ -78,7 +78,8 @@ class Schemas:
         import llguidance
 
         if self._vocabulary is None:
-            self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)))
+            wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+            self._vocabulary = llguidance.LLTokenizer(wrapper, eos_token=sorted(self._tokenizer.stops))
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OVERRIDES)
         except ValueError as failure:
@@ -117,10 +118,11 @@ class _Vocabulary:
     """A tokenizer as llguidance reads it."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.eos_token_id = tokenizer.special("assistant_end")
+        self.eos_token_id = tokenizer.special("assistant_end")  # LLTokenizer(eos_token=...) names all ends
         self.bos_token_id = tokenizer.bos
         self.tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        self.special_token_ids = [mark for role in ROLES if (mark := tokenizer.special(role)) >= 0]
+        marks = {tokenizer.special(role) for role in ROLES} | tokenizer.stops
+        self.special_token_ids = sorted(mark for mark in marks if mark >= 0)
         self._encode = tokenizer.encode
 
     def __call__(self, text: str | bytes) -> list[int]:

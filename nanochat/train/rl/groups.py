@@ -45,7 +45,6 @@ class Groups:
     def __init__(self, model: Model, tokenizer: Tokenizer):
         self.model, self.tokenizer = model, tokenizer
         self._cache: Cache | None = None
-        self._ends = {tokenizer.special("assistant_end"), tokenizer.bos}
         self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
@@ -164,7 +163,7 @@ class Groups:
             branch.pending.append(next_token)
             branch.length += 1
             finish: Finish | None = None
-            if next_token in self._ends:
+            if next_token in self.tokenizer.stops:
                 finish = "stop"
             elif len(reply.tokens) == self._sampling.max_tokens or branch.length == self._room:
                 finish = "length"

@@ -11,13 +11,15 @@ from nanochat.checkpoint_manager.huggingface.template import ChatTemplate, chatm
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
 from nanochat.common import UserError
 from nanochat.data import bpe
-from nanochat.data.conversation import Conversation, Message, assistant, chat, system, user
+from nanochat.data.conversation import Conversation, Message, Part, assistant, chat, system, user
 from nanochat.engine import Engine
 from nanochat.export.huggingface import CHAT_TEMPLATE
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema.grammar import Schemas, allowed_rows
 from nanochat.tokenizer import PATTERNS
-from tests.support.qwens import VOCABULARY, tiny_qwen
+from nanochat.train.rl import groups
+from tests.support.qwens import VOCABULARY, tiny_qwen, write_folder
 from tests.support.tiny_model import TEXT
 
 REGEX = PATTERNS["nanochat"]
@@ -229,3 +231,45 @@ def test_the_engine_answers_with_a_published_tokenizer(folder: Path) -> None:
     (reply,) = Engine(model, tokenizer, 1).generate([prompt], Sampling(temperature=0.0, max_tokens=8))  # type: ignore[arg-type]
     with torch.no_grad():
         assert model(torch.tensor([prompt]))[0, -1].argmax() == reply.tokens[0]
+
+
+EXTRA = 301  # an end of a reply that only generation_config.json names
+
+
+@pytest.fixture(scope="module")
+def three_ends(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+    folder = write_folder(tmp_path_factory.mktemp("model"), "qwen3", ends=(302, 300, EXTRA, 99_999))
+    return FolderTokenizer(folder, VOCABULARY)
+
+
+def test_every_end_of_the_publisher_that_the_model_can_choose_is_a_stop(three_ends: FolderTokenizer) -> None:
+    assert three_ends.stops == {300, EXTRA, 302}
+
+
+def test_every_end_of_the_publisher_ends_a_reply_of_the_engine(three_ends: FolderTokenizer) -> None:
+    engine = Engine(tiny_qwen("qwen3"), three_ends, slots=1)
+    for token in sorted(three_ends.stops):
+        (reply,) = engine.generate([[5, 6]], Sampling(0.0, max_tokens=4, logit_bias=((token, 100.0),)))
+        assert (reply.tokens, reply.finish) == ([token], "stop")
+
+
+def test_every_end_of_the_publisher_ends_a_sample_of_rl(
+    three_ends: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(logits: torch.Tensor, rows: list[int], *_: Any) -> tuple[list[int], list[float]]:
+        return [EXTRA] * len(rows), [0.0] * len(rows)
+
+    monkeypatch.setattr(groups, "choose_among", choose)
+    (reply,) = groups.Groups(tiny_qwen("qwen3"), three_ends).generate([[5, 6]], Sampling(max_tokens=4))
+    assert (reply.tokens, reply.finish) == ([EXTRA], "stop")
+
+
+def test_every_end_of_the_publisher_may_follow_a_value_of_a_schema(three_ends: FolderTokenizer) -> None:
+    grammar = Schemas(three_ends).grammar('{"enum": [7]}')
+    grammar.accept(three_ends.encode("7")[0])
+    allowed = allowed_rows([grammar.allowed()], VOCABULARY, torch.device("cpu"))[0]
+    assert set(allowed.nonzero().flatten().tolist()) == three_ends.stops
+
+
+def test_no_end_of_the_publisher_is_shown_as_text(three_ends: FolderTokenizer) -> None:
+    assert reply_parts([*three_ends.encode("cat"), EXTRA], three_ends) == [Part("text", "cat")]
