@@ -30,7 +30,8 @@ from nanochat.generate.reply import reply_parts as reply_parts
 from nanochat.generate.request import Request, check
 from nanochat.generate.rows import BORDER, Rows
 from nanochat.generate.sampling import Choice, Sampling, choose, uniform
-from nanochat.generate.schema.grammar import Schemas
+from nanochat.generate.schema.grammar import TOO_COMPLEX, Schemas
+from nanochat.generate.schema.mask_turns import MaskTurns
 from nanochat.generate.stops import StoppedReply
 from nanochat.nn.model import Model
 from nanochat.platforms.base import Platform
@@ -89,6 +90,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._next_request = 0
         self.schemas = Schemas(tokenizer)  # any thread may use them
+        self._mask_turns = MaskTurns()
         self._banned = torch.tensor(answer_marks(tokenizer), dtype=torch.long, device=model.device)
 
     # --- requests --------------------------------------------------------------------------------
@@ -135,10 +137,13 @@ class Engine:
         return request.number
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the UserError that submit() would raise, except for a schema: `schemas.grammar` raises those, and what
-        takes long, the automaton, is then ready for submit(). Any thread may call this while another uses the engine.
+        """Raise the UserError that submit() would raise, except for a new schema: `schemas.prepare` raises those, and
+        what takes long, the automaton, is then ready for submit(), as long as the caller holds it. Any thread may call
+        this while another uses the engine.
         """
         check(prompt, sampling, self.length, self.model.config.vocab_size)
+        if sampling.schema is not None:
+            self.schemas.check(sampling.schema)
         if self._adapters is not None:
             self._adapters.number(sampling.adapter)
         elif sampling.adapter:
@@ -289,17 +294,22 @@ class Engine:
         if not ready:
             return []
         requests = self._rows.running[:ready]
-        logits = self._passes.decode(self._rows.held, ready)
+        masks = self._mask_turns.take([request.grammar for request in requests])
+        waiting = [slot for slot, request in enumerate(requests) if request.grammar is not None and slot not in masks]
+        logits = self._passes.decode(self._rows.held, ready, waiting)
         # Draw random numbers only for requests that sample; where a forced token follows, the choice is dropped.
         uniforms = [
-            uniform(request.random) if request.cached + 1 == len(request.tokens) else 0.0 for request in requests
+            uniform(request.random) if slot not in waiting and request.cached + 1 == len(request.tokens) else 0.0
+            for slot, request in enumerate(requests)
         ]
-        adjust = adjuster([request.history for request in requests], [request.grammar for request in requests])
+        adjust = adjuster([request.history for request in requests], masks)
         choice = choose(
             logits, [request.sampling for request in requests], uniforms, self._banned, adjust, self.model.operations
         )
         events, leaving = [], []
         for slot, request in enumerate(requests):
+            if slot in waiting:
+                continue  # for its mask: the next step feeds the same token
             request.cached += 1
             if request.cached < len(request.tokens):
                 continue  # the next step feeds a forced token
@@ -342,12 +352,13 @@ class Engine:
         armed = request.generated >= sampling.min_tokens
         finish: Finish | None = None
         matched: str | int | None = None
-        if armed and token in sampling.stop_tokens:
+        if request.grammar is not None and request.grammar.failed:
+            finish = "error"  # first: an automaton that failed allows end marks only
+            self.schemas.refuse(str(sampling.schema), TOO_COMPLEX)
+        elif armed and token in sampling.stop_tokens:
             finish, matched = "stop", token
         elif armed and token in self.tokenizer.stops and not sampling.ignore_eos:
             finish = "stop"
-        elif request.grammar is not None and request.grammar.failed:
-            finish = "error"
         elif request.generated == sampling.max_tokens or len(request.tokens) == self.length:
             finish = "length"
         if request.stops is None:

@@ -9,6 +9,7 @@ import torch
 from nanochat.common import UserError
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema import grammar
 from nanochat.gpt import GPT
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer, words
 
@@ -167,3 +168,14 @@ def test_what_cannot_be_done_is_refused_at_submit_and_neighbours_go_on(model, pr
     with pytest.raises(UserError, match="from 1 to 128"):
         engine.submit_samples([1], Sampling(), 10**6)
     assert len(engine.step()) == len(engine.step()) == 1 and not engine.busy
+
+
+def test_a_reply_whose_schema_takes_too_much_work_ends_with_an_error_and_its_schema_is_refused(model, monkeypatch):
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    pattern = "|".join(f".*{letter}.{{20}}X" for letter in "abcde")
+    sampling = Sampling(1.0, None, 100, 1, schema=json.dumps({"type": "string", "pattern": pattern}))
+    engine = Engine(model, TOKENIZER, slots=1)
+    (reply,) = engine.generate([[1, 2, 3]], sampling)
+    assert reply.finish == "error" and len(reply.tokens) < 100
+    with pytest.raises(UserError, match="too much work"):
+        engine.check([1, 2, 3], sampling)

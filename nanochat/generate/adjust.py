@@ -4,14 +4,14 @@ Every request keeps the tokens it has seen in arrays that grow by one entry at a
 requests that need any, so that all of them are adjusted by the same few operators and others cost nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.generate.sampling import Sampling
-from nanochat.generate.schema.grammar import Grammar, allowed_rows
+from nanochat.generate.schema.grammar import allowed_rows
 
 
 class History:
@@ -52,21 +52,19 @@ class History:
         return np.concatenate((self._biased, self._ends)), np.concatenate((self._biases, waiting))
 
 
-def adjuster(
-    histories: Sequence[History | None], grammars: Sequence[Grammar | None]
-) -> Callable[[Tensor], None] | None:
-    """What to do to the logits (B, V) of rows with these histories and grammars; None if nothing is to be done."""
+def adjuster(histories: Sequence[History | None], masks: Mapping[int, bytes]) -> Callable[[Tensor], None] | None:
+    """What to do to the logits (B, V) of rows with these histories, and of rows that have a mask of a grammar; None if
+    nothing is to be done."""
     counted = [(row, history) for row, history in enumerate(histories) if history is not None]
-    ruled = [(row, grammar.allowed()) for row, grammar in enumerate(grammars) if grammar is not None]
-    if not counted and not ruled:
+    if not counted and not masks:
         return None
 
     def adjust(logits: Tensor) -> None:
         if counted:
             _penalise(logits, counted)
-        if ruled:
-            index = torch.tensor([row for row, _ in ruled]).to(logits.device, non_blocking=True)
-            allowed = allowed_rows([mask for _, mask in ruled], logits.size(1), logits.device)
+        if masks:
+            index = torch.tensor([*masks]).to(logits.device, non_blocking=True)
+            allowed = allowed_rows([*masks.values()], logits.size(1), logits.device)
             logits.index_copy_(0, index, logits[index].masked_fill_(~allowed, float("-inf")))
 
     return adjust

@@ -34,7 +34,7 @@ class Event:
     logprob: float  # natural log of the token's probability over all tokens at temperature 1; 0 if forced
     forced: bool
     # Set on the last token only: "stop" at an end mark or a stop, "length" when no room is left, "error" when the
-    # automaton of a schema gave up or the model is `broken`.
+    # schema takes too much work or the model is `broken`: the reply is not complete.
     finish: Finish | None
     alternatives: Alternatives = ()  # as many as Sampling.logprobs asks for
     reused: int = 0  # on the first token: how many tokens of the prompt did not have to be read again

@@ -39,8 +39,20 @@ class Passes:
         self.adapters, self.graphs = adapters, graphs
         self.count = 0
 
-    def decode(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
-        """Feed the next token of each of the first `count` requests; return the logits of the tokens after them."""
+    def decode(
+        self, held: Sequence[Request | None], count: int, waiting: Sequence[int] = ()
+    ) -> Tensor:  # (count, V) fp32
+        """Feed the next token of each of the first `count` requests; return the logits of the tokens after them.
+
+        The slots in `waiting` hold afterwards what they held before.
+        """
+        kept = [(slice(slot, slot + 1), self.cache.kept(slice(slot, slot + 1))) for slot in waiting]
+        logits = self._decoded(held, count)
+        for slots, states in kept:
+            self.cache.restore(slots, states)
+        return logits
+
+    def _decoded(self, held: Sequence[Request | None], count: int) -> Tensor:  # (count, V) fp32
         pieces = [request.tokens[request.cached : request.cached + 1] for request in held[:count] if request]
         if self.graphs is not None:
             tokens = [request.cached if request else 0 for request in held]

@@ -49,10 +49,12 @@ class StepEngine(Protocol[E_co]):
 class Ticket(Generic[E]):
     """What one client asked for: requests to the engine, and the queue in which the events of the replies come back."""
 
-    def __init__(self, requests: Sequence[tuple[list[int], Any]], owner: str = ""):
-        """Each request is a prompt and its sampling settings. `owner` is the address of the client."""
+    def __init__(self, requests: Sequence[tuple[list[int], Any]], owner: str = "", holds: object = None):
+        """Each request is a prompt and its sampling settings. `owner` is the address of the client. `holds` is what
+        the engine needs for the requests, such as the automaton of their schema: the ticket keeps it alive."""
         self.requests = requests
         self.owner = owner
+        self.holds = holds
         self.submitted = 0  # how many of the requests the engine has had; only its thread changes this and the next
         self.running: dict[int, int] = {}  # the engine's request number -> the place in `requests`
         self.unfinished = len(requests)  # only the event loop uses this

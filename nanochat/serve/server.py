@@ -96,7 +96,7 @@ class ChatServer:
         self.kept = Kept()
         self.turns = intake.Turns(settings.preparing)
         self.preparing = ThreadPoolExecutor(1, "prepare")  # the turns need no more, and each thread keeps memory
-        self.schema_turns = intake.Turns(settings.preparing)
+        self.schema_turns = intake.AddressTurns(settings.preparing)
         self.schemas = ThreadPoolExecutor(1, "schemas")  # a new schema may take seconds
 
     async def health(self) -> JSONResponse:
@@ -192,7 +192,8 @@ class ChatServer:
     ) -> tuple[Hosted, Ticket[Event], Callable[[str], Writer]]:
         """Check a body and submit its ticket. One body at a time: its place is certain before its text is encoded.
 
-        Only a schema that the model does not know yet waits for its automaton outside of that order.
+        Only a schema that the model does not know yet waits for its automaton outside of that order: addresses take
+        turns there.
         """
         loop = asyncio.get_running_loop()
 
@@ -208,11 +209,12 @@ class ChatServer:
                 work = await loop.run_in_executor(self.preparing, _work, asked, model)
                 schema = work.requests[0][1].schema
                 if schema is None or model.schemas.knows(schema):
-                    return self._submitted(model, work, owner)
-            async with self.schema_turns.turn(len(body)):
-                await loop.run_in_executor(self.schemas, _make_ready, schema, model)
+                    automaton = None if schema is None else _automaton(schema, model)
+                    return self._submitted(model, work, owner, automaton)
+            async with self.schema_turns.turn(owner):
+                automaton = await loop.run_in_executor(self.schemas, _automaton, schema, model)
             self._check_place(model, owner)
-            return self._submitted(model, work, owner)
+            return self._submitted(model, work, owner, automaton)
         except asyncio.QueueFull:
             raise ApiError(429, "queue_full", QUEUE_FULL, retry_after=2) from None
 
@@ -224,10 +226,10 @@ class ChatServer:
             raise asyncio.QueueFull
 
     def _submitted(
-        self, model: Hosted, work: Work, owner: str
+        self, model: Hosted, work: Work, owner: str, automaton: object
     ) -> tuple[Hosted, Ticket[Event], Callable[[str], Writer]]:
-        """Queue the requests of a body."""
-        ticket: Ticket[Event] = Ticket(work.requests, owner)
+        """Queue the requests of a body; the ticket holds the automaton of their schema."""
+        ticket: Ticket[Event] = Ticket(work.requests, owner, automaton)
         model.thread.submit(ticket)
         return model, ticket, work.writer
 
@@ -251,10 +253,11 @@ def _work(asked: Asked, model: Hosted) -> Work:
     return work
 
 
-def _make_ready(schema: str, model: Hosted) -> None:
-    """Make the automaton of a schema, so that the engine need not wait for it. ApiError 400 if that cannot be done."""
+def _automaton(schema: str, model: Hosted) -> object:
+    """Make the automaton of a schema, so that the engine need not wait for it as long as the result is held. ApiError
+    400 if that cannot be done."""
     try:
-        model.schemas.grammar(schema)
+        return model.schemas.prepare(schema)
     except UserError as refusal:
         raise ApiError(400, "invalid_request", str(refusal)) from None
 

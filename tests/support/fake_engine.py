@@ -105,6 +105,9 @@ class NoSchemas:
     def knows(self, schema: str) -> bool:
         return True
 
+    def prepare(self, schema: str) -> None:
+        return None
+
 
 @dataclass
 class FakeEngine:

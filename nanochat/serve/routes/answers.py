@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from nanochat.common import UserError
 from nanochat.engine import Event
 from nanochat.generate.events import BROKEN
+from nanochat.generate.schema.grammar import TOO_COMPLEX
 from nanochat.serve.engine_thread import Displaced, EngineThread, Ticket
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.metrics import Metrics, Watch
@@ -113,6 +114,8 @@ class Answer(Response):
         if any(event.broken for _, event in news):
             raise ApiError(500, "model_broken", BROKEN)
         self.watch.add(news)
+        if any(event.finish == "error" for _, event in news):
+            raise ApiError(400, "schema_too_complex", TOO_COMPLEX)
         return news
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

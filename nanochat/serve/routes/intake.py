@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -15,6 +16,7 @@ from fastapi import Request
 from nanochat.common import UserError
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
+from nanochat.serve.line import Line
 from nanochat.serve.routes.answers import Writer
 from nanochat.serve.routes.fields import ApiError
 from nanochat.serve.routes.messages import alternating
@@ -113,6 +115,58 @@ class Turns:
             turn = self._waiting.pop(0)[2]
             if not turn.cancelled():
                 turn.set_result(None)
+                self._busy = True
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A request that waits in AddressTurns."""
+
+    owner: str
+    comes: asyncio.Future[None]
+    begun = more = False  # it has one part only
+
+
+class AddressTurns:
+    """Lets requests do something long one at a time: addresses take turns, and the one with most requests gives way."""
+
+    def __init__(self, waiting: int):
+        """`waiting` is the number of requests that may wait for their turn."""
+        self._most = waiting
+        self._line: Line[_Turn] = Line()
+        self._busy = False
+
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Wait for the turn of a request of an address. Raises asyncio.QueueFull if others take all places."""
+        if self._busy:
+            mine = _Turn(owner, asyncio.get_running_loop().create_future())
+            if len(self._line) >= self._most:
+                loser = self._line.give_way(owner)
+                if loser is None:
+                    raise asyncio.QueueFull
+                if not loser.comes.cancelled():
+                    loser.comes.set_exception(asyncio.QueueFull())
+            self._line.add(mine)
+            try:
+                await mine.comes
+            except asyncio.CancelledError:
+                waited = self._line.remove(mine)
+                if not waited and mine.comes.done() and not mine.comes.cancelled() and not mine.comes.exception():
+                    self._next()  # it was this request's turn
+                raise
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = False
+        while not self._busy and (turn := self._line.next()) is not None:
+            self._line.done_with(turn)
+            if not turn.comes.cancelled():
+                turn.comes.set_result(None)
                 self._busy = True
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UserError
+from nanochat.generate.schema import grammar
 from nanochat.generate.schema.grammar import MOST_BYTES, Schemas, allowed_rows
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -24,10 +25,10 @@ PERSON = {
 
 
 def allowed(schemas: Schemas, schema: str, said: list[int]) -> list[int]:
-    grammar = schemas.grammar(schema)
+    reply = schemas.grammar(schema)
     for token in said:
-        grammar.accept(token)
-    mask = allowed_rows([grammar.allowed()], TOKENIZER.vocab_size, torch.device("cpu"))
+        reply.accept(token)
+    mask = allowed_rows([reply.allowed()], TOKENIZER.vocab_size, torch.device("cpu"))
     return mask[0].nonzero().flatten().tolist()
 
 
@@ -76,3 +77,70 @@ def test_bits_become_booleans_in_order():
     rows = allowed_rows(masks, 11, torch.device("cpu"))
     assert rows.shape == (2, 11)
     assert rows[0].nonzero().flatten().tolist() == [0, 2] and rows[1].nonzero().flatten().tolist() == [8]
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+HOSTILE = json.dumps({"type": "string", "pattern": "|".join(f".*{letter}.{{20}}X" for letter in "abcde")})
+
+
+def test_a_reply_whose_automaton_grows_too_much_fails_and_may_only_end(monkeypatch):
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    schemas, said = Schemas(TOKENIZER), random.Random(1)
+    reply = schemas.grammar(HOSTILE)
+    reply.accept(TOKENIZER.encode('"')[0])
+    for _ in range(100):
+        bits = (
+            allowed_rows([reply.allowed()], TOKENIZER.vocab_size, torch.device("cpu"))[0].nonzero().flatten().tolist()
+        )
+        if reply.failed:
+            break
+        reply.accept(said.choice([token for token in bits if token not in TOKENIZER.stops]))
+    assert reply.failed and set(bits) == TOKENIZER.stops
+
+
+def test_a_reply_whose_masks_take_too_much_time_fails(monkeypatch):
+    reply = Schemas(TOKENIZER).grammar('{"type": "string"}')
+    assert not reply.failed
+    monkeypatch.setattr(grammar, "REPLY_SECONDS", reply.seconds)
+    monkeypatch.setattr(grammar, "TOKEN_SECONDS", 0)
+    reply.allowed()
+    assert reply.failed
+
+
+def test_refusals_are_remembered_for_a_while_and_only_the_latest(monkeypatch):
+    now, tries = [1000.0], []
+    schemas = Schemas(TOKENIZER)
+    monkeypatch.setattr(grammar.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(grammar, "MOST_REFUSED", 2)
+    compiled = schemas._compiled
+    monkeypatch.setattr(schemas, "_compiled", lambda schema: tries.append(schema) or compiled(schema))
+    first, second, third = (json.dumps({"enum": [], "title": str(number)}) for number in range(3))
+    for schema in (first, first, second, first, third, first):
+        with pytest.raises(UserError, match="cannot be met"):
+            schemas.grammar(schema)
+    assert tries == [first, second, third, first]
+    now[0] += grammar.REFUSED_SECONDS + 1
+    schemas.check(first)
+
+
+def test_the_known_automata_are_bounded_by_their_size_together(monkeypatch):
+    schemas, names = Schemas(TOKENIZER), [json.dumps({"enum": [number]}) for number in range(4)]
+    monkeypatch.setattr(grammar, "BYTES_PER_SECOND", 0)
+    automata = [schemas.prepare(name) for name in names[:2]]
+    monkeypatch.setattr(grammar, "BYTES_PER_SECOND", grammar.KNOWN_BYTES / 1.5)
+    monkeypatch.setattr(grammar, "STATES_BYTES", grammar.KNOWN_BYTES)
+    for automaton in automata:
+        automaton.grown = 1.0
+    schemas.prepare(names[2])
+    assert list(schemas._known) == [names[1], names[2]]
+
+
+def test_an_automaton_that_has_grown_gets_no_new_replies_unless_they_hold_it(monkeypatch):
+    schemas, name = Schemas(TOKENIZER), '{"type": "boolean"}'
+    held = schemas.prepare(name)
+    held.grown = 1.0
+    assert not schemas.knows(name)
+    assert schemas.grammar(name)._automaton is held
+    fresh = schemas.prepare(name)
+    assert fresh is not held and schemas.knows(name)

@@ -11,6 +11,7 @@ import torch
 
 from nanochat.data.conversation import Conversation, user
 from nanochat.generate.sampling import Sampling
+from nanochat.generate.schema import grammar
 from tests.support.served import Served, serving
 from tests.support.tiny_model import tiny_gpt, tiny_tokenizer
 
@@ -116,6 +117,21 @@ def test_schema_that_cannot_be_met_is_refused_before_a_stream_begins(served, sch
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     error = served.refused(PATH, messages=CAT, response_format=wanted, stream=stream)
     assert error["code"] == "invalid_request" and "schema" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_its_schema_cannot_finish_is_an_error(served, stream, monkeypatch):
+    schema = {"type": "string", "description": f"hostile {stream}"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    monkeypatch.setattr(grammar, "REPLY_SECONDS", -1000.0)
+    if stream:
+        last = [*chunks(served, messages=CAT, response_format=wanted, max_tokens=100)][-1]
+        assert last["error"]["code"] == "schema_too_complex"
+    else:
+        error = served.refused(PATH, messages=CAT, response_format=wanted, max_tokens=100)
+        assert error["code"] == "schema_too_complex" and "pattern" in error["message"]
+    error = served.refused(PATH, messages=CAT, response_format=wanted, stream=stream)
+    assert error["code"] == "invalid_request" and "pattern" in error["message"]  # it is remembered
 
 
 def test_others_are_answered_while_a_schema_asks_for_hours_of_work(served):

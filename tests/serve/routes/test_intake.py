@@ -8,7 +8,7 @@ from fastapi import Request
 
 from nanochat.data.conversation import Conversation, Message, assistant, system, user
 from nanochat.serve.routes.fields import ApiError
-from nanochat.serve.routes.intake import BODY_BYTES, Turns, decode_json, make_prompt, read_body
+from nanochat.serve.routes.intake import BODY_BYTES, AddressTurns, Turns, decode_json, make_prompt, read_body
 from tests.support.fake_engine import ByteTokenizer
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -153,3 +153,38 @@ def test_prompt_that_cannot_fit_is_refused_with_its_length() -> None:
     for truncate in (True, False):
         with pytest.raises(ApiError, match="holds 50 tokens; the messages have 104"):
             make_prompt(Conversation((user("x" * 100),)), None, truncate, ByteTokenizer(), 50)  # type: ignore[arg-type]
+
+
+def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tuple[str, str]:
+    """The arrivals that get their turn, in order, and those that are refused; each letter is an address."""
+
+    async def main() -> tuple[str, str]:
+        turns, done, refused = AddressTurns(waiting), [], []
+
+        async def one(number: int, owner: str) -> None:
+            try:
+                async with turns.turn(owner):
+                    await asyncio.sleep(0)
+                    done.append(f"{owner}{number}")
+            except asyncio.QueueFull:
+                refused.append(f"{owner}{number}")
+
+        tasks = [asyncio.create_task(one(number, owner)) for number, owner in enumerate(owners)]
+        await asyncio.sleep(0)
+        for number in leaving:
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return " ".join(done), " ".join(sorted(refused))
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_addresses_take_turns_and_the_one_with_most_requests_gives_way() -> None:
+    assert by_address("aaaab", waiting=9) == ("a0 a1 b4 a2 a3", "")
+    assert by_address("aaaabc", waiting=3) == ("a0 a1 b4 c5", "a2 a3")
+    assert by_address("aaa", waiting=1) == ("a0 a1", "a2")
+
+
+def test_a_turn_passes_on_when_one_leaves() -> None:
+    assert by_address("aaab", waiting=9, leaving=(0,)) == ("a1 b3 a2", "")
+    assert by_address("aaab", waiting=9, leaving=(1, 3)) == ("a0 a2", "")
