@@ -117,10 +117,11 @@ class Meter:
 
 
 def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
-    """A step in the published format, with the time left."""
+    """A step in the published format, with the step's own loss behind the running mean, and the time left."""
     step = line["step"]
     return (
-        f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | loss: {line['smooth_loss']:.3f} | "
+        f"step {step:05d}/{steps:05d} ({100 * step / steps:.2f}%) | "
+        f"loss: {line['smooth_loss']:.3f} (this step: {line['loss']:.3f}) | "
         f"lrm: {line['lrm']:.2f} | dt: {1000 * line['seconds']:.1f}ms | tok/sec: {line['tokens_per_second']:,.0f} | "
         f"mfu: {line['mfu']:.2f} | total time: {duration(line['total_seconds'])} | eta: {duration(eta)}"
     )
@@ -129,7 +130,8 @@ def step_line(line: dict[str, Any], steps: int, eta: float) -> str:
 def step_note(line: dict[str, Any], steps: int, eta: float) -> str:
     """A step as the terminal shows it beside the progress bar."""
     pace = f"{line['tokens_per_second']:,.0f} tok/s, {duration(eta)} left"
-    return f"{line['step']}/{steps} loss {line['smooth_loss']:.3f} {pace}"
+    loss = f"{line['smooth_loss']:.3f} (this step {line['loss']:.3f})"
+    return f"{line['step']}/{steps} loss {loss} {pace}"
 
 
 class SaveClock:

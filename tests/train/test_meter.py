@@ -158,17 +158,17 @@ def test_a_new_run_is_expected_at_the_pace_that_its_device_usually_reaches(monke
 
 
 LINE = {
-    "step": 1000, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
+    "step": 1000, "loss": 2.9876, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
     "total_seconds": 192.0,
 }  # fmt: skip
 
 
 def test_a_step_is_printed_in_the_published_format() -> None:
     assert step_line(LINE, 5000, 600) == (
-        "step 01000/05000 (20.00%) | loss: 3.456 | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | mfu: 1.35 | "
-        "total time: 3 min 12 s | eta: 10 min"
+        "step 01000/05000 (20.00%) | loss: 3.456 (this step: 2.988) | lrm: 1.00 | dt: 180.5ms | tok/sec: 90,847 | "
+        "mfu: 1.35 | total time: 3 min 12 s | eta: 10 min"
     )
 
 
 def test_the_note_beside_the_bar_says_step_loss_pace_and_time_left() -> None:
-    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 90,847 tok/s, 10 min left"
+    assert step_note(LINE, 5000, 600) == "1000/5000 loss 3.456 (this step 2.988) 90,847 tok/s, 10 min left"
