@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.corpora import Split
 from nanochat.data.mixing import Data
 from nanochat.device import Compute
-from nanochat.prepare.conversations import folder_of, prepare_conversations
+from nanochat.prepare.conversations import ConversationSplits, Lazy, folder_of, prepare_conversations
 from nanochat.prepare.documents import prepare_documents
 from nanochat.prepare.plan import Plan, TooLong, plan
 from nanochat.prepare.token_files import TokenSet
@@ -85,6 +85,7 @@ class Rows:
         self._part_starts = token_set.part_starts
         self._order = lru_cache(maxsize=2)(epoch_order.__wrapped__)  # a separate cache, as sets in a mixture take turns
         self.size = self.count = plan.rows
+        self.conversations = int(self._first[-1])  # in all rows together; of documents, their pieces
         self.row_tokens = plan.row_tokens
         self.key = plan.key
 
@@ -168,6 +169,7 @@ class PairRows(PackedRows):
         super().__init__(token_set, plan, bos, seed, masked)
         self._targets = np.diff(self._first) // 2
         self.folder, self.pair_starts = token_set.folder, self._first // 2
+        self.conversations = int(self.pair_starts[-1])  # pairs
         self.references = np.zeros((int(self.pair_starts[-1]), 2), np.float32)
 
     def batch(self, plan_rows: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -344,20 +346,9 @@ def conversation_rows(
     The tokens are kept in `chat_data/<name>-<hash>`. `key` names the content: `conversations` is called only if there
     are no tokens with this key.
     """
-    token_set = prepare_conversations(folder_of(name, tokenizer, key), _Lazy(conversations), tokenizer, key)
+    token_set = prepare_conversations(folder_of(name, tokenizer, key), Lazy(conversations), tokenizer, key)
     kind = PairRows if pairs else PackedRows if too_long else Rows
     return kind(token_set, plan(token_set, length + 1, False, too_long, pairs), tokenizer.bos, seed, masked)
-
-
-class ConversationSplits(Protocol):
-    """What chat_rows() tokenises: conversations to train and to validate on; `key` names their content."""
-
-    @property
-    def key(self) -> str: ...
-
-    def train(self) -> Iterable[Conversation]: ...
-
-    def val(self) -> Iterable[Conversation]: ...
 
 
 def chat_rows(
@@ -371,16 +362,6 @@ def chat_rows(
         for name, part in parts
     )
     return train, val
-
-
-@dataclass(frozen=True)
-class _Lazy:
-    """An iterable that is made only when somebody iterates over it."""
-
-    make: Callable[[], Iterable[Conversation]]
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return iter(self.make())
 
 
 def one_pass(rows: Source, tokens: int, device_batch_size: int, compute: Compute) -> Iterator[Step]:

@@ -40,11 +40,10 @@ def train(cfg: Config, compute: Compute) -> None:
     model, tokenizer = stage.load_parent()
     T = model.config.sequence_len
     parameters = model.parameter_counts()["total"]
-    batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, model.config, parameters,
-                                stage.corpus, compute)  # fmt: skip
-
     mixture = mix("sft", stage.corpus, cfg.seed, cfg.conversations, cfg.mix)
     answers, val_answers = dataloader.chat_rows("sft", mixture, tokenizer, T, cfg.seed, masked=True)
+    batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, model.config, parameters, answers,
+                                stage.corpus, compute, stage.begun_rows)  # fmt: skip
     documents = traits(stage.corpus).answers_documents_every if cfg.conversations is None else 0
     answers, beside = cfg.with_documents(answers, stage.corpus, documents, tokenizer)
     described = f"{mixture.name}{beside}"

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from nanochat.checkpoint_manager.huggingface.base import open_base
+from nanochat.checkpoint_manager.huggingface.base import Base, open_base
 from nanochat.common import UserError, log
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute, seed_all
@@ -20,12 +20,13 @@ from nanochat.evals.preferences import PreferenceLoss, add_references
 from nanochat.nn.lora import LoraConfig
 from nanochat.planner.forecast import Tuning
 from nanochat.planner.tuning import check_fits
+from nanochat.prepare.conversations import conversation_lengths
 from nanochat.prepare.plan import TooLong
 from nanochat.train import schedule, sizes
 from nanochat.train.flags import Auto, Epochs, ExampleFlags, Free, RunFlags
 from nanochat.train.optim import OneRate
 from nanochat.train.stage import Stage, launch
-from tasks.mixtures import own_conversations, own_pairs
+from tasks.mixtures import Mix, own_conversations, own_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,22 @@ class Config(ExampleFlags, Epochs, RunFlags):
     rslora: bool = False
     """multiply by alpha / sqrt(rank) instead, which keeps high ranks learning"""
     learning_rate: float | Auto = "auto"
-    """learning rate of AdamW; auto: 1e-4 for an adapter, 1e-5 for every parameter, and a twentieth of that for dpo"""
+    """learning rate of AdamW; auto: by what is trained, the model's width and the number of steps.
+    100 steps at 576 channels take 1e-3 for an adapter and 1e-4 for every parameter.
+    dpo takes a tenth of that, and wider models and longer runs take less"""
     weight_decay: float = 0.0
     """decay of matrices and adapters"""
     warmup_ratio: float = 0.03
     """share of the run over which the learning rate rises; then it falls to 0 as a cosine"""
-    max_length: int = 2048
+    max_length: int | Auto = "auto"
     """tokens of a row, and of the longest conversation; a row holds several conversations that cannot see each other.
+    auto: 2,048, or fewer where the data is small and its longest conversation fits.
     With dpo a row holds both answers of a pair, each after its prompt"""
+    target_examples_per_step: int | Auto = "auto"
+    """rows per step over all devices; a row holds several whole conversations.
+    auto: 32, or fewer where the data makes fewer than 30 such steps, but at least 4 conversations"""
+    num_epochs: float | Auto = "auto"
+    """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
     too_long: TooLong = "cut"
     """conversations or pairs longer than a row: cut keeps their beginning, drop leaves them out"""
     checkpoint_activations: Free[bool] = False
@@ -98,12 +107,19 @@ class Config(ExampleFlags, Epochs, RunFlags):
         loss = PreferenceLoss(self.dpo_beta, self.dpo_label_smoothing, self.dpo_sft_weight)
         return loss if self.loss == "dpo" else None
 
-    @property
-    def rate(self) -> float:
-        """The highest learning rate."""
+    def rate(self, width: int, steps: int) -> float:
+        """The highest learning rate for a model of `width` channels, which is logged if it was chosen."""
         if self.learning_rate != "auto":
             return self.learning_rate
-        return (1e-4 if self.lora_rank else 1e-5) * (1 if self.loss == "answers" else 0.05)
+        rate = schedule.tuning_rate(width, steps, self.lora_rank > 0, self.loss == "dpo")
+        trained = "an adapter" if self.lora_rank else "every parameter"
+        log(f"learning_rate: {rate:.2g} (for {trained}, {width:,} channels and {steps:,} steps, loss {self.loss})")
+        return rate
+
+    @property
+    def chosen_by(self) -> dict[str, str]:
+        """How an automatic learning rate is chosen: a run does not resume under another rule."""
+        return {"automatic learning rate": schedule.TUNING_RATE_RULE} if self.learning_rate == "auto" else {}
 
     @property
     def tag(self) -> str:
@@ -119,33 +135,48 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
 
 
+def row_tokens(cfg: Config, conversations: Mix, base: Base) -> int:
+    """The tokens of a row: those that --max_length gives, or as many as suit the data, which is logged."""
+    if cfg.max_length != "auto":
+        return cfg.max_length
+    lengths = conversation_lengths("tune", conversations, base.tokenizer, conversations.together)
+    total, longest = int(lengths.sum()), int(lengths.max())
+    length = schedule.tuning_row_tokens(total, longest, base.model.config.sequence_len)
+    log(f"max_length: {length:,} tokens a row (for {total:,} tokens, the longest of {longest:,})")
+    return length
+
+
 def train(cfg: Config, compute: Compute) -> None:
     """Fine-tune, resuming from the newest checkpoint if there is one."""
-    lora, T, preference = cfg.lora, cfg.max_length, cfg.preference
-    base = open_base(cfg.model, T, lora, compute, cfg.seed)
-    base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
+    lora, preference = cfg.lora, cfg.preference
+    base = open_base(cfg.model, None if cfg.max_length == "auto" else cfg.max_length, lora, compute, cfg.seed)
     conversations = own_pairs(cfg.data) if preference else own_conversations(cfg.data)
+    facts = cfg.chosen_by | {"held out": f"one in {conversations.held_out_every}"}
     stage = Stage("tune", cfg, compute, cfg.tag, parent=base.identity, corpus=conversations.name,
-                  content=conversations.key)  # fmt: skip
+                  content=conversations.key, **facts)  # fmt: skip
     stage.about = base.about
     log(f"tune: {'an adapter of rank ' + str(lora.rank) if lora else 'every parameter'} of {base.folder.name}; "
         f"checkpoints go to {stage.folder}")  # fmt: skip
 
+    T = row_tokens(cfg, conversations, base)
+    base = base.with_rows_of(T)
+    base.model.checkpoints, base.model.offloads = cfg.recomputes, cfg.offload_activations
     answers, val_answers = chat_rows("tune", conversations, base.tokenizer, T, cfg.seed, True, cfg.too_long,
                                      pairs=preference is not None)  # fmt: skip
     batch = sizes.example_batch(cfg.target_examples_per_step, cfg.device_batch_size, base.model.config, base.held,
-                                conversations.name, compute)  # fmt: skip
+                                answers, conversations.name, compute, stage.begun_rows)  # fmt: skip
     steps = stage.steps_over(answers, batch.rows_per_step, conversations.name)
     rows = 1 if batch.probe else batch.device_batch_size
     check_fits(Tuning(base.model.config, lora, rows, batch.passes > 1, cfg.recomputes,
                       cfg.offload_activations, cfg.shard, compute.world_size, str(compute.dtype).removeprefix("torch."),
                       compute.platform.is_host), base.model, compute)  # fmt: skip
-    stage.set_up(base.model, base.tokenizer, OneRate(cfg.rate, cfg.weight_decay), 1.0, fill=base.fill)
+    rates = OneRate(cfg.rate(base.model.config.n_embd, steps), cfg.weight_decay)
+    stage.set_up(base.model, base.tokenizer, rates, 1.0, fill=base.fill)
     if preference:  # before a checkpoint is loaded, the model is its own reference
         for rows in (answers, val_answers):
             add_references(rows, base.model, base.identity, batch.device_batch_size, compute)
     for examples in stage.train_rows(answers, batch, steps, val_answers, cfg.eval_every, of_what=" of the answers",
-                                     objective=preference):  # fmt: skip
+                                     objective=preference, measures_first=cfg.eval_every > 0):  # fmt: skip
         seed_all(dropout_seed(cfg.seed, stage.step, compute.rank))
         stage.schedule(schedule.cosine(stage.step, steps, cfg.warmup_ratio))
         stage.conclude(stage.update(examples))

@@ -47,6 +47,7 @@ Stage = Literal["mid", "sft"]
 Measures = Mapping[str, Callable[[], Task]]  # by name; each task is read when it is called
 
 HELD_OUT = 50  # one conversation in 50 is for validation
+OWN_HELD_OUT, MOST_HELD_OUT = 30, 10  # conversations of your own files, but of fewer than 300 one in 10
 MOST_TIMES = 1000  # that the conversations of a file may be repeated
 COPIES_TOGETHER = ", copies held out together"  # in the keys of mixtures with copies, which earlier versions trained on
 
@@ -84,6 +85,7 @@ class Numbered(Generic[Item]):
 
     items: Sequence[Item]
     numbers: np.ndarray  # (items,) int64
+    held_out_every: int = HELD_OUT
 
     def __len__(self) -> int:
         return len(self.items)
@@ -106,6 +108,7 @@ class Mix:
     key: str
     load: Callable[[], Conversations]
     together: int = 1  # how many conversations in a row, such as the two of a pair, are held out together or not
+    held_out_every: int = HELD_OUT  # one conversation, or pair, in so many is for validation
 
     @cached_property
     def conversations(self) -> Conversations:
@@ -114,15 +117,15 @@ class Mix:
 
     @cached_property
     def _held_out(self) -> np.ndarray:  # (conversations,) bool
-        return _originals(self.conversations) // self.together % HELD_OUT == 0
+        return _originals(self.conversations) // self.together % self.held_out_every == 0
 
     def train(self) -> Iterable[Conversation]:
-        """All but every HELD_OUT-th conversation."""
+        """All conversations that are not held out."""
         conversations = self.conversations
         return (conversations[i] for i in np.flatnonzero(~self._held_out).tolist())
 
     def val(self) -> Iterable[Conversation]:
-        """Every HELD_OUT-th conversation, without its copies."""
+        """The conversations that are held out, without their copies."""
         conversations = self.conversations
         _, first = np.unique(_originals(conversations), return_index=True)
         return (conversations[i] for i in np.sort(first[self._held_out[first]]).tolist())
@@ -187,7 +190,7 @@ def own_conversations(files: Sequence[str]) -> Mix:
     read, the line and the rule.
     """
     name, key, found = _weighted(files, CustomJSON, "conversations")
-    return Mix(name, sha256(key.encode()).hexdigest(), lambda: found)
+    return Mix(name, sha256(key.encode()).hexdigest(), lambda: found, held_out_every=found.held_out_every)
 
 
 def own_pairs(files: Sequence[str]) -> Mix:
@@ -198,14 +201,15 @@ def own_pairs(files: Sequence[str]) -> Mix:
     name, key, found = _weighted(files, read_pairs, "pairs")
     numbers = np.stack([2 * found.numbers, 2 * found.numbers + 1], axis=1).reshape(-1)
     answers = Numbered([one for pair in found.items for one in pair], numbers)
-    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2)
+    return Mix(name, sha256(f"pairs {key}".encode()).hexdigest(), lambda: answers, 2, found.held_out_every)
 
 
 def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: str) -> tuple[str, str, Numbered[Item]]:
     """The names of files, a key of their content, and what `read` finds in each, as often as the file's weight says.
 
     If anything is there twice, also because a file is, the items are numbered so that the last of every HELD_OUT
-    different ones is held out, or the last of all if there are fewer: short files begin with what matters most.
+    different ones is held out, or the last of all if there are fewer: short files begin with what matters most. If
+    nothing is there twice, OWN_HELD_OUT of fewer than 1,500 items are held out, since 6 of 300 measure little.
     """
     parts = [_with_weight(file) for file in files]
     found = [read(path) for path, _ in parts]
@@ -225,8 +229,11 @@ def _weighted(files: Sequence[str], read: Callable[[str], Records[Item]], what: 
     key = " + ".join(f"{weight:g} {content}" for content, (_, weight) in zip(contents, parts, strict=True))
     numbers = np.array(places)
     if len(known) < len(chosen):
-        key, numbers = key + COPIES_TOGETHER, numbers + 1 - min(len(known), HELD_OUT)
-    return ", ".join(Path(path).name for path, _ in parts), key, Numbered(chosen, numbers)
+        key, numbers, every = key + COPIES_TOGETHER, numbers + 1 - min(len(known), HELD_OUT), HELD_OUT
+    else:
+        every = min(max(len(known) // OWN_HELD_OUT, MOST_HELD_OUT), HELD_OUT)
+        key += f", one in {every} held out" if every != HELD_OUT else ""
+    return ", ".join(Path(path).name for path, _ in parts), key, Numbered(chosen, numbers, every)
 
 
 def _with_weight(file: str) -> tuple[str, float]:

@@ -13,8 +13,13 @@ from nanochat.device import Compute
 from nanochat.runtime import fingerprint
 
 NAMED = 4  # differences that a refusal names
-# What runs did before a flag existed, where the flag does something else by default
-BEFORE_FLAGS = {"bigram_rows": 0, "offset_layers": 0}
+# What runs did before a flag or a fact existed, where runs do something else by default now
+BEFORE_FLAGS = {
+    "bigram_rows": 0,
+    "offset_layers": 0,
+    "held out": "one in 50",
+    "automatic learning rate": "1e-4 for an adapter, 1e-5 for every parameter",
+}
 CODE = ("code", "other_code")  # hashes of the files that a program has loaded, and of the others
 
 

@@ -5,9 +5,10 @@ import itertools
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +31,27 @@ from nanochat.tokenizer import Tokenizer
 
 KEPT = 8  # folders of one name: the newest of them are never removed
 UNUSED_SECONDS = 14 * 86_400  # younger folders are never removed, since runs may still read them
+
+
+class ConversationSplits(Protocol):
+    """Conversations to train and to validate on; `key` names their content."""
+
+    @property
+    def key(self) -> str: ...
+
+    def train(self) -> Iterable[Conversation]: ...
+
+    def val(self) -> Iterable[Conversation]: ...
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """An iterable that is made only when somebody iterates over it."""
+
+    make: Callable[[], Iterable[Conversation]]
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self.make())
 
 
 def folder_of(name: str, tokenizer: Tokenizer, key: str) -> Path:
@@ -60,6 +82,20 @@ def prepare_conversations(
                 _render(folder, conversations, tokenizer, wanted)
                 _remove_old(folder)
     return open_tokens(folder)
+
+
+def conversation_lengths(
+    stage: str, conversations: ConversationSplits, tokenizer: Tokenizer, together: int = 1
+) -> np.ndarray:  # int64
+    """The tokens of every conversation of a stage, to train and to validate on, or of each `together` in a row: the two
+    of a pair. What is tokenised here is not tokenised again by dataloader.chat_rows()."""
+    parts = ((stage, conversations.train), (f"{stage}-val", conversations.val))
+    key = conversations.key
+    lengths = [
+        prepare_conversations(folder_of(name, tokenizer, key), Lazy(part), tokenizer, key).lengths()
+        for name, part in parts
+    ]
+    return np.concatenate(lengths).reshape(-1, together).sum(axis=1)
 
 
 def _remove_old(folder: Path) -> None:

@@ -7,16 +7,17 @@ import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nanochat.checkpoint_manager.parts.model import Files
 from nanochat.common import Free as Free
-from nanochat.common import UserError, warn
+from nanochat.common import UserError, log, warn
 from nanochat.data.mixing import resolve_data
 from nanochat.dataloader import Source, blend, split_rows
 from nanochat.nn.operations import Asked
 from nanochat.runtime.parallel import Sharding
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import schedule
 from nanochat.train.optim import Rates
 
 Auto = Literal["auto"]
@@ -137,21 +138,28 @@ class BatchFlags:
 class Epochs:
     """How long a stage trains on data that it has in full."""
 
-    num_epochs: float = 1.0
-    """passes over the training data"""
+    num_epochs: float | Auto = 1.0
+    """passes over the training data; auto: 1, or up to 4 where one pass makes fewer than 100 steps"""
     num_iterations: int | None = None
     """number of steps; overrides num_epochs"""
+
+    smaller_steps: ClassVar[str] = "a smaller --total_batch_size"  # what else makes more steps, for a warning
 
     def steps(self, items: int, items_per_step: int) -> int:
         """The number of steps that the flags ask for; a warning if the data makes only a few."""
         if self.num_iterations is not None:
             return self.num_iterations
-        steps = max(int(self.num_epochs * items) // items_per_step, 1)
+        epochs = self.num_epochs
+        if epochs == "auto":
+            epochs = schedule.tuning_epochs(items / items_per_step)
+            log(f"num_epochs: {epochs:.3g} ({items / items_per_step:,.3g} steps a pass)")
+        steps = max(int(epochs * items) // items_per_step, 1)
         if steps < FEW_STEPS:
-            epochs = -(-2 * FEW_STEPS * items_per_step // items)
+            enough = f"--num_epochs={-(-2 * FEW_STEPS * items_per_step // items)}"
+            advice = f"{self.smaller_steps}, or {enough}" if items_per_step > 1 else enough
             warn(
                 f"the data is {items:,} rows, which makes {steps} step(s) of {items_per_step}: too few to learn much. "
-                f"Give --num_epochs={epochs}, or fewer rows per step"
+                f"Give {advice}"
             )
         return steps
 
@@ -160,13 +168,16 @@ class Epochs:
 class ExampleFlags:
     """How the scripts that train on answers split a step."""
 
-    target_examples_per_step: int = 32
-    """rows per step over all devices; a row holds several whole conversations"""
+    target_examples_per_step: int | Auto = 32
+    """rows per step over all devices; a row holds several whole conversations.
+    auto: 32, or fewer where the data makes fewer than 30 such steps, but at least 4 conversations"""
     device_batch_size: Free[int | Auto] = 4
     """rows per pass on one device, at most; auto: as many as its memory holds.
     Lower it when memory runs out: what is learned stays the same"""
     eval_every: Free[int] = 100
     """steps between validations; 0: never validate"""
+
+    smaller_steps: ClassVar[str] = "a smaller --target_examples_per_step"
 
 
 @dataclass(frozen=True)

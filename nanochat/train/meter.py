@@ -134,6 +134,11 @@ def step_note(line: dict[str, Any], steps: int, eta: float) -> str:
     return f"{line['step']}/{steps} loss {loss} {pace}"
 
 
+def listed(figures: Mapping[str, float]) -> str:
+    """Figures by name, as a step's line prints them."""
+    return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
+
+
 class SaveClock:
     """Says when to save by time: every minute, but less often where saving would take over three percent of a run."""
 

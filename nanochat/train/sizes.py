@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from nanochat import device
 from nanochat.common import UserError, log, tr, warn
 from nanochat.data.traits import traits
+from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
 from nanochat.nn.model import ModelConfig
@@ -233,9 +234,22 @@ def _as_begun(rows: int, compute: Compute) -> int:
 
 
 def example_batch(
-    examples: int, device_batch_size: int | Auto, shape: ModelConfig, parameters: int, corpus: str, compute: Compute
-) -> Batch:
-    """How a step of `examples` rows is split. UserError if ranks cannot share the rows equally."""
+    examples: int | Auto, device_batch_size: int | Auto, shape: ModelConfig, parameters: int, rows: Rows,
+    corpus: str, compute: Compute, begun_rows: int | None = None,
+) -> Batch:  # fmt: skip
+    """How a step of `examples` rows is split; an automatic number follows from the `rows` that there are.
+
+    `begun_rows` are the rows of a step of the run that resumes: an automatic step keeps them. UserError if ranks cannot
+    share the rows equally.
+    """
+    if examples == "auto" and begun_rows is not None:
+        examples, why = _as_begun(begun_rows, compute), "as the run began"
+        log(f"target_examples_per_step: {examples} rows a step ({why})")
+    elif examples == "auto":
+        fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
+        examples = -(-fitting // compute.world_size) * compute.world_size
+        why = f"for {rows.conversations:,} conversations in {rows.count:,} rows of {shape.sequence_len:,} tokens"
+        log(f"target_examples_per_step: {examples} rows a step ({why})")
     check_for_ranks("target_examples_per_step", examples, compute)
     return batch(examples * shape.sequence_len, device_batch_size, shape, parameters, None, corpus, compute)
 

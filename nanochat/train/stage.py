@@ -41,7 +41,7 @@ from nanochat.train import samples, sizes
 from nanochat.train.compile import Ahead, compiled, is_compiled, missing
 from nanochat.train.fit import probe
 from nanochat.train.flags import EpochFlags, Epochs, RunFlags, StageFlags
-from nanochat.train.meter import Meter, SaveClock, due, step_line, step_note
+from nanochat.train.meter import Meter, SaveClock, due, listed, step_line, step_note
 from nanochat.train.optim import OneRate, Optimizers, Rates, saved_bytes
 from nanochat.train.sizes import Batch
 from nanochat.train.update import (
@@ -165,11 +165,13 @@ class Stage:
     def train_rows(
         self, rows: Source, batch: Batch, steps: int, val_rows: Source, eval_every: int,
         val_tokens: int | None = None, of_what: str = "", objective: Objective | None = None,
+        measures_first: bool = False,
     ) -> Iterator[Step]:  # fmt: skip
         """Resume, and get ready to train on rows of tokens; gives the batches of the steps to come.
 
         Validation measures bits per byte, or the `objective` if one is given, on `val_tokens` tokens, by default 20
-        steps' worth, and keeps what the model says to held-out prompts. On an accelerator the batch is fitted to its
+        steps' worth, and keeps what the model says to held-out prompts. With `measures_first` it measures before the
+        first step too. On an accelerator the batch is fitted to its
         memory. The model is compiled where compilation pays.
         """
         self.objective = objective or self.objective
@@ -186,12 +188,12 @@ class Stage:
             else:
                 found = measure(objective, self._module, val, self.compute)
                 line |= {f"val_{name}": value for name, value in found.items()}
-                words = _listed(found)
+                words = listed(found)
             self._module.train()
             log(f"step {line['step']:05d} | validation: {words}")
             samples.keep_replies(self.folder, line["step"], prompts, self.model, self.tokenizer, self.compute)
 
-        work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate)
+        work = Work(steps, batch.tokens_per_step, batch.rows_per_step, rows.key, eval_every, validate, measures_first)
         self.resume(work)
         self._announce()
         T = rows.row_tokens - 1
@@ -304,7 +306,7 @@ class Stage:
         makes up the measurement.
         """
         line = {**self._tick(outcome), **outcome.figures, **(figures or {})}
-        if words := " | ".join(filter(None, (words, _listed(outcome.figures)))):
+        if words := " | ".join(filter(None, (words, listed(outcome.figures)))):
             log(f"step {self.step:05d} | {words}")
         asked = signals.agreed(self.compute)
         saved = self._save_due() or asked
@@ -384,10 +386,6 @@ class Stage:
 
     def _where(self) -> dict[str, Any]:
         return {**device.summary(self.compute, self.counts["total"]), **self.facts}
-
-
-def _listed(figures: Mapping[str, float]) -> str:
-    return " | ".join(f"{name}: {value:.4f}" for name, value in figures.items())
 
 
 def launch(train: Callable[[Any, Compute], None], config: type[Any], description: str | None) -> None:

@@ -31,7 +31,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def losses(tag: str) -> list[float]:
-    return [line["loss"] for line in read_metrics(checkpoint_dir("tune", tag))]
+    return [line["loss"] for line in read_metrics(checkpoint_dir("tune", tag)) if "loss" in line]
 
 
 def with_inputs_aside(compute: Compute, models: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from nanochat import device
+from nanochat.checkpoint_manager.files import read_meta, step_dir, write_meta
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter
 from nanochat.checkpoint_manager.huggingface.base import open_base
 from nanochat.checkpoint_manager.huggingface.tokenizer import FolderTokenizer
@@ -63,7 +64,7 @@ def config(models: Path, family: str = "qwen3", **given: Any) -> finetune.Config
 
 
 def losses() -> list[float]:
-    return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made"))]
+    return [line["loss"] for line in read_metrics(checkpoint_dir("tune", "made")) if "loss" in line]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
@@ -189,6 +190,64 @@ def test_two_ranks_learn_what_one_learns_however_they_share(
         assert losses() == pytest.approx(alone, abs=1e-4), mode
         if rank:
             load_adapter(load_qwen(models / "qwen3", on_cpu()), checkpoint_dir("tune", "made") / "step_000004")
+
+
+# --- what is left at auto ------------------------------------------------------------------------
+
+
+def defaults(models: Path, **given: Any) -> finetune.Config:
+    data = (str(models / "chats.jsonl"),)
+    return finetune.Config(model=models / "qwen3", data=data, out_tag="made", compile=False, **given)
+
+
+def test_few_conversations_make_thirty_steps_of_an_epoch(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finetune.train(defaults(models, num_epochs=1.0), on_cpu())
+    said = capsys.readouterr()
+    assert len(losses()) >= 30
+    assert "too few to learn much" not in said.err
+    for flag in ("max_length: 128 ", "target_examples_per_step: ", "learning_rate: "):
+        assert flag in said.out
+
+
+def test_flags_that_are_given_are_kept(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finetune.train(defaults(models, num_iterations=1, max_length=64, target_examples_per_step=3,
+                            learning_rate=1e-3), on_cpu())  # fmt: skip
+    said = capsys.readouterr().out
+    assert "3 rows x 64 tokens" in said
+    for flag in ("max_length: ", "target_examples_per_step: ", "learning_rate: ", "num_epochs: "):
+        assert flag not in said
+
+
+def test_the_loss_before_the_first_step_is_measured_unless_validation_is_off(models: Path) -> None:
+    for every, steps in ((100, [0, 4]), (0, [])):
+        finetune.train(config(models, eval_every=every, out_tag=f"every{every}"), on_cpu())
+        lines = read_metrics(checkpoint_dir("tune", f"every{every}"))
+        assert [line["step"] for line in lines if "val_bpb" in line] == steps
+
+
+def test_an_automatic_run_that_was_stopped_ends_with_the_same_bits(models: Path, base: Path) -> None:
+    flags = {"num_epochs": 0.2, "lora_dropout": 0.1}
+    finetune.train(defaults(models, **flags), on_cpu())
+    last = checkpoint_dir("tune", "made") / f"step_{len(losses()):06d}" / "adapter_model.safetensors"
+    straight = last.read_bytes()
+    shutil.rmtree(base)
+    finetune.train(defaults(models, **flags, stop_at=2), on_cpu())
+    finetune.train(defaults(models, **flags), on_cpu())
+    assert last.read_bytes() == straight
+
+
+def test_a_run_that_was_begun_with_the_old_rate_and_validation_does_not_resume(models: Path) -> None:
+    flags = {"learning_rate": "auto", "stop_at": 1}
+    finetune.train(config(models, **flags), on_cpu())
+    folder = checkpoint_dir("tune", "made")
+    meta = read_meta(folder, 1)
+    for name in ("automatic learning rate", "held out"):
+        del meta["config"][name]
+    del meta["sha256"]
+    write_meta(step_dir(folder, 1), meta)
+    rules = r"automatic learning rate: 1e-4 .* before.*held out: one in 50 before, one in 10 now.*--resume=none"
+    with pytest.raises(UserError, match=rules):
+        finetune.train(config(models, **flags), on_cpu())
 
 
 # --- data ----------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def asked(conversations: Iterable[Conversation]) -> list[str]:
 @pytest.mark.parametrize(
     ("weights", "times", "held_out"),
     [
-        ([""], 1, [0, 50, 100]),
+        ([""], 1, list(range(0, 120, 10))),
         ([":2"], 2, [49, 99]),  # of repeated conversations the last of every 50
         ([":1", ""], 2, [49, 99]),  # the same file twice
         ([":30"], 30, [49, 99]),
@@ -234,9 +234,21 @@ def test_of_a_few_repeated_conversations_the_last_is_held_out(tmp_path: Path) ->
         own_conversations([f"{one}:2"])
 
 
+@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (100, 10), (300, 30), (900, 30), (1500, 30), (5000, 100)])
+def test_your_own_files_leave_thirty_conversations_for_validation_or_a_tenth(
+    tmp_path: Path, count: int, held_out: int
+) -> None:
+    path = tmp_path / "own.jsonl"
+    write_own(path, count)
+    made = own_conversations([str(path)])
+    val = asked(made.val())
+    assert len(val) == held_out and len(asked(made.train())) == count - held_out
+    assert (made.key == sha256(f"1 {sha256_of(path)}".encode()).hexdigest()) == (count >= 1500)
+
+
 def test_tokens_of_repeated_conversations_that_an_earlier_version_kept_are_not_used(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
-    write_own(path, 60)
+    write_own(path, 1500)  # one in 50 of them was always held out
     content = sha256_of(path)
     plain, twice = own_conversations([str(path)]), own_conversations([f"{path}:2"])
     assert plain.key == sha256(f"1 {content}".encode()).hexdigest()

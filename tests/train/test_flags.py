@@ -66,6 +66,17 @@ def test_data_for_few_steps_gets_a_warning_with_a_number_of_epochs(
     assert (says in said) if says else not said
 
 
+@pytest.mark.parametrize(
+    ("stage", "flag"),
+    [("mid", "--total_batch_size"), ("sft", "--target_examples_per_step"), ("tune", "--target_examples_per_step")],
+)
+def test_the_warning_of_few_steps_names_the_flag_that_makes_steps_smaller(
+    stage: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(stage).steps(6, 32)
+    assert flag in capsys.readouterr().err
+
+
 def test_every_number_has_a_least_value() -> None:
     found = set.union(*map(numbers, SCRIPTS))
     assert found == {*LEAST, *ABOVE_ZERO, *ELSEWHERE} and WHY.keys() <= {*LEAST, *ABOVE_ZERO}

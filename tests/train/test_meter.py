@@ -158,8 +158,8 @@ def test_a_new_run_is_expected_at_the_pace_that_its_device_usually_reaches(monke
 
 
 LINE = {
-    "step": 1000, "loss": 2.9876, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805, "tokens_per_second": 90847.2, "mfu": 1.352,
-    "total_seconds": 192.0,
+    "step": 1000, "loss": 2.9876, "smooth_loss": 3.4561, "lrm": 1.0, "seconds": 0.1805,
+    "tokens_per_second": 90847.2, "mfu": 1.352, "total_seconds": 192.0,
 }  # fmt: skip
 
 

@@ -193,3 +193,70 @@ def test_matrices_go_further_in_a_step_of_a_short_run(steps: int, factor: float)
 @pytest.mark.parametrize(("steps", "beta"), [(1, 0.0), (200, 0.0), (400, 0.5), (1000, 0.8), (100_000, 0.8)])
 def test_tables_average_over_a_small_part_of_a_short_run(steps: int, beta: float) -> None:
     assert schedule.table_momentum(steps) == pytest.approx(beta)
+
+
+# --- fine-tuning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "limit", "length"),
+    [
+        (18_000, 90, 40_960, 128),  # 300 short conversations
+        (18_000, 300, 40_960, 512),  # rows hold the longest
+        (18_000, 9_000, 40_960, 2048),  # which is cut
+        (70_000, 90, 40_960, 512),
+        (300_000, 90, 40_960, 2048),
+        (10**9, 90, 40_960, 2048),
+        (10**9, 90, 256, 256),  # the model's context
+        (1, 1, 40_960, 128),
+    ],
+)
+def test_rows_of_little_data_are_short_and_hold_the_longest_conversation(
+    tokens: int, longest: int, limit: int, length: int
+) -> None:
+    assert schedule.tuning_row_tokens(tokens, longest, limit) == length
+
+
+@pytest.mark.parametrize(
+    ("rows", "conversations", "step"),
+    [
+        (140, 270, 4),  # 35 steps
+        (140, 140, 4),
+        (59, 300, 1),
+        (60, 300, 2),
+        (60, 60, 4),  # four conversations at least
+        (8, 300, 1),
+        (31, 108, 1),  # about four
+        (959, 9_000, 16),
+        (960, 9_000, 32),
+        (10**6, 10**7, 32),
+    ],
+)
+def test_a_step_leaves_thirty_steps_to_an_epoch_or_has_four_conversations(
+    rows: int, conversations: int, step: int
+) -> None:
+    assert schedule.tuning_step_rows(rows, conversations) == step
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(5, 4), (25, 4), (50, 2), (100, 1), (9_000, 1)])
+def test_a_short_epoch_is_read_several_times(steps: int, epochs: float) -> None:
+    assert schedule.tuning_epochs(steps) == epochs
+
+
+@pytest.mark.parametrize(
+    ("width", "steps", "adapter", "full"),
+    [
+        (576, 40, 1e-3, 1e-4),
+        (576, 100, 1e-3, 1e-4),
+        (576, 9_000, 5e-4, 5e-5),
+        (192, 100, 2.28e-3, 3e-4),
+        (2560, 100, 3.27e-4, 2.25e-5),
+        (2560, 400, 1.64e-4, 1.13e-5),
+    ],
+)
+def test_narrow_models_and_short_runs_are_tuned_at_higher_rates(
+    width: int, steps: int, adapter: float, full: float
+) -> None:
+    for trains_adapter, rate in ((True, adapter), (False, full)):
+        assert schedule.tuning_rate(width, steps, trains_adapter, False) == pytest.approx(rate, rel=0.01)
+        assert schedule.tuning_rate(width, steps, trains_adapter, True) == pytest.approx(rate / 10, rel=0.01)

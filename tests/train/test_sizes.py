@@ -113,6 +113,19 @@ def test_a_step_as_given() -> None:
     assert sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8)) == Batch(8192, 32, 4, 1)
 
 
+def test_an_automatic_step_of_few_conversations_suits_the_ranks_and_is_kept_on_resuming() -> None:
+    rows: Any = namedtuple("Rows", "count conversations")(31, 108)
+
+    def rows_per_step(ranks: int, begun: int | None = None) -> int:
+        compute = replace(CPU, world_size=ranks)
+        return sizes.example_batch("auto", 4, SHAPE, 10**6, rows, "x", compute, begun).rows_per_step
+
+    assert [rows_per_step(ranks) for ranks in (1, 2, 8)] == [1, 2, 8]
+    assert rows_per_step(1, begun=8) == rows_per_step(4, begun=8) == 8
+    with pytest.raises(UserError, match="8 rows, which 3 devices cannot share"):
+        rows_per_step(3, begun=8)
+
+
 def test_a_lowered_device_batch_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     sizes.batch(8192, 8, SHAPE, 10**6, None, "x", replace(CPU, world_size=8))
     assert "device_batch_size: lowered from 8 to 4" in capsys.readouterr().out
