@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from nanochat.generate.schema.grammar import Grammar
 
-STEP_SECONDS = 0.005  # for the masks of a step in which replies without a schema are waiting
+STEP_SECONDS = 0.002  # for the masks of a step in which replies without a schema are waiting
 ALONE_SECONDS = 0.05  # in which every reply has a schema
 PATIENCE = 200  # steps after which the reply with a costly schema waits no longer behind cheap ones
 

@@ -43,7 +43,7 @@ def test_cheap_masks_go_first_and_take_turns():
     cheap, costly = [Timed(number, STEP_SECONDS / 10) for number in range(20)], Timed(0, 4 * STEP_SECONDS)
     steps(MaskTurns(), [None, costly, *cheap], PATIENCE)
     assert costly.masks == 0
-    assert {grammar.masks for grammar in cheap} == {PATIENCE // 2}
+    assert {abs(grammar.masks - PATIENCE // 2) for grammar in cheap} <= {0, 1}
     steps(MaskTurns(), [None, costly, *cheap], 4)
     assert costly.masks == 1
 
