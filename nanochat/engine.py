@@ -20,6 +20,7 @@ from nanochat.generate.adapters import Adapters
 from nanochat.generate.adjust import History, adjuster
 from nanochat.generate.calls import FAILED as FAILED
 from nanochat.generate.calls import Calls, answer_marks
+from nanochat.generate.events import BROKEN
 from nanochat.generate.events import Completion as Completion
 from nanochat.generate.events import Event as Event
 from nanochat.generate.events import Finish as Finish
@@ -195,7 +196,7 @@ class Engine:
 
         The seed of a sample depends only on the given seed, the sample's number and the prompt, so a reply is the
         same whatever else runs, on any number of ranks. `done` is called with each finished completion and its index.
-        Raises UserError like submit().
+        Raises UserError like submit(), and if the model's weights give NaN, since no score of its replies would be one.
         """
         if self.busy:
             raise UserError("generate() needs an idle engine, and this one has requests in flight: make another Engine")
@@ -207,6 +208,8 @@ class Engine:
                     index[self.submit(prompt, sample_settings(sampling, prompt, sample))] = i * samples + sample
             while self.busy:
                 for event in self.step():
+                    if event.broken:
+                        raise UserError(BROKEN)
                     at = index[event.request]
                     completions[at].add(event)
                     if event.finish and done:

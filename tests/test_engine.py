@@ -99,8 +99,13 @@ def test_a_model_of_nan_ends_every_reply_at_its_first_token(value: float, sampli
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight.fill_(value)
     engine = Engine(model, TOKENIZER, slots=3)
-    for reply in engine.generate(prompts([4, 40, 7]), sampling):
-        assert reply.finish == "error" and len(reply.tokens) == 1
+    for prompt in prompts([4, 40, 7]):
+        engine.submit(prompt, sampling)
+    events = [event for _ in range(3) for event in engine.step()]
+    assert [(event.finish, event.broken) for event in events] == [("error", True)] * 3
+    assert not engine.busy
+    with pytest.raises(UserError, match="NaN"):  # an evaluation would give the replies a score
+        engine.generate(prompts([4]), sampling)
     assert not engine.busy
 
 
