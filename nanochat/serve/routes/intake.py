@@ -135,6 +135,7 @@ class AddressTurns:
         self._most = waiting
         self._line: Line[_Turn] = Line()
         self._busy = False
+        self._latest = ""  # the address that had the latest turn
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
@@ -155,7 +156,7 @@ class AddressTurns:
                 if not waited and mine.comes.done() and not mine.comes.cancelled() and not mine.comes.exception():
                     self._next()  # it was this request's turn
                 raise
-        self._busy = True
+        self._busy, self._latest = True, owner
         try:
             yield
         finally:
@@ -164,6 +165,8 @@ class AddressTurns:
     def _next(self) -> None:
         self._busy = False
         while not self._busy and (turn := self._line.next()) is not None:
+            if turn.owner == self._latest:  # another address comes first, if one waits
+                turn = self._line.next() or turn
             self._line.done_with(turn)
             if not turn.comes.cancelled():
                 turn.comes.set_result(None)

@@ -180,11 +180,11 @@ def by_address(owners: str, waiting: int, leaving: tuple[int, ...] = ()) -> tupl
 
 
 def test_addresses_take_turns_and_the_one_with_most_requests_gives_way() -> None:
-    assert by_address("aaaab", waiting=9) == ("a0 a1 b4 a2 a3", "")
-    assert by_address("aaaabc", waiting=3) == ("a0 a1 b4 c5", "a2 a3")
+    assert by_address("aaaab", waiting=9) == ("a0 b4 a1 a2 a3", "")
+    assert by_address("aaaabc", waiting=3) == ("a0 b4 c5 a1", "a2 a3")
     assert by_address("aaa", waiting=1) == ("a0 a1", "a2")
 
 
 def test_a_turn_passes_on_when_one_leaves() -> None:
-    assert by_address("aaab", waiting=9, leaving=(0,)) == ("a1 b3 a2", "")
+    assert by_address("aaab", waiting=9, leaving=(0,)) == ("b3 a1 a2", "")
     assert by_address("aaab", waiting=9, leaving=(1, 3)) == ("a0 a2", "")
