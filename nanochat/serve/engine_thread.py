@@ -22,6 +22,7 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
+SCHEMA_SHARE = 4  # an address may fill a quarter of the slots with replies under schemas
 NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
 
 E = TypeVar("E", bound=EngineEvent)
@@ -203,7 +204,7 @@ class EngineThread(Generic[E]):
 
     def _fill(self) -> None:
         """Hand the engine as many requests as it has slots, each time one of the next address."""
-        while len(self._running) < self.slots and (ticket := self.line.next()):
+        while len(self._running) < self.slots and (ticket := self.line.next(self._may_begin)):
             prompt, sampling = ticket.requests[ticket.submitted]
             try:
                 number = self._engine.submit(prompt, sampling)
@@ -215,6 +216,16 @@ class EngineThread(Generic[E]):
             self._running[number], ticket.running[number] = ticket, ticket.submitted
             ticket.submitted += 1
             self.line.done_with(ticket)
+
+    def _may_begin(self, ticket: Ticket[E]) -> bool:
+        """Whether a ticket may have a slot: replies under schemas of one address leave a part of the slots to others.
+
+        Their masks can cost so much that a chat of another address would wait for minutes until one of them ends.
+        """
+        if ticket.holds is None:
+            return True
+        running = sum(other.holds is not None and other.owner == ticket.owner for other in self._running.values())
+        return running < max(self.slots // SCHEMA_SHARE, 1)
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
         """Cancel what the engine has of a ticket; with a failure, tell the client of it."""

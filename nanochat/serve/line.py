@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -43,18 +44,18 @@ class Line(Generic[W]):
         with self._lock:
             self._waiting.setdefault(waiter.owner, deque()).append(waiter)
 
-    def next(self) -> W | None:
+    def next(self, may_begin: Callable[[W], bool] = lambda waiter: True) -> W | None:
         """The oldest request of the address whose turn it is; the turn passes on. None if nobody waits.
 
-        The caller begins one part of the request; then it calls done_with().
+        An address whose oldest request may not begin yet keeps its turn. The caller begins one part of the request;
+        then it calls done_with().
         """
         with self._lock:
-            if not self._waiting:
-                return None
-            owner = next(iter(self._waiting))
-            waiting = self._waiting.pop(owner)
-            self._waiting[owner] = waiting  # the address is last now
-            return waiting[0]
+            for owner, waiting in self._waiting.items():
+                if may_begin(waiting[0]):
+                    self._waiting[owner] = self._waiting.pop(owner)  # the address is last now
+                    return waiting[0]
+            return None
 
     def done_with(self, waiter: W) -> None:
         """Remove a request that next() gave, unless more parts of it wait."""

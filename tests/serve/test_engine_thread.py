@@ -19,8 +19,8 @@ def prompt(text: str) -> list[int]:
     return ByteTokenizer().render_prompt(Conversation((user(text),)))
 
 
-def ticket(text: str, owner: str = "") -> Ticket:
-    return Ticket([(prompt(text), Sampling())], owner)
+def ticket(text: str, owner: str = "", holds: object = None) -> Ticket:
+    return Ticket([(prompt(text), Sampling())], owner, holds)
 
 
 @contextlib.asynccontextmanager
@@ -64,6 +64,23 @@ def test_every_ticket_gets_its_own_answer():
                 thread.release(each)
             await until(lambda: thread.free_slots == 3)
             assert not thread.tickets
+
+    run(main())
+
+
+def test_replies_under_schemas_of_one_address_leave_slots_to_others():
+    async def main() -> None:
+        engine = FakeEngine(slots=8, gated=True)
+        async with started(engine, waiting=20) as thread:
+            ruled = [ticket(f"schema {i}", "one", object()) for i in range(8)]
+            plain, other = ticket("plain", "two"), ticket("other schema", "two", object())
+            for each in (*ruled, plain, other):
+                thread.submit(each)
+            engine.allow(1)
+            await asyncio.gather(*(each.events() for each in (ruled[0], ruled[1], plain, other)))
+            assert [each.begun for each in ruled] == [True] * 2 + [False] * 6
+            engine.allow(10_000)
+            assert await asyncio.gather(*map(said, ruled[2:])) == [f"schema {i}" for i in range(2, 8)]
 
     run(main())
 
