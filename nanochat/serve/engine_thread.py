@@ -22,7 +22,9 @@ class EngineEvent(Protocol):
     def finish(self) -> str | None: ...
 
 
-SCHEMA_SHARE = 4  # an address may fill a quarter of the slots with replies under schemas
+# An address may fill one in so many slots with replies under schemas, alone and where others came a short while ago.
+SHARE_ALONE, SHARE_BESIDE_OTHERS = 2, 8
+RECENT_SECONDS = 60.0
 NEWS_SECONDS = 0.02  # least time between two deliveries: too short for a reader to notice
 
 E = TypeVar("E", bound=EngineEvent)
@@ -113,9 +115,10 @@ class EngineThread(Generic[E]):
         self._engine = engine
         self._most = self.slots + waiting
         self._inbox: queue.SimpleQueue[Ticket[E] | Literal["look", "stop"]] = queue.SimpleQueue()
-        # Only the engine thread uses the next three.
+        # Only the engine thread uses the next four.
         self._running: dict[int, Ticket[E]] = {}  # by the engine's request number
         self._news: list[tuple[Ticket[E], tuple[int, E] | Exception]] = []  # not delivered yet
+        self._begun: dict[str, float] = {}  # address -> when its latest reply began, by the monotonic clock
         self._published = 0.0  # time of the last delivery, by the monotonic clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -214,18 +217,28 @@ class EngineThread(Generic[E]):
                 self._drop(ticket, failure)
                 continue
             self._running[number], ticket.running[number] = ticket, ticket.submitted
+            self._remember(ticket.owner)
             ticket.submitted += 1
             self.line.done_with(ticket)
 
+    def _remember(self, owner: str) -> None:
+        """Note that a reply of an address begins now, and forget addresses that came long ago."""
+        now = time.monotonic()
+        self._begun[owner] = now
+        if len(self._begun) > 2 * self.slots:
+            self._begun = {name: begun for name, begun in self._begun.items() if begun > now - RECENT_SECONDS}
+
     def _may_begin(self, ticket: Ticket[E]) -> bool:
-        """Whether a ticket may have a slot: replies under schemas of one address leave a part of the slots to others.
+        """Whether a ticket may have a slot: replies under schemas of one address leave slots to other addresses.
 
         Their masks can cost so much that a chat of another address would wait for minutes until one of them ends.
         """
         if ticket.holds is None:
             return True
+        recent = time.monotonic() - RECENT_SECONDS
+        others = any(owner != ticket.owner and begun > recent for owner, begun in self._begun.items())
         running = sum(other.holds is not None and other.owner == ticket.owner for other in self._running.values())
-        return running < max(self.slots // SCHEMA_SHARE, 1)
+        return running < max(self.slots // (SHARE_BESIDE_OTHERS if others else SHARE_ALONE), 1)
 
     def _drop(self, ticket: Ticket[E], failure: Exception | None) -> None:
         """Cancel what the engine has of a ticket; with a failure, tell the client of it."""

@@ -70,17 +70,36 @@ def test_every_ticket_gets_its_own_answer():
 
 def test_replies_under_schemas_of_one_address_leave_slots_to_others():
     async def main() -> None:
-        engine = FakeEngine(slots=8, gated=True)
-        async with started(engine, waiting=20) as thread:
-            ruled = [ticket(f"schema {i}", "one", object()) for i in range(8)]
-            plain, other = ticket("plain", "two"), ticket("other schema", "two", object())
-            for each in (*ruled, plain, other):
+        engine = FakeEngine(slots=16, gated=True)
+        async with started(engine, waiting=40) as thread:
+            first = [ticket(f"alone {i}", "one", object()) for i in range(10)]
+            for each in first:
                 thread.submit(each)
             engine.allow(1)
-            await asyncio.gather(*(each.events() for each in (ruled[0], ruled[1], plain, other)))
-            assert [each.begun for each in ruled] == [True] * 2 + [False] * 6
+            await first[7].events()
+            assert [each.begun for each in first] == [True] * 8 + [False] * 2
+            plain = ticket("plain", "two")
+            thread.submit(plain)
+            await until(lambda: plain.begun)
+            assert not first[8].begun
             engine.allow(10_000)
-            assert await asyncio.gather(*map(said, ruled[2:])) == [f"schema {i}" for i in range(2, 8)]
+            assert await asyncio.gather(*map(said, (plain, *first[8:]))) == ["plain", "alone 8", "alone 9"]
+
+    run(main())
+
+
+def test_beside_another_address_replies_under_schemas_have_fewer_slots():
+    async def main() -> None:
+        engine = FakeEngine(slots=16, gated=True)
+        async with started(engine, waiting=40) as thread:
+            plain, ruled = ticket("plain", "two"), [ticket(f"ruled {i}", "one", object()) for i in range(5)]
+            for each in (plain, *ruled):
+                thread.submit(each)
+            engine.allow(1)
+            await asyncio.gather(plain.events(), ruled[1].events())
+            assert [each.begun for each in ruled] == [True] * 2 + [False] * 3
+            engine.allow(10_000)
+            assert await asyncio.gather(*map(said, ruled[2:])) == [f"ruled {i}" for i in range(2, 5)]
 
     run(main())
 
