@@ -94,6 +94,13 @@ def _worker(chip: str, devices: int, environment: tuple[tuple[str, str], ...]) -
     return worker
 
 
+def _place_on_host(rank: int, per_host: int) -> dict[str, str]:
+    """The local rank, and where several hosts are played on this one, the cards that the rank's host sees."""
+    host, local_rank = divmod(rank, per_host)
+    cards = range(host * per_host, (host + 1) * per_host)
+    return {"LOCAL_RANK": str(local_rank), "ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, cards))}
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: str = "910B3", **env: str) -> list[Any]:
     """Call `function(compute, *args)` on every rank, each with its own NPU, in fp32 unless NANOCHAT_DTYPE is given.
 
@@ -112,7 +119,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, chip: s
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.emulated_npu.worker", "rank", str(folder), str(meeting.port)],
-                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**base, "RANK": str(rank), **_place_on_host(rank, int(base.get("LOCAL_WORLD_SIZE", world_size)))},
             )
             for rank in range(world_size)
         ]
@@ -139,7 +146,7 @@ def _rank(folder: Path, port: int) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         module, name, args = torch.load(folder / "call.pt", weights_only=False)
-        torch.npu.set_device(rank)  # type: ignore[attr-defined]
+        torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
         join(port, rank, world_size, "cpu:gloo,npu:hccl")
         result = getattr(importlib.import_module(module), name)(device.compute_init("npu"), *args)
         torch.save(result, folder / f"{rank}.pt")

@@ -110,8 +110,9 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         os.environ.clear()
-        os.environ.update({"NANOCHAT_DTYPE": "float32", **environment, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                           "WORLD_SIZE": str(world_size)})  # fmt: skip
+        local_rank = rank % int(environment.get("LOCAL_WORLD_SIZE", world_size))
+        place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
+        os.environ.update({"NANOCHAT_DTYPE": "float32", **environment, **place})
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         result, error = None, ""

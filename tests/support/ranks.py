@@ -63,7 +63,8 @@ def _rank(
     rank: int, port: int, folder: Path, environment: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
     os.environ.clear()
-    os.environ.update({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    local_rank = rank % int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    os.environ.update({**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)})
     torch.set_num_threads(1)
     try:
         join(port, rank, int(environment["WORLD_SIZE"]))
