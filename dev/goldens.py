@@ -1,0 +1,256 @@
+"""Records the losses and replies of short runs of every stage, to compare two versions of the code.
+
+    python -m dev.goldens record ../before goldens/before    # runs every case with the code in ../before
+    python -m dev.goldens record . goldens/after --models goldens/before/models
+    python -m dev.goldens compare goldens/before goldens/after
+
+A case is a run of 200 steps of a tiny model on this machine, so goldens are compared between two trees on one machine
+and never between machines. `--only base sft` runs some cases; the cases that they start from must have run before.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEPS = 200
+FIGURES = ("loss", "val_bpb", "val_loss", "grad_norm", "reward", "accuracy", "sampler_gap")
+PROMPTS = ("What is 17 + 25?", "法国的首都是哪里？", "Tell me a story about a cat.")
+
+SHAPE = ["--depth=3", "--model_dim=64", "--head_dim=32", "--max_seq_len=128", "--window_pattern=SL"]
+BATCH = ["--total_batch_size=1024", "--device_batch_size=4"]
+EVERY = [f"--num_iterations={STEPS}", "--eval_every=100", "--other_code", "--hang_seconds=0"]
+TRAINED = [*EVERY, "--no_compile"]
+COMMANDS = {
+    "base": ["scripts.base_train", "--data=tinyworld", *SHAPE, *BATCH, *TRAINED, "--eval_tokens=8192",
+             "--offset_layers=1", "--bigram_rows=2048"],
+    "mid": ["scripts.mid_train", *BATCH, *TRAINED],
+    "sft": ["scripts.chat_sft", "--target_examples_per_step=8", *TRAINED],
+    "rl": ["scripts.chat_rl", "--examples_per_step=4", "--num_samples=4", "--max_new_tokens=16", "--eval_examples=20",
+           *EVERY],
+    "tune": ["scripts.finetune", "--target_examples_per_step=8", "--max_length=128", "--learning_rate=1e-3", *TRAINED],
+}  # fmt: skip
+FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl", "tune": "tune"}
+PARENTS = {"base": "", "mid": "base", "sft": "mid", "rl": "sft", "tune": ""}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a stage, its flags, the ranks and the device."""
+
+    name: str
+    stage: str
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    chip: str = ""  # of the emulated NPU; empty: the CPU
+    environment: dict[str, str] = field(default_factory=dict)
+    parent: str = ""  # the tag of the model that the stage starts from
+
+
+def cases() -> list[Case]:
+    """Every case, each after the cases that it starts from."""
+    result: list[Case] = []
+    for stage in ("base", "mid", "sft", "rl"):
+        result.append(Case(stage, stage, parent="base"))
+        result.append(Case(f"{stage}-ranks", stage, ranks=2, parent="base"))
+        result.append(Case(f"{stage}-npu", stage, chip="910B3", parent="base"))
+    bf16 = {"NANOCHAT_DTYPE": "bfloat16"}
+    result += [
+        Case("base-plain", "base", ("--kernels=plain",)),
+        Case("base-bf16", "base", environment={**bf16, "NANOCHAT_INT8": "0"}),
+        Case("base-int8", "base", environment=bf16),
+        Case("base-compiled", "base", ("--compile",)),
+        Case("base-qwen3", "base", ("--family=qwen3", "--offset_layers=0", "--bigram_rows=0")),
+        Case("mid-plain", "mid", ("--kernels=plain",), parent="base"),
+        Case("sft-plain", "sft", ("--kernels=plain",), parent="base"),
+        Case("rl-rows", "rl", ("--no_trees",), parent="base"),
+    ]
+    for family in ("qwen2", "qwen3", "qwen3.5"):
+        result.append(Case(f"lora-{family}", "tune", parent=family))
+        result.append(Case(f"full-{family}", "tune", ("--lora_rank=0",), parent=family))
+    result += [
+        Case("lora-qwen3-bf16", "tune", environment=bf16, parent="qwen3"),
+        Case("lora-qwen3-ranks", "tune", ranks=2, parent="qwen3"),
+        Case("dpo-qwen3", "tune", ("--loss=dpo",), parent="qwen3"),
+        Case("lora-qwen3-npu", "tune", chip="910B3", parent="qwen3"),
+        Case("dpo-qwen3-npu", "tune", ("--loss=dpo", "--num_iterations=6"), chip="910B3", ranks=2, parent="qwen3"),
+    ]
+    return result
+
+
+class Recorder:
+    """Runs cases with the code of one tree and keeps their figures in a folder."""
+
+    def __init__(self, tree: Path, folder: Path, models: Path | None):
+        self.tree = tree.resolve()
+        self.folder = folder.resolve()
+        self.base = self.folder / "base"
+        self.models = (models or self.folder / "models").resolve()
+        self.python = str(self.tree / ".venv" / "bin" / "python")
+        self.base.mkdir(parents=True, exist_ok=True)
+
+    def run(self, words: list[str], environment: dict[str, str] | None = None) -> str:
+        """Run Python with these words in the tree and return what it printed."""
+        settings = {
+            **os.environ,
+            "NANOCHAT_BASE_DIR": str(self.base),
+            "NANOCHAT_DEVICE": "cpu",
+            "NANOCHAT_DTYPE": "float32",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **(environment or {}),
+        }
+        if settings["NANOCHAT_DEVICE"] == "npu":
+            del settings["NANOCHAT_DEVICE"]
+        done = subprocess.run(
+            [self.python, *words], cwd=self.tree, env=settings, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        return done.stdout
+
+    def prepare(self) -> None:
+        """Make the corpus, its tokenizer and the random published models, unless they are there."""
+        if not (self.base / "tokenizer").exists():
+            self.run(["-m", "nanochat.dataset", "--data", "tinyworld"])
+            self.run(["-m", "scripts.tok_train", "--data", "tinyworld", "--vocab_size", "1024"])
+        for family in ("qwen2", "qwen3", "qwen3.5"):
+            target = self.models / family
+            if not target.exists():
+                target.mkdir(parents=True)
+                code = (
+                    "from pathlib import Path; from tests.support.qwens import write_folder; "
+                    f"write_folder(Path({str(target)!r}), {family!r})"
+                )
+                self.run(["-c", code])
+        self._write_conversations()
+
+    def _write_conversations(self) -> None:
+        """Write 400 conversations, 200 pairs of answers and 100 problems, the same on every machine."""
+        generator = random.Random(7)
+        chats, pairs = [], []
+        for _ in range(400):
+            a, b = generator.randrange(50), generator.randrange(50)
+            question = {"role": "user", "content": f"What is {a} + {b}?"}
+            right = {"role": "assistant", "content": f"It is {a + b}."}
+            wrong = {"role": "assistant", "content": f"It is {a + b + 1}."}
+            chats.append({"messages": [question, right]})
+            pairs.append({"prompt": [question], "chosen": [right], "rejected": [wrong]})
+        sums = [(a, b) for a in range(5) for b in range(5)]
+        wordings = ("What is {} + {}?", "Add {} and {}.", "{} + {} = ?", "How much is {} plus {}?")
+        problems = [{"question": w.format(a, b), "answer": str(a + b)} for w in wordings for a, b in sums]
+        for name, records in (("chats", chats), ("pairs", pairs[:200]), ("problems", problems)):
+            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            (self.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+    def record(self, case: Case) -> None:
+        """Run one case and write its figures, and the replies of its model, to NAME.json."""
+        module, *flags = COMMANDS[case.stage]
+        words = [*flags]
+        if case.stage == "tune":
+            data = "pairs" if "--loss=dpo" in case.flags else "chats"
+            words += [f"--model={self.models / case.parent}", f"--data={self.folder / data}.jsonl"]
+            words.append(f"--out_tag={case.name}")
+        elif case.stage == "base":
+            words.append(f"--model_tag={case.name}")
+        else:
+            words += [f"--model_tag={case.parent}"]
+            if case.name != case.stage:
+                words.append(f"--out_tag={case.name}")
+        if case.stage == "rl":
+            words.append(f"--problems={self.folder / 'problems'}.jsonl")
+        words += case.flags
+        if case.ranks > 1:
+            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+            command = [*start, "-m", module, "--", *words]
+        else:
+            command = ["-m", module, *words]
+        environment = dict(case.environment)
+        if case.chip:
+            environment["NANOCHAT_DEVICE"] = "npu"
+            emulated = ["-m", "tests.emulated_npu", "--chip", case.chip, "--devices", str(case.ranks)]
+            command = [*emulated, "--", self.python, *command]
+        tag = case.parent if case.name == case.stage and case.stage != "base" else case.name
+        checkpoints = self.base / f"{FOLDERS[case.stage]}_checkpoints" / tag
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        self.run(command, environment)
+        steps = [json.loads(line) for line in (checkpoints / "metrics.jsonl").read_text().splitlines()]
+        figures = [{key: line[key] for key in ("step", *FIGURES) if key in line} for line in steps]
+        replies = {} if case.chip or case.ranks > 1 else self.replies(case, tag)
+        result = {"figures": figures, "replies": replies}
+        (self.folder / f"{case.name}.json").write_text(json.dumps(result, ensure_ascii=False, indent=1))
+        print(f"{case.name}: {len(figures)} lines, last loss {figures[-1].get('loss')}", flush=True)
+
+    def replies(self, case: Case, tag: str) -> dict[str, str]:
+        """The greedy replies of the model to the prompts."""
+        words = ["-m", "scripts.chat_cli", "-i", case.stage, "-g", tag, "-t", "0", "-m", "24", "-p"]
+        return {prompt: self.run([*words, prompt], case.environment) for prompt in PROMPTS}
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print a line for each case that both folders have. Returns the number of cases that differ."""
+    different = 0
+    for path in sorted(before.glob("*.json")):
+        if not (after / path.name).exists():
+            print(f"{path.stem}: not recorded in {after}")
+            continue
+        left, right = (json.loads((folder / path.name).read_text()) for folder in (before, after))
+        problem = difference(left, right)
+        different += bool(problem)
+        print(f"{path.stem}: {problem or 'identical'}")
+    return different
+
+
+def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
+    """What differs between two records: the first step, and the largest difference of each figure; "" if nothing."""
+    lines = list(zip(left["figures"], right["figures"], strict=False))
+    if len(left["figures"]) != len(right["figures"]):
+        return f"{len(left['figures'])} and {len(right['figures'])} lines"
+    largest: dict[str, float] = {}
+    first = None
+    for a, b in lines:
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                first = first or (a["step"], key)
+                gap = abs(a.get(key, float("inf")) - b.get(key, float("inf")))
+                largest[key] = max(largest.get(key, 0.0), gap)
+    words = [f"{key} by at most {gap:.2e}" for key, gap in largest.items()]
+    if first:
+        words.insert(0, f"differs from step {first[0]} ({first[1]})")
+    words += [f"another reply to {prompt!r}" for prompt, reply in left["replies"].items()
+              if right["replies"].get(prompt) != reply]  # fmt: skip
+    return ", ".join(words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m dev.goldens", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="run the cases with the code of a tree")
+    recording.add_argument("tree", type=Path)
+    recording.add_argument("folder", type=Path)
+    recording.add_argument("--models", type=Path, help="folder of the random published models that another record made")
+    recording.add_argument("--only", nargs="*", help="names of cases")
+    comparing = commands.add_parser("compare", help="compare two records")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "compare":
+        return min(compare(arguments.before, arguments.after), 1)
+    recorder = Recorder(arguments.tree, arguments.folder, arguments.models)
+    recorder.prepare()
+    for case in cases():
+        if not arguments.only or case.name in arguments.only:
+            recorder.record(case)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
