@@ -78,8 +78,8 @@ def _flock(file: BinaryIO, waiting: Callable[[], None]) -> None:
 
 
 def _lock_of_this_host(path: Path) -> BinaryIO:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE") or ranks):
         raise UserError(
             f"the file system of {path.parent} has no locks, so several hosts would write the same files there at "
             "once. Mount it with locks (Lustre: -o flock), or set NANOCHAT_BASE_DIR to a folder on another file system"
