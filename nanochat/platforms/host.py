@@ -239,10 +239,8 @@ def read_ranks(met: bool, environ: Mapping[str, str] = os.environ) -> Ranks:
     here = _number_in(variables, "LOCAL_WORLD_SIZE", 1, world_size) or world_size
     if not met:
         _number_in(variables, "MASTER_PORT", 1, 65_535)
-    rank, local_rank = (
-        _number_in(variables, "RANK", 0, world_size - 1),
-        _number_in(variables, "LOCAL_RANK", 0, here - 1),
-    )
+    rank = _number_in(variables, "RANK", 0, world_size - 1)
+    local_rank = _number_in(variables, "LOCAL_RANK", 0, here - 1)
     return Ranks(rank, local_rank, world_size, meets)
 
 

@@ -242,13 +242,14 @@ def example_batch(
     `begun_rows` are the rows of a step of the run that resumes: an automatic step keeps them. UserError if ranks cannot
     share the rows equally.
     """
-    if examples == "auto" and begun_rows is not None:
-        examples, why = _as_begun(begun_rows, compute), "as the run began"
-        log(f"target_examples_per_step: {examples} rows a step ({why})")
-    elif examples == "auto":
-        fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
-        examples = -(-fitting // compute.world_size) * compute.world_size
-        why = f"for {rows.conversations:,} conversations in {rows.count:,} rows of {shape.sequence_len:,} tokens"
+    if examples == "auto":
+        if begun_rows is not None:
+            examples = _as_begun(begun_rows, compute)
+            why = "as the run began"
+        else:
+            fitting = schedule.tuning_step_rows(rows.count, rows.conversations)
+            examples = -(-fitting // compute.world_size) * compute.world_size
+            why = f"for {rows.conversations:,} conversations in {rows.count:,} rows of {shape.sequence_len:,} tokens"
         log(f"target_examples_per_step: {examples} rows a step ({why})")
     check_for_ranks("target_examples_per_step", examples, compute)
     return batch(examples * shape.sequence_len, device_batch_size, shape, parameters, None, corpus, compute)
