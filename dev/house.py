@@ -21,7 +21,9 @@ PACKAGE = "nanochat"
 FLOORS = (
     ("common",),
     ("data", "nn"),
-    ("platforms",),
+    ("context",),
+    ("model",),
+    ("models", "platforms"),
     ("device", "tokenizer"),
     ("runtime", "gpt", "generate"),
     ("prepare", "engine", "dataset", "report", "checkpoint_manager"),

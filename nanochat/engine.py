@@ -34,7 +34,7 @@ from nanochat.generate.sampling import Choice, Sampling, choose, uniform
 from nanochat.generate.schema.grammar import TOO_COMPLEX, Schemas
 from nanochat.generate.schema.mask_turns import MaskTurns
 from nanochat.generate.stops import StoppedReply
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.platforms.base import Platform
 from nanochat.tokenizer import Tokenizer
 

@@ -13,10 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.nn.cache import Cache, CacheCall, Spans
-from nanochat.nn.model import Tree, TreeCall
+from nanochat.context import Context, Rows, whole_rows
+from nanochat.nn.cache import Cache
 from nanochat.nn.operations import Operations
-from nanochat.nn.previous import Bigrams, shifted, with_offset
+from nanochat.nn.previous import Bigrams, with_offset
 from nanochat.nn.together import Embedding, Linear, Multiply, Pack, Unit, joined
 
 SMEAR_CHANNELS = 24  # of the embedding, which the smear gate reads
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         value: Tensor | None,  # (B, T, Hkv * D) value embedding of each token
         cos: Tensor,  # (1 or B, T, 1, D/2)
         sin: Tensor,
-        call: CacheCall | TreeCall | None,
+        context: Context,
         made: Sequence[Tensor | None] = NOT_MADE,
     ) -> Tensor:  # (B, T, C)
         matrices = (self.c_q, self.c_k, self.c_v) if self._joined is None else self._joined
@@ -146,12 +146,12 @@ class Attention(nn.Module):
             narrow = None if whole is None else (whole, cast(Tensor, gate[0]))
             q, k, v = self.operations.gated_heads(x, matrices, self.ve_gate, value, *turn, narrow)
         if self.offset:
-            k = with_offset(k, call.keys_before(self.layer, k)) if call else self.operations.offset_keys(k)
+            if whole_rows(context):
+                k = self.operations.offset_keys(k)
+            else:
+                k = with_offset(k, context.previous_keys(self.layer, k))
         scale = self.operations.softmax_scale(self.head_dim, QK_SCALE)
-        if call is None:
-            y = self.operations.attend(q, k, v, self.window, scale)
-        else:
-            y = call.attend(self.layer, q, k, v, self.window, scale)
+        y = context.attend(self.layer, q, k, v, self.window, scale)
         return self.operations.project(y.flatten(2), self.c_proj, back)
 
 
@@ -190,12 +190,12 @@ class Block(nn.Module):
         value: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        call: CacheCall | TreeCall | None,
+        context: Context,
         made: Sequence[Tensor] | None = None,  # the units() in the compute dtype, if the device casts all at once
     ) -> Tensor:  # (B, T, C)
         mlp, attention = (made[:2], made[2:]) if made else (NOT_MADE, NOT_MADE)
         normed, x = self.operations.norm_and_keep(x)
-        y = self.attn(normed, value, cos, sin, call, attention)
+        y = self.attn(normed, value, cos, sin, context, attention)
         normed, x = self.operations.add_norm(x, y)
         return x + self.mlp(normed, mlp)
 
@@ -284,6 +284,13 @@ class GPT(nn.Module):
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
+    def _rotary_at(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+        """Rotary tables at the positions of a pass of `length` tokens."""
+        tables = self._rotary(context.longest or length)
+        if context.positions is None:
+            return tables[0][None, :, None], tables[1][None, :, None]
+        return tables[0][context.positions][:, :, None], tables[1][context.positions][:, :, None]
+
     def _cast_together(self, dtype: torch.dtype) -> list[list[Tensor]] | None:
         """The matrices of every layer in the compute dtype, if the device casts them all at once. Never of a sharded
         model, whose layers fully_shard gives a class of their own: it sees only gradients that a layer itself makes."""
@@ -296,53 +303,30 @@ class GPT(nn.Module):
         c, dtype = self.config, dtype or self.dtype
         return Cache(c.n_layer, slots, length, c.n_kv_head, c.head_dim, self.device, dtype, bool(c.offset_layers))
 
-    def _embed(self, idx: Tensor) -> Tensor:
-        """Normed embeddings (..., C) of tokens (...), before smearing."""
+    def embed(self, idx: Tensor) -> Tensor:
+        """Return the normed embeddings (..., C) of tokens (...), before smearing."""
         return self.operations.norm(self.wte(idx).to(self.dtype))
 
-    def hidden(
-        self,
-        idx: Tensor,  # (B, T) token ids
-        cache: Cache | None = None,
-        slots: slice | None = None,  # B contiguous slots of the cache
-        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
-        spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
-        tree: Tree | None = None,  # without a cache only
-    ) -> Tensor:  # (B, T, C)
-        """The normed activations that the head reads. With a cache the tokens continue what the slots hold, and each
-        slot gains `lengths` (default T) tokens."""
-        x, T = self._embed(idx), idx.size(1)
-        # The token before each token, and its embedding (None: of the place before); 0 where a sequence begins.
-        if tree is not None:
-            call = TreeCall.begin(tree, self.operations)
-            before, previous = call.before(idx) if self.bigrams else None, call.before(x)
-            places, length = call.depths, T
-        elif cache is None:
-            call, before, previous = None, shifted(idx) if self.bigrams else None, None
-            places, length = None, T
-        else:
-            slots = slots or slice(0, idx.size(0))
-            call = CacheCall.begin(idx, cache, slots, lengths, spans, self.operations)
-            before = torch.cat((cache.last[slots, None], idx[:, :-1]), dim=1)
-            first = self._embed(before[:, :1]) * (cache.positions[slots, None, None] > 0)
-            previous = torch.cat((first, x[:, :-1]), dim=1)
-            places, length = call.places, cache.length
-            cache.last[slots] = idx[:, -1] if lengths is None else idx.gather(1, lengths[:, None] - 1)[:, 0]
-        cos, sin = (table[places][:, :, None] for table in self._rotary(length))
+    def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
+        """Return the normed activations that the head reads; by default the rows are whole sequences."""
+        context = context or Rows()
+        context.bind(self)
+        x = self.embed(idx)
+        cos, sin = self._rotary_at(context, idx.size(1))
+        previous = None if whole_rows(context) else context.previous(x)
         x = self.operations.smear(x, previous, self.smear_gate, self.smear_lambda)
         if self.bigrams:
-            x = x + self.bigrams(before, idx).to(x.dtype)
+            x = x + self.bigrams(context.previous(idx), idx).to(x.dtype)
         x0 = middle = x
         resid, again = self.resid_lambdas.to(x.dtype).unbind(), self.x0_lambdas.to(x.dtype).unbind()
         made = self._cast_together(x.dtype)
         for i, block in enumerate(self.blocks):
             x, x0 = self.operations.mix(x, x0, resid[i], again[i])
             value = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
-            x = block(x, value, cos, sin, call, made[i] if made else None)
+            x = block(x, value, cos, sin, context, made[i] if made else None)
             if i == self.config.n_layer // 2:
                 middle = x
-        if isinstance(call, CacheCall):
-            call.finish()
+        context.finish()
         return self.operations.norm(self.operations.backout(x, middle, self.backout_lambda))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -359,12 +343,12 @@ class GPT(nn.Module):
         targets: Tensor | None = None,  # (B, T), -1 = ignored
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
-        tree: Tree | None = None,  # targets and weights are then (N,)
+        context: Context | None = None,  # with targets_at, targets and weights are (N,)
     ) -> Tensor:
         """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
-        x = self.hidden(idx, tree=tree)
-        if tree is not None:
-            x = x.flatten(0, 1)[tree.places]
+        x = self.hidden(idx, context)
+        if context is not None and context.targets_at is not None:
+            x = x.flatten(0, 1)[context.targets_at]
         if targets is None or reduction == "none":
             return self.lm_head(x, targets, each=True)
         total = self.lm_head(x, targets, weights)

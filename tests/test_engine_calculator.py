@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from nanochat.context import Cached
 from nanochat.data.conversation import Part
 from nanochat.engine import FAILED, Engine
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPTConfig
-from nanochat.nn.cache import Cache, Spans
+from nanochat.nn.cache import Cache
 from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -32,10 +33,10 @@ class Scripted:
     def new_cache(self, slots: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         return Cache(1, slots, length, 1, 24, self.device, dtype or self.dtype)
 
-    def hidden(
-        self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, spans: Spans
-    ) -> torch.Tensor:
-        assert list(spans.held) == cache.positions[slots].tolist() and list(spans.fresh) == lengths.tolist()
+    def hidden(self, idx: torch.Tensor, context: Cached) -> torch.Tensor:
+        cache, slots, lengths = context.cache, context.slots, context.lengths
+        assert context.cached is not None and context.new is not None and lengths is not None
+        assert list(context.cached) == cache.positions[slots].tolist() and list(context.new) == lengths.tolist()
         out = torch.zeros(*idx.shape, 2)
         for row, slot in enumerate(range(slots.start, slots.stop)):
             place, count = int(cache.positions[slot]), int(lengths[row])

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from nanochat.context import Cached
 from nanochat.engine import Completion, Engine
 from nanochat.generate.rows import BORDER, LEAST, common_prefix
 from nanochat.generate.sampling import Sampling
@@ -187,16 +188,16 @@ def test_common_prefixes_equal_a_count_token_by_token():
 
 
 def test_a_slot_that_was_cut_continues_as_if_nothing_had_followed(model):
-    ids = torch.tensor([words(20, 90)])
+    ids, new = torch.tensor([words(20, 90)]), torch.tensor([[7, 8, 9]])
 
     def after(cache: Cache) -> torch.Tensor:
-        return model.hidden(torch.tensor([[7, 8, 9]]), cache, slice(0, 1))
+        return model.hidden(new, Cached(cache, new))
 
     with torch.inference_mode():
         whole, short = model.new_cache(1, 40), model.new_cache(1, 40)
-        model.hidden(ids, whole, slice(0, 1))
+        model.hidden(ids, Cached(whole, ids))
         whole.cut(0, 12, int(ids[0, 11]))
-        model.hidden(ids[:, :12], short, slice(0, 1))
+        model.hidden(ids[:, :12], Cached(short, ids[:, :12]))
         assert torch.allclose(after(whole), after(short), atol=1e-5)
         taken = short.take(0, 15)
         short.clear(slice(0, 1))

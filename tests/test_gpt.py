@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError
+from nanochat.context import Cached, Rows
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.cache import Spans
 from nanochat.nn.operations import Operations
 from tests.support.tiny_model import tiny_gpt
 
@@ -296,7 +296,9 @@ def test_a_layer_reaches_back_exactly_its_window(layer: int, reach: int) -> None
     model = random_gpt()
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     cos, sin = (table[None, :, None] for table in Operations().rotary_tables(T, 8, x.device, x.dtype))
-    model.blocks[layer].attn(x, None, cos, sin, None)[0, T - 1].sum().backward()
+    rows = Rows()
+    rows.bind(model)
+    model.blocks[layer].attn(x, None, cos, sin, rows)[0, T - 1].sum().backward()
     felt = x.grad[0].abs().sum(dim=-1)
     first = max(T - 1 - reach - 1, 0)  # half of the window's first key is of the token before it
     assert (felt[first:] > 0).all()
@@ -364,14 +366,14 @@ def test_decoding_of_different_lengths_equals_the_full_forward() -> None:
     padded = idx[:, :126].clone()
     for row, length in enumerate(lengths):
         padded[row, length:] = 3
-    out = model.logits(model.hidden(padded, cache, slots, lengths))
+    out = model.logits(model.hidden(padded, Cached(cache, padded, slots, lengths)))
     for row, length in enumerate(lengths):
         torch.testing.assert_close(out[row, :length], full[row, :length], atol=2e-5, rtol=1e-4)
     assert cache.positions.tolist() == [0, 5, 17, 126, 0]
     for step in range(14):
         places = lengths + step
         new = idx.gather(1, places[:, None])
-        out = model.logits(model.hidden(new, cache, slots))
+        out = model.logits(model.hidden(new, Cached(cache, new, slots)))
         torch.testing.assert_close(out[:, 0], full[torch.arange(3), places], atol=2e-5, rtol=1e-4)
     assert cache.positions.tolist() == [0, 19, 31, 140, 0]
 
@@ -383,7 +385,9 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
     cache = model.new_cache(2, 160, torch.float32)
     done = 0
     for piece in (1, 64, 70, 15):
-        out = model.logits(model.hidden(idx[:, done : done + piece], cache, spans=Spans([done] * 2, [piece] * 2)))
+        new = idx[:, done : done + piece]
+        context = Cached(cache, new, cached=[done] * 2, new=[piece] * 2)
+        out = model.logits(model.hidden(new, context))
         torch.testing.assert_close(out, full[:, done : done + piece], atol=2e-5, rtol=1e-4)
         done += piece
 
@@ -392,9 +396,9 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once() -> None:
 def test_a_cleared_slot_starts_again_and_the_others_continue() -> None:
     model, idx = random_gpt(), tokens(2, 20)
     cache = model.new_cache(2, 160, torch.float32)
-    model.hidden(idx[:, :10], cache)
+    model.hidden(idx[:, :10], Cached(cache, idx[:, :10]))
     cache.clear(slice(0, 1))
-    again = model.logits(model.hidden(idx[:1, 10:], cache, slice(0, 1)))
+    again = model.logits(model.hidden(idx[:1, 10:], Cached(cache, idx[:1, 10:])))
     torch.testing.assert_close(again, model(idx[:1, 10:]), atol=2e-5, rtol=1e-4)
-    other = model.logits(model.hidden(idx[1:, 10:], cache, slice(1, 2)))
+    other = model.logits(model.hidden(idx[1:, 10:], Cached(cache, idx[1:, 10:], slice(1, 2))))
     torch.testing.assert_close(other, model(idx[1:])[:, 10:], atol=2e-5, rtol=1e-4)

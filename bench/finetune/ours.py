@@ -9,9 +9,9 @@ from bench.finetune.side import ALPHA, RATE
 from nanochat import dataloader
 from nanochat.checkpoint_manager.families import held_in
 from nanochat.device import Compute
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, add_adapters, init_adapters
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding
 from nanochat.train.compile import compiled

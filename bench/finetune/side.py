@@ -23,7 +23,7 @@ def ours(task: dict[str, Any]) -> tuple[Step, int]:
     """A step with the calls that scripts.finetune makes. Nothing of ours is imported on the other side."""
     from bench.finetune.ours import Tuned
     from nanochat import device
-    from nanochat.nn.qwen.config import QwenConfig
+    from nanochat.models.qwen.config import QwenConfig
 
     tuned = Tuned(QwenConfig(**task["shape"]), task["rank"], task["targets"], device.compute_init("cpu"))
     tuned.model.checkpoints = task["checkpoints"]

@@ -21,7 +21,7 @@ from bench.ranks.group import D4, Ranks, Task, Timed, wire_bytes_per_parameter
 from nanochat import device
 from nanochat.common import log, run
 from nanochat.device import Compute
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime.parallel import Sharding
 
 TUNED = 2 * 2 * 6 * 512  # tokens of a step: two ranks take two passes of six rows, as the guides' settings have it

@@ -20,8 +20,8 @@ from nanochat import dataloader, device
 from nanochat.common import UserError, base_dir
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.nn.lora import LoraConfig
-from nanochat.nn.qwen.config import QwenConfig
 from nanochat.platforms import host
 from nanochat.runtime import parallel
 from nanochat.runtime.parallel import Sharding

@@ -9,9 +9,9 @@ from bench.serve.engine import GREEDY, cpu_seconds, prompts, tokenizer
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.adapters import Adapters
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 
 VOCAB = 4096

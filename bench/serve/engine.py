@@ -11,7 +11,7 @@ from nanochat.device import Compute
 from nanochat.engine import Completion, Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.tokenizer import DEFAULT_PATTERN, PATTERNS, ROLES, Tokenizer
 
 VOCAB = 32_768

@@ -15,8 +15,8 @@ from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import write_json
 from nanochat.data import bpe
 from nanochat.export import llama
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import PATTERNS
 
 SHAPE = QwenConfig(sequence_len=2048, vocab_size=32_768, n_layer=8, n_embd=512, n_hidden=1024, tied=1, n_head=8,

@@ -11,8 +11,8 @@ import torch.nn as nn
 from nanochat.common import UserError
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 # No model of this project is larger, and a shape from a file must not be able to ask for all memory.

@@ -6,8 +6,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nanochat.nn.cache import Cache, Spans
-from nanochat.nn.model import Model
+from nanochat.context import Cached
+from nanochat.model import Model
+from nanochat.nn.cache import Cache
 
 
 class Branches:
@@ -58,7 +59,7 @@ class Branches:
 
     def _read(self, cache: Cache, pieces: Sequence[Sequence[int]], held: Sequence[int]) -> Tensor:  # (B, T, C)
         """Run pieces through the model, the first of them in slot 0, after what their slots hold."""
-        table, fresh = self._table(pieces), list(map(len, pieces))
-        lengths, device = torch.tensor(fresh), self._model.device
-        spans = Spans(list(held), fresh)
-        return self._model.hidden(table.to(device), cache, slice(0, len(pieces)), lengths.to(device), spans)
+        new = list(map(len, pieces))
+        table = self._table(pieces).to(self._model.device)
+        lengths = torch.tensor(new).to(self._model.device)
+        return self._model.hidden(table, Cached(cache, table, slice(0, len(pieces)), lengths, list(held), new))

@@ -15,7 +15,7 @@ from nanochat.engine import Completion, Engine
 from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.progress import Progress
 from nanochat.tokenizer import Tokenizer

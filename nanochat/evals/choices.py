@@ -10,7 +10,7 @@ from nanochat.device import Compute
 from nanochat.evals.chat import identify, progress, wilson
 from nanochat.evals.likelihood import Likelihood, PromptRow, score_rows
 from nanochat.evals.records import Records
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

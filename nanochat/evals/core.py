@@ -22,7 +22,7 @@ from nanochat.data import download
 from nanochat.device import Compute
 from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.evals.records import Records
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

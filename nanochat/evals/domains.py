@@ -14,7 +14,7 @@ from nanochat.data.shards import texts
 from nanochat.device import Compute
 from nanochat.evals.likelihood import PromptRow, score_rows
 from nanochat.evals.loss import Loss
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanochat.common import UserError
 from nanochat.evals.branches import Branches
-from nanochat.nn.model import Model
+from nanochat.model import Model
 
 HEAD_ROWS = 1024  # positions whose logits are in memory at the same time
 LEAST_SHARED = 64  # tokens that a question must spare, or its rows are read whole: a second pass has a price too

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from nanochat import dataloader
 from nanochat.common import UserError
+from nanochat.context import model_arguments
 from nanochat.data.mixing import Data
 from nanochat.device import Compute, to_device
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel, signals
 from nanochat.tokenizer import Tokenizer
 
@@ -61,7 +62,9 @@ def evaluate_loss(
             of_target = torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0)  # (B, T)
             text = torch.where(of_target > 0, targets, -1)  # the loss of a target of -1 is 0 nats
             extras = {name: to_device(value, compute) for name, value in zip(step.extras, more, strict=True)}
-            losses = model(to_device(inputs, compute), to_device(text, compute), reduction="none", **extras)
+            losses = model(
+                to_device(inputs, compute), to_device(text, compute), reduction="none", **model_arguments(extras)
+            )
             row_nats.append(losses.float().sum(dim=1))
             tokens += int((of_target > 0).sum())
             size += int(of_target.sum())

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.common import UserError, atomic_path, warn
+from nanochat.context import Packed
 from nanochat.dataloader import PairRows
 from nanochat.device import Compute, to_device
 from nanochat.runtime import parallel, signals
@@ -66,7 +67,7 @@ def answer_scores(
     pairs: int,  # the largest number of pairs in a row
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of every answer in nats, fp32 (B, P, 2), and its length in tokens; 0 where there is none."""
-    losses = model(inputs, targets, "none", documents=documents)
+    losses = model(inputs, targets, "none", context=Packed(documents))
     numbers = torch.arange(2 * pairs, device=documents.device)[None, :, None]
     own = (documents[:, None] == numbers) & (targets >= 0)[:, None]  # (B, 2 P, T)
     # A sum over a mask and not scatter_add, whose order differs from run to run on some devices.

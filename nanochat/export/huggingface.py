@@ -17,7 +17,7 @@ from nanochat.checkpoint_manager.load import Loaded
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, write_atomic, write_json
 from nanochat.data import bpe
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.tokenizer import ROLES, Tokenizer
 
 MODELLING = Path(__file__).with_name("modeling_nanochat.py")

@@ -12,8 +12,8 @@ from nanochat.common import UserError
 from nanochat.export.gguf import Planned, Value, write
 from nanochat.export.huggingface import converted
 from nanochat.export.llama_vocabulary import vocabulary
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
 OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",

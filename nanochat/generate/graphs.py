@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
-from nanochat.nn.cache import Cache, Spans
-from nanochat.nn.model import Model
+from nanochat.model import Model
+from nanochat.nn.cache import Cache
 from nanochat.platforms.base import Platform
 
 LEAST_KEYS = 256  # places of the cache that the smallest graph reads
@@ -72,10 +73,10 @@ class DecodeGraphs:
     def _first(self, rows: int, keys: int, adapted: bool) -> Tensor:
         """Run a step of a new shape operator by operator, then capture it for the steps that follow."""
         found: list[Tensor] = []
-        spans = Spans((), (), keys)
 
         def work() -> None:
-            hidden = self.model.hidden(self._tokens[:rows], self.cache, slice(0, rows), None, spans)
+            tokens = self._tokens[:rows]
+            hidden = self.model.hidden(tokens, Cached(self.cache, tokens, slice(0, rows), keys=keys))
             found[:] = [self.model.logits(hidden[:, 0])]
 
         work()

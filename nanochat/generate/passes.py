@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nanochat.context import Cached
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.events import Alternatives, Scored
 from nanochat.generate.graphs import DecodeGraphs
 from nanochat.generate.request import Request
-from nanochat.nn.cache import Cache, Spans
-from nanochat.nn.model import Model
+from nanochat.model import Model
+from nanochat.nn.cache import Cache
 
 HEAD_ROWS = 64  # positions whose logits over the vocabulary are in memory at the same time
 
@@ -84,9 +85,10 @@ class Passes:
         lengths = torch.tensor(fresh).to(self.model.device, non_blocking=True)
         borrowed = slice(first + len(pieces), first + B)
         kept = self.cache.kept(borrowed) if spare else None
-        spans = Spans(tokens[first : first + B], fresh)
+        slots = slice(first, first + B)
+        context = Cached(self.cache, idx, slots, lengths, cached=tokens[slots], new=fresh)
         with self._adapted(held[first : first + B]):
-            hidden = self.model.hidden(idx, self.cache, slice(first, first + B), lengths, spans)
+            hidden = self.model.hidden(idx, context)
         if kept:
             self.cache.restore(borrowed, kept)
         self.count += 1

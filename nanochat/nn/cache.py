@@ -3,13 +3,9 @@
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from nanochat.nn.operations import Operations
-from nanochat.nn.plain_attention import cache_mask
 
 
 class Cache:
@@ -117,81 +113,3 @@ def zeros_on_demand(shape: Sequence[int], device: torch.device, dtype: torch.dty
         return torch.zeros(shape, device=device, dtype=dtype)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """What the host knows about the rows of a pass: how many tokens each row held before, and how many it gains."""
-
-    held: Sequence[int]
-    fresh: Sequence[int]
-    keys: int | None = None  # places of the cache that attention reads by mask, whatever the rows hold: for graphs
-
-
-@dataclass
-class CacheCall:
-    """What the layers of a model share in one forward pass over a cache."""
-
-    cache: Cache
-    slots: slice
-    rows: Tensor  # (B, 1) 0, 1, ... B - 1
-    places: Tensor  # (B, T) where each new token goes
-    keys: int  # K, how many places of the cache attention reads
-    spans: Spans | None
-    operations: Operations
-    lengths: Tensor | None = None  # (B,) how many of the T tokens are real; None: all
-    masks: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, 1, T, K) which keys each query sees
-    last: dict[int, Tensor] = field(default_factory=dict)  # window -> (B, W + 1) places of each row's last keys
-
-    @classmethod
-    def begin(
-        cls,
-        idx: Tensor,  # (B, T)
-        cache: Cache,
-        slots: slice,
-        lengths: Tensor | None,
-        spans: Spans | None,
-        operations: Operations,
-    ) -> "CacheCall":
-        """Where the tokens of a pass go in the cache, and which keys they see."""
-        T = idx.size(1)
-        places = cache.positions[slots, None] + torch.arange(T, device=idx.device)
-        if spans is not None and spans.keys is not None:
-            keys = spans.keys
-        else:
-            held = max(spans.held) if spans else int(cache.positions[slots].max())  # the latter waits for the device
-            grain = operations.shape_grain
-            keys = min(-(-(held + T) // grain) * grain, cache.length)
-        rows = torch.arange(idx.size(0), device=idx.device)[:, None]
-        return cls(cache, slots, rows, places, keys, spans, operations, lengths)
-
-    def finish(self) -> None:
-        """Count the tokens that each slot has gained."""
-        self.cache.positions[self.slots] += self.places.size(1) if self.lengths is None else self.lengths
-
-    def keys_before(self, layer: int, k: Tensor) -> Tensor:  # (B, T, Hkv, D), as the result
-        """The key of the token before each new token, zeros for a sequence's first. Only what with_offset() takes of
-        the first one can be relied on: it comes from the cache, where the last new token begins the next key."""
-        held = self.cache.k[layer, self.slots]
-        first = held[self.rows, self.places[:, :1]]  # nothing begins the key at place 0, so it is zero there
-        held[self.rows, self.places[:, -1:] + 1] = k[:, -1:].to(held.dtype)
-        return torch.cat((first.to(k.dtype), k[:, :-1]), dim=1)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-        """Write the new keys and values, then attend to all that the rows hold; shapes as in Operations.attend."""
-        held_k, held_v = self.cache.k[layer, self.slots], self.cache.v[layer, self.slots]
-        if self.operations.extends(q, held_k):
-            return self.operations.extend(q, k, v, held_k, held_v, self.places, window, scale)
-        held_k[self.rows, self.places] = k
-        held_v[self.rows, self.places] = v
-        if self.spans is None or self.spans.keys is not None or not self.operations.takes_lengths(q):
-            if window not in self.masks:
-                self.masks[window] = cache_mask(self.places, self.keys, window)
-            k, v = held_k[:, : self.keys], held_v[:, : self.keys]
-            return self.operations.attend_cached(q, k, v, self.masks[window], scale)
-        if q.size(1) == 1 and window not in self.last:
-            first = (self.places - window).clamp_min(0)
-            self.last[window] = first + torch.arange(min(window + 1, held_k.size(1)), device=q.device)
-        ends = [held + fresh for held, fresh in zip(self.spans.held, self.spans.fresh, strict=True)]
-        last = self.last.get(window)
-        return self.operations.attend_lengths(q, held_k, held_v, self.spans.fresh, ends, last, window, scale)

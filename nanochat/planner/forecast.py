@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_leaves
 from nanochat import device
 from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.common import UserError
+from nanochat.context import Packed
 from nanochat.device import DTYPES, MASTER, Compute
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, add_adapters
 from nanochat.nn.operations import Operations
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 from nanochat.train.optim import OneRate, Optimizers
 
@@ -159,7 +160,7 @@ def take_step(tuning: Tuning, model: Qwen, optimizers: Optimizers) -> None:
     for number in range(passes):
         parallel.sync_gradients(model, number == passes - 1)
         tokens = torch.zeros((tuning.rows, tuning.shape.sequence_len), dtype=torch.long)
-        model(tokens, tokens.clone(), "sum", documents=tokens.clone()).backward()
+        model(tokens, tokens.clone(), "sum", context=Packed(tokens.clone())).backward()
     optimizers.step()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from nanochat.common import UserError, warn
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms import host
 

@@ -15,8 +15,8 @@ from nanochat.checkpoint_manager.locate import STAGES, trained
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute
 from nanochat.generate.adapters import Adapters
-from nanochat.nn.qwen.int8 import hold_in_int8
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.int8 import hold_in_int8
+from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.base import Platform
 from nanochat.runtime import graphs
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.device import is_sharded, local
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.nn.operations import Operations
 from nanochat.platforms.base import Platform
 from nanochat.runtime.parallel import met, place_of, trained

@@ -14,7 +14,7 @@ from nanochat.engine import Engine
 from nanochat.evals.chat import words
 from nanochat.generate.reply import reply_parts
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.report.samples import Sample, keep_samples
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer

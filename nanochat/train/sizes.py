@@ -12,8 +12,8 @@ from nanochat.data.traits import traits
 from nanochat.dataloader import Rows
 from nanochat.device import Compute
 from nanochat.gpt import GPTConfig
-from nanochat.nn.model import ModelConfig
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.model import ModelConfig
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.runtime import parallel
 from nanochat.runtime.progress import amount, duration
 from nanochat.train import schedule

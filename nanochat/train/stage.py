@@ -28,7 +28,7 @@ from nanochat.dataloader import Source, Step
 from nanochat.device import Compute
 from nanochat.evals import loss
 from nanochat.gpt import GPT
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.report.samples import forget_samples
 from nanochat.report.sections import has_training_section, training_section
 from nanochat.runtime import fingerprint, graphs, parallel, profiling, signals

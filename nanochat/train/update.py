@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError
+from nanochat.context import model_arguments
 from nanochat.device import Compute, is_sharded, local
 from nanochat.runtime import parallel, signals
 from nanochat.runtime.parallel import place_of
@@ -59,7 +60,7 @@ class CrossEntropy:
     figures: tuple[str, ...] = ()
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
-        return model(inputs, targets, "sum", **extras)[None]
+        return model(inputs, targets, "sum", **model_arguments(extras))[None]
 
 
 @dataclass(frozen=True)

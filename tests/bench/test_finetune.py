@@ -8,7 +8,7 @@ import pytest
 from bench.finetune import __main__ as finetune
 from bench.finetune.__main__ import SHAPES, Config, Measured, speed, table
 from nanochat.common import UserError
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.models.qwen.config import QwenConfig
 
 TINY = {"n_layer": 4, "n_embd": 32, "n_head": 2, "n_kv_head": 1, "head_dim": 16, "rotary_dim": 0, "n_hidden": 48,
         "vocab_size": 300, "delta_key_heads": 1, "delta_value_heads": 2, "delta_key_dim": 8,

@@ -15,7 +15,7 @@ from bench.ranks.group import D4, Ranks, Task, Timed
 from bench.ranks.wire import Wire
 from nanochat.device import Compute
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.models.qwen.config import QwenConfig
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import on_cpu
 

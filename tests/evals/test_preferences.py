@@ -14,7 +14,7 @@ from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
 from nanochat.dataloader import PairRows, chat_rows
 from nanochat.evals.preferences import PreferenceLoss, add_references
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from tasks.mixtures import own_pairs
 from tests.support.qwens import VOCABULARY, write_folder
 from tests.support.tiny_model import on_cpu

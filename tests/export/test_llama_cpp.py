@@ -19,7 +19,7 @@ from nanochat.data.conversation import chat
 from nanochat.engine import Engine
 from nanochat.export import llama
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import Tokenizer
 from tests.export.test_llama_vocabulary import folder_with
 from tests.support.qwens import CONFIGS, tiny_qwen

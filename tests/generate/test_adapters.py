@@ -14,8 +14,8 @@ from nanochat.engine import Engine
 from nanochat.generate import adapters as module
 from nanochat.generate.adapters import NONE, Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
-from nanochat.nn.qwen.model import Qwen
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen, write_folder
 
 NAMES = ("wide", "narrow", "scaled")

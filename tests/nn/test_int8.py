@@ -7,9 +7,9 @@ import torch
 
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.models.qwen.int8 import MOST_ROWS, Int8, hold_in_int8
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import Linear, LoraConfig, add_adapters, init_adapters
-from nanochat.nn.qwen.int8 import MOST_ROWS, Int8, hold_in_int8
-from nanochat.nn.qwen.model import Qwen
 from tests.support.qwens import CONFIGS, VOCABULARY, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
 

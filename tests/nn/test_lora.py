@@ -9,8 +9,8 @@ import torch
 
 from nanochat.checkpoint_manager.huggingface.adapter import load_adapter, save_adapter
 from nanochat.common import UserError
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import LoraConfig, adapted, add_adapters, init_adapters, merge
-from nanochat.nn.qwen.model import Qwen
 from tests.support.qwens import VOCABULARY, oracle, tiny_qwen
 
 CONFIG = LoraConfig(rank=4, alpha=12.0)

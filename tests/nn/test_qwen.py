@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanochat.context import Packed
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.operations import Operations
-from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms.cpu.operations import CpuOperations
 from tests.support.qwens import CONFIGS, VOCABULARY, oracle, tiny_qwen
 from tests.support.tiny_model import tiny_tokenizer
@@ -95,8 +96,8 @@ def test_packed_documents_are_computed_as_if_each_were_alone(family: str) -> Non
     lengths = [[1, 2, 61, 64, 22], [70, 3, 1, 76]]
     idx, targets = tokens(2, 150, seed=3), tokens(2, 150, seed=4)
     documents = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
-    packed = model.hidden(idx, documents=documents)
-    total = model(idx, targets, "sum", documents=documents)
+    packed = model.hidden(idx, context=Packed(documents))
+    total = model(idx, targets, "sum", context=Packed(documents))
     total.backward()
     packed_gradients = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()

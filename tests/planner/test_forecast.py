@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanochat.common import UserError
 from nanochat.device import DTYPES, Compute, compute_init, local
+from nanochat.models.qwen.config import QwenConfig
 from nanochat.nn.lora import LoraConfig
 from nanochat.nn.operations import Operations
-from nanochat.nn.qwen.config import QwenConfig
 from nanochat.planner.forecast import Memory, Tuning, forecast, optimizers_of, prepared, take_step
 from nanochat.runtime import parallel
 from tests.support.ranks import run_ranks

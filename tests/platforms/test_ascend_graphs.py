@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError
+from nanochat.context import Packed
 from nanochat.runtime import graphs
 from nanochat.runtime.graphs import GraphedModel
 from nanochat.train.optim import Optimizers, Rates
@@ -73,8 +74,8 @@ def test_a_pass_of_another_shape_or_with_weights_is_refused() -> None:
         UserError, match=r"one shape, without weights: \(2, 140\) was captured, and a pass of \(3, 140\)"
     ):
         graphed(rows, rows, "sum")
-    with pytest.raises(UserError, match=r"one shape, without documents: \(2, 140\) was captured"):
-        graphed(rows[:2], rows[:2], "sum", documents=torch.ones(2, 140).npu())
+    with pytest.raises(UserError, match=r"one shape, without context: \(2, 140\) was captured"):
+        graphed(rows[:2], rows[:2], "sum", context=Packed(torch.ones(2, 140).npu()))
 
 
 @on_npu(TASK_QUEUE_ENABLE="1")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanochat import device
+from nanochat.context import Packed
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
@@ -22,7 +23,7 @@ def results(family: str, compute: Compute | None) -> tuple[float, dict[str, Tens
     model = tiny_qwen(family, **given).to(where)
     idx = torch.randint(0, VOCABULARY, (2, 71), generator=torch.Generator().manual_seed(3)).to(where)
     documents = (torch.arange(70) > 33).int().expand(2, 70).to(where)
-    loss = model(idx[:, :-1], idx[:, 1:], "sum", documents=documents) / 140
+    loss = model(idx[:, :-1], idx[:, 1:], "sum", context=Packed(documents)) / 140
     loss = loss + model(idx[:, :-1], idx[:, 1:])
     loss.backward()
     gradients = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}

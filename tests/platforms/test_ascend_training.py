@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from nanochat import device
+from nanochat.context import Cached
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn.cache import Spans
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.ascend import Ascend
 from nanochat.train.muon import Muon
@@ -186,16 +186,17 @@ def check_cache(model: GPT, tolerance: float) -> None:
         full = model(idx)
         cache = model.new_cache(2, 160, model.dtype)
         # The first row reads 140 tokens in two pieces; in the second piece the second row has 9 tokens and padding.
-        model.hidden(idx[:, :80], cache, spans=Spans([0, 0], [80, 80]))
+        model.hidden(idx[:, :80], Cached(cache, idx[:, :80], cached=[0, 0], new=[80, 80]))
         lengths = torch.tensor([60, 9]).npu()
-        out = model.logits(model.hidden(idx[:, 80:140], cache, lengths=lengths, spans=Spans([80, 80], [60, 9])))
+        context = Cached(cache, idx[:, 80:140], None, lengths, cached=[80, 80], new=[60, 9])
+        out = model.logits(model.hidden(idx[:, 80:140], context))
         torch.testing.assert_close(out[0], full[0, 80:140], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(out[1, :9], full[1, 80:89], atol=tolerance, rtol=tolerance)
         held = [140, 89]
         for step in range(8):
             new = torch.stack([idx[row, held[row] + step] for row in (0, 1)])[:, None]
-            spans = Spans([place + step for place in held], [1, 1])
-            out = model.logits(model.hidden(new, cache, spans=spans))
+            context = Cached(cache, new, cached=[place + step for place in held], new=[1, 1])
+            out = model.logits(model.hidden(new, context))
             expected = torch.stack([full[row, held[row] + step] for row in (0, 1)])
             torch.testing.assert_close(out[:, 0], expected, atol=tolerance, rtol=tolerance)
 

@@ -18,7 +18,7 @@ from nanochat.data.conversation import chat
 from nanochat.engine import Engine
 from nanochat.export.huggingface import export
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.runtime.tracking import read_metrics
 from nanochat.tokenizer import ROLES, Tokenizer
 from tests.support.small_world import make_corpus, run_stage, shrink

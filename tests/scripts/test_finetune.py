@@ -18,6 +18,7 @@ from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.checkpoint_manager.load import load_model
 from nanochat.checkpoint_manager.locate import checkpoint_dir
 from nanochat.common import UserError
+from nanochat.context import Packed
 from nanochat.data.conversation import Conversation, assistant, chat, user
 from nanochat.dataloader import chat_rows
 from nanochat.device import Compute
@@ -260,7 +261,7 @@ def test_packed_rows_give_the_gradient_of_conversations_one_by_one(models: Path,
     mixture = own_conversations([str(models / "chats.jsonl")])
     rows, _ = chat_rows("t", mixture, tokenizer, 100, 1, True, "cut")
     inputs, targets, documents = rows.batch(rows.plan_rows(0, 3))
-    model(inputs, targets, "sum", documents=documents).backward()
+    model(inputs, targets, "sum", context=Packed(documents)).backward()
     packed = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     seen = 0

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from nanochat.checkpoint_manager.huggingface.config import published
 from nanochat.data import bpe
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.model import Qwen
 from nanochat.tokenizer import PATTERNS
 from tests.support.tiny_model import TEXT
 

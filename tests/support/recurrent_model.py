@@ -2,8 +2,9 @@
 
 import torch
 
+from nanochat.context import Cached
 from nanochat.gpt import GPTConfig
-from nanochat.nn.cache import Cache, Spans
+from nanochat.nn.cache import Cache
 from nanochat.nn.operations import Operations
 from nanochat.tokenizer import Tokenizer
 
@@ -26,10 +27,10 @@ class Recurrent:
         cache.states.append(torch.zeros(slots, 1, dtype=torch.long))
         return cache
 
-    def hidden(
-        self, idx: torch.Tensor, cache: Cache, slots: slice, lengths: torch.Tensor, spans: Spans
-    ) -> torch.Tensor:
-        assert list(spans.held) == cache.positions[slots].tolist()
+    def hidden(self, idx: torch.Tensor, context: Cached) -> torch.Tensor:
+        cache, slots, lengths = context.cache, context.slots, context.lengths
+        assert lengths is not None and context.cached is not None
+        assert list(context.cached) == cache.positions[slots].tolist()
         out = torch.zeros(*idx.shape, 1)
         for row, slot in enumerate(range(slots.start, slots.stop)):
             state = int(cache.states[2][slot])

@@ -16,8 +16,8 @@ from nanochat.checkpoint_manager.files import ADAPTER, new_folder
 from nanochat.checkpoint_manager.tensors import write_tensors
 from nanochat.common import UserError, read_json, write_json
 from nanochat.device import local
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import Adapter, Linear, LoraConfig, adapted, matches
-from nanochat.nn.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 SETTINGS = "adapter_config.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanochat.checkpoint_manager.families import checked_shape
 from nanochat.common import UserError, read_json
-from nanochat.nn.qwen.config import QwenConfig
+from nanochat.models.qwen.config import QwenConfig
 
 # The architectures that are known, and the models that have them.
 ARCHITECTURES = {

@@ -16,7 +16,7 @@ from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.parts.index import INDEX
 from nanochat.common import UserError, log, read_json
 from nanochat.device import Compute, local
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 
 MARKED = 1 << 20  # bytes at the beginning and at the end of a file that folder_mark() reads

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.common import UserError
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.nn.together import Linear, Product
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanochat.common import log
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.nn.operations import Asked, Operations
 from nanochat.platforms.base import Chip, Platform
 from nanochat.platforms.nvidia import fp8

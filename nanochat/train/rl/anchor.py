@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from nanochat.device import Compute
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.train.rl.trees import PASS_TOKENS, Sample, logprobs
 
 GRAIN = 8  # rows and tokens of a pass are multiples of this, so that few shapes occur

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nanochat.context import Cached
 from nanochat.engine import Completion, sample_seeds
 from nanochat.generate.calls import Calls, answer_marks
 from nanochat.generate.events import Finish
 from nanochat.generate.request import check
 from nanochat.generate.sampling import Sampling, choose_among, uniform
-from nanochat.nn.cache import Cache, Spans
-from nanochat.nn.model import Model
+from nanochat.model import Model
+from nanochat.nn.cache import Cache
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 4096  # prompt tokens of a prefill pass, padding included
@@ -98,8 +99,9 @@ class Groups:
             lengths = [len(prompt) for prompt in part]
             table = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in part]).to(self.model.device)
             count = torch.tensor(lengths).to(self.model.device)
-            spans = Spans([0] * len(part), lengths)
-            hidden = self.model.hidden(table, cache, slice(first, first + len(part)), count, spans)
+            slots = slice(first, first + len(part))
+            context = Cached(cache, table, slots, count, cached=[0] * len(part), new=lengths)
+            hidden = self.model.hidden(table, context)
             found.append(hidden[torch.arange(len(part), device=hidden.device), count - 1])
         return self.model.logits(torch.cat(found))
 
@@ -111,7 +113,7 @@ class Groups:
         held = [branch.cached for branch in branches] + [0] * (padded - B)
         tokens = [branch.pending.pop(0) for branch in branches] + [0] * (padded - B)
         idx = torch.tensor(tokens).to(self.model.device, non_blocking=True)[:, None]
-        hidden = self.model.hidden(idx, cache, slice(0, padded), spans=Spans(held, [1] * padded))
+        hidden = self.model.hidden(idx, Cached(cache, idx, slice(0, padded), cached=held, new=[1] * padded))
         for branch in branches:
             branch.cached += 1
         return self.model.logits(hidden[:, 0])[:B]

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError, tr, warn
+from nanochat.context import TREE
 from nanochat.data.conversation import Task
 from nanochat.device import Compute
 from nanochat.engine import Engine
 from nanochat.evals.chat import generate_and_judge, grader
 from nanochat.generate.sampling import Sampling
-from nanochat.nn.model import Model, Tree
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.tokenizer import Tokenizer
 from nanochat.train.rl.anchor import anchored
@@ -169,7 +170,7 @@ def _batches(
         apart = APART[policy.loss]
         given = merged(kept) if apart == "replies" else kept
         batches = pack(given, device_batch_size, pad, compute, apart, len(extras) > 1)
-        return batches, extras + (("replies",) if apart == "replies" else ()) + Tree._fields
+        return batches, extras + (("replies",) if apart == "replies" else ()) + TREE
     return [rows[: 2 + len(extras)] for rows in _rows(merged(kept), device_batch_size, pad, compute)], extras
 
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.device import Compute
-from nanochat.nn.model import Model
+from nanochat.model import Model
 from nanochat.runtime import parallel
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nanochat import device
 from nanochat.common import UserError
+from nanochat.context import TREE, Tree
 from nanochat.device import Compute
 from nanochat.engine import Completion
-from nanochat.nn.model import Model, Tree
+from nanochat.model import Model
 from nanochat.runtime import parallel
 from nanochat.train.update import Objective
 
@@ -62,9 +63,9 @@ class OverTrees:
         return self.objective.figures
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, **extras: Tensor) -> Tensor:
-        """The objective's sums; `extras` also hold the fields of a Tree."""
-        tree = Tree(*(extras.pop(name) for name in Tree._fields))
-        return self.objective(cast(nn.Module, partial(model, tree=tree)), inputs, targets, **extras)
+        """The objective's sums; `extras` also hold the tensors of a Tree."""
+        tree = Tree(*(extras.pop(name) for name in TREE))
+        return self.objective(cast(nn.Module, partial(model, context=tree)), inputs, targets, **extras)
 
 
 def over_trees(wanted: bool | None, model: Model, compute: Compute) -> bool:
@@ -160,7 +161,7 @@ def logprobs(samples: Sequence[Sample], model: Model, compute: Compute) -> list[
         part = rows[first : first + height]
         tensors = [tensor.to(compute.device) for tensor in _pass(part, T, height, 0, "none", sampled=False)]
         inputs, targets, _, *shape = tensors
-        losses = cast(nn.Module, model)(inputs, targets, "none", tree=Tree(*shape)).tolist()
+        losses = cast(nn.Module, model)(inputs, targets, "none", context=Tree(*shape)).tolist()
         keys = [(id(tree), target) for row in part for tree in row for target in tree.targets]
         known |= zip(keys, losses, strict=False)  # behind them come targets that fill up the pass
     return [[-known[id(tree), target] for target in path] for tree, path in planted]

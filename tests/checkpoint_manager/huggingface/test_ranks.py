@@ -9,7 +9,7 @@ from torch import Tensor
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.weights import load_weights
 from nanochat.device import Compute, local
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.runtime import parallel
 from tests.checkpoint_manager.huggingface.test_weights import folder_of
 from tests.support.qwens import tiny_qwen

@@ -15,7 +15,7 @@ from nanochat.checkpoint_manager.families import build, family_of
 from nanochat.checkpoint_manager.huggingface.config import read_config
 from nanochat.checkpoint_manager.huggingface.weights import load_qwen
 from nanochat.common import UserError
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from tests.support.qwens import CONFIGS, published, tiny_qwen
 from tests.support.tiny_model import on_cpu
 

@@ -10,11 +10,11 @@ from nanochat.engine import Engine
 from nanochat.evals.branches import Branches
 from nanochat.generate.adapters import Adapters
 from nanochat.generate.sampling import Sampling
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn import loss
 from nanochat.nn.lora import Adapter, LoraConfig, add_adapters, first_values
 from nanochat.nn.operations import Operations
 from nanochat.nn.plain_attention import cache_mask
-from nanochat.nn.qwen.model import Qwen
 from nanochat.platforms import host
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.tokenizer import PATTERNS, ROLES, Tokenizer

@@ -8,7 +8,7 @@ import torch
 
 from nanochat.checkpoint_manager.families import held_in, on_meta
 from nanochat.gpt import GPT
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.cpu.operations import CpuOperations
 from nanochat.runtime import parallel
 from nanochat.train.rl.sampler import Sampler

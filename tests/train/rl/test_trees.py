@@ -12,7 +12,7 @@ from nanochat.device import Compute
 from nanochat.engine import Completion
 from nanochat.generate.sampling import Sampling
 from nanochat.gpt import GPT
-from nanochat.nn.qwen.model import Qwen
+from nanochat.models.qwen.model import Qwen
 from nanochat.platforms.nvidia.platform import Nvidia
 from nanochat.runtime import parallel
 from nanochat.train.rl import rollout, trees

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanochat.models.qwen.model import Qwen
 from nanochat.nn.lora import Linear
-from nanochat.nn.qwen.model import Qwen
 
 MOST_ROWS = 8  # with more rows, the operator for 8-bit weights is slower than a matmul
 UNIT = 16  # inputs that torch's operator reads at a time: in bf16 it reads past the end of other matrices (torch 2.13)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.nn.cache import Cache, CacheCall, zeros_on_demand
+from nanochat.context import Context
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.nn.cache import Cache, zeros_on_demand
 from nanochat.nn.lora import Linear
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.packed import Packed
 
 CHUNK = 64
 EPSILON = 1e-6  # of the norm of queries and keys
@@ -222,25 +222,19 @@ class GatedDeltaNet(nn.Module):
         self.norm.weight = nn.Parameter(torch.empty(config.delta_value_dim))
         self.out_proj = Linear(value_channels, config.n_embd)
 
-    def forward(
-        self,
-        x: Tensor,  # (B, T, C)
-        packed: Packed | None,
-        call: CacheCall | None,
-    ) -> Tensor:  # (B, T, C)
-        before = None if call is None else call.cache.named["inputs"][call.slots, self.place]
-        taps, positions = cast(Tensor, self.conv1d.weight), packed.positions if packed else None
-        mixed, inputs = convolve(self.in_proj_qkv(x), taps, before, positions)
-        if call is not None:
-            width = self.config.delta_width - 1
-            call.cache.named["inputs"][call.slots, self.place] = _last(inputs, width, call.lengths)
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # (B, T, C)
+        before = context.read("inputs", self.place)
+        taps = cast(Tensor, self.conv1d.weight)
+        mixed, inputs = convolve(self.in_proj_qkv(x), taps, before, context.positions if before is None else None)
+        if before is not None:
+            context.write("inputs", self.place, _last(inputs, self.config.delta_width - 1, context.lengths))
         given = mixed, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         # Below adapters a compiler chooses better by itself; where matrices are trained it would keep a fifth more.
         left_alone = is_compiling() and not self.in_proj_qkv.weight.requires_grad
-        if call is None and self.recomputes and torch.is_grad_enabled() and not left_alone:
-            y = checkpoint(self._remember, *given, packed, None, use_reentrant=False, preserve_rng_state=False)
+        if before is None and self.recomputes and torch.is_grad_enabled() and not left_alone:
+            y = checkpoint(self._remember, *given, context, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self._remember(*given, packed, call)
+            y = self._remember(*given, context)
         return self.out_proj(cast(Tensor, y))
 
     def _remember(
@@ -249,13 +243,12 @@ class GatedDeltaNet(nn.Module):
         z: Tensor,  # (B, T, H * G * Dv) before the gate
         b: Tensor,  # (B, T, H * G) before the sigmoid
         a: Tensor,  # (B, T, H * G) before the decay
-        packed: Packed | None,
-        call: CacheCall | None,
+        context: Context,
     ) -> Tensor:  # (B, T, H * G * Dv)
         """What the memory gives, normed and gated. The intermediate results take several times as much memory as the
         arguments, and time beside the matrices is short."""
         c, dtype, T = self.config, mixed.dtype, mixed.size(1)
-        memory = None if call is None else call.cache.named["memory"][call.slots, self.place]
+        memory = context.read("memory", self.place)
         mixed = F.silu(mixed)
         keys = c.delta_key_heads * c.delta_key_dim
         q, k, v = mixed.split((keys, keys, mixed.size(2) - 2 * keys), dim=2)
@@ -263,15 +256,14 @@ class GatedDeltaNet(nn.Module):
         v = v.unflatten(2, (-1, c.delta_value_dim))
         strength = b.float().sigmoid()
         log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        if call is not None and call.lengths is not None and T > 1:  # padding changes no memory
-            real = (torch.arange(T, device=z.device) < call.lengths[:, None])[..., None]
+        if context.lengths is not None and T > 1:  # padding changes no memory
+            real = (torch.arange(T, device=z.device) < context.lengths[:, None])[..., None]
             strength, log_decay = strength * real, log_decay * real
-        if call is not None and T == 1:
-            y, memory = step(q, k, v, log_decay, strength, cast(Tensor, memory))
+        if memory is not None and T == 1:
+            y, memory = step(q, k, v, log_decay, strength, memory)
         else:
-            y, memory = chunked(q, k, v, log_decay, strength, memory, packed.documents if packed else None)
-        if call is not None:
-            call.cache.named["memory"][call.slots, self.place] = memory
+            y, memory = chunked(q, k, v, log_decay, strength, memory, context.documents)
+        context.write("memory", self.place, memory)
         gate = F.silu(z.float()).view_as(y)
         y = F.rms_norm(y.float(), (y.size(-1),), None, c.norm_eps) * cast(Tensor, self.norm.weight).float() * gate
         return y.to(dtype).flatten(2)

@@ -8,15 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat.context import Context
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.deltanet import GatedDeltaNet
 from nanochat.nn import loss
-from nanochat.nn.cache import CacheCall
 from nanochat.nn.lean import swiglu
 from nanochat.nn.lora import Joined, Linear
-from nanochat.nn.model import TreeCall
 from nanochat.nn.operations import Operations
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.deltanet import GatedDeltaNet
-from nanochat.nn.qwen.packed import Packed
 from nanochat.nn.together import Pack
 
 
@@ -161,17 +159,11 @@ class Attention(nn.Module):
         x: Tensor,  # (B, T, C)
         cos: Tensor,  # (1 or B, T, 1, D/2), as operations.rotary() reads it
         sin: Tensor,
-        packed: Packed | None,
-        call: CacheCall | TreeCall | None,
+        context: Context,
     ) -> Tensor:  # (B, T, C)
         c = self.config
         q, k, v, gate = self._heads(x, cos, sin)
-        if call is not None:
-            y = call.attend(self.place, q, k, v, c.sequence_len, None)
-        elif packed is not None:
-            y = self.operations.attend_cached(q, k, v, packed.mask)
-        else:
-            y = self.operations.attend(q, k, v, c.sequence_len)
+        y = context.attend(self.place, q, k, v, c.sequence_len)
         if gate is not None:
             y = y * torch.sigmoid(gate)
         return self.o_proj(y.flatten(2))
@@ -220,13 +212,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(config.n_embd, config, operations)
         self.mlp = MLP(config, operations)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed | None, call: CacheCall | TreeCall | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
         normed = self.input_layernorm(x)
         if self.linear_attn is not None:
-            y = self.linear_attn(normed, packed, call)
+            y = self.linear_attn(normed, context)
         else:
-            y = cast(Attention, self.self_attn)(normed, cos, sin, packed, call)
+            y = cast(Attention, self.self_attn)(normed, cos, sin, context)
         normed, x = self.post_attention_layernorm.add(x, y)
         return x + self.mlp(normed)

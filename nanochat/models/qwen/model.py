@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.nn.cache import Cache, CacheCall, Spans
+from nanochat.context import Context, Rows
+from nanochat.models.qwen.config import QwenConfig
+from nanochat.models.qwen.deltanet import CHUNK, add_states
+from nanochat.models.qwen.layers import Block, Norm, Vocabulary
+from nanochat.nn.cache import Cache
 from nanochat.nn.lora import Linear, adapted
-from nanochat.nn.model import Tree, TreeCall
 from nanochat.nn.operations import Operations
-from nanochat.nn.qwen.config import QwenConfig
-from nanochat.nn.qwen.deltanet import CHUNK, add_states
-from nanochat.nn.qwen.layers import Block, Norm, Vocabulary
-from nanochat.nn.qwen.packed import packed_rows
 
 Role = Literal["matrix", "embedding", "head", "scalar", "adapter"]
 DEVIATION = 0.02  # of new matrices
@@ -33,7 +32,7 @@ class Trunk(nn.Module):
 
 
 class Qwen(nn.Module):
-    """A model with the members of nn/model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
+    """A model with the members of model.py. Build it, also under `torch.device("meta")`, then call init_weights() or
     load a checkpoint. The model computes in `dtype`, to which every use casts the parameters."""
 
     def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32, operations: Operations | None = None):
@@ -49,7 +48,7 @@ class Qwen(nn.Module):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether calls may give a `tree`; the memory of a DeltaNet follows one sequence."""
+        """Whether the context of a pass may be a Tree; the memory of a DeltaNet follows one sequence."""
         return "D" not in self.config.kinds
 
     @property
@@ -123,43 +122,31 @@ class Qwen(nn.Module):
             add_states(cache, c, slots, self.device, dtype)
         return cache
 
-    def hidden(
-        self,
-        idx: Tensor,  # (B, T) token ids
-        cache: Cache | None = None,
-        slots: slice | None = None,  # B contiguous slots of the cache
-        lengths: Tensor | None = None,  # (B,) how many of the T tokens are real; the rest is padding on the right
-        spans: Spans | None = None,  # of the slots, if known: saves waiting for the device
-        documents: Tensor | None = None,  # (B, T) the number of each token's document; without a cache only
-        tree: Tree | None = None,  # without a cache and documents only
-    ) -> Tensor:  # (B, T, C)
-        """The normed activations that the head reads.
+    def embed(self, idx: Tensor) -> Tensor:
+        """Return the embeddings (..., C) of tokens (...)."""
+        return self.model.embed_tokens(idx).to(self.dtype)
 
-        With a cache the tokens continue what the slots hold, and each slot gains `lengths` (default T) tokens. With
-        `documents` no token sees another document's, and every document starts at position 0.
-        """
-        x, T = self.model.embed_tokens(idx).to(self.dtype), idx.size(1)
-        packed = call = None
-        if cache is not None:
-            call = CacheCall.begin(idx, cache, slots or slice(0, idx.size(0)), lengths, spans, self.operations)
-            cos, sin = (table[call.places][:, :, None] for table in self._rotary(cache.length))
-        elif tree is not None:
-            call = TreeCall.begin(tree, self.operations)
-            cos, sin = (table[call.depths][:, :, None] for table in self._rotary(T))
-        elif documents is not None:
-            packed = packed_rows(documents)
-            cos, sin = (table[packed.positions][:, :, None] for table in self._rotary(T))
-        else:
-            cos, sin = (table[None, :, None] for table in self._rotary(T))
+    def hidden(self, idx: Tensor, context: Context | None = None) -> Tensor:  # (B, T) -> (B, T, C)
+        """Return the normed activations that the head reads; by default the rows are whole sequences."""
+        context = context or Rows()
+        context.bind(self)
+        x = self.embed(idx)
+        cos, sin = self._rotary_at(context, idx.size(1))
         for block in self.blocks:
             if self.checkpoints and torch.is_grad_enabled():
                 with self._aside(x.shape) if self.offloads else nullcontext():  # here the compiler divides the model
-                    x = cast(Tensor, checkpoint(block, x, cos, sin, packed, call, use_reentrant=False))
+                    x = cast(Tensor, checkpoint(block, x, cos, sin, context, use_reentrant=False))
             else:
-                x = block(x, cos, sin, packed, call)
-        if isinstance(call, CacheCall):
-            call.finish()
+                x = block(x, cos, sin, context)
+        context.finish()
         return self.model.norm(x)
+
+    def _rotary_at(self, context: Context, length: int) -> tuple[Tensor, Tensor]:  # (1 or B, T, 1, D/2) each
+        """Rotary tables at the positions of a pass of `length` tokens."""
+        tables = self._rotary(context.longest or length)
+        if context.positions is None:
+            return tables[0][None, :, None], tables[1][None, :, None]
+        return tables[0][context.positions][:, :, None], tables[1][context.positions][:, :, None]
 
     def _aside(self, shape: torch.Size) -> saved_tensors_hooks:
         """A context in which tensors of this shape that are saved for the backward pass wait in the host's memory."""
@@ -183,13 +170,12 @@ class Qwen(nn.Module):
         targets: Tensor | None = None,  # (B, T), -1 = ignored
         reduction: Literal["mean", "sum", "none"] = "mean",
         weights: Tensor | None = None,  # (B, T) weight of each token's loss, with reduction "sum"
-        documents: Tensor | None = None,  # (B, T) the number of each token's document, if rows hold several
-        tree: Tree | None = None,  # targets and weights are then (N,)
+        context: Context | None = None,  # with targets_at, targets and weights are (N,)
     ) -> Tensor:
         """Logits (B, T, V); with targets the loss in nats: a scalar, or one for each target for "none"."""
-        x = self.hidden(idx, documents=documents, tree=tree)
-        if tree is not None:
-            x = x.flatten(0, 1)[tree.places]
+        x = self.hidden(idx, context)
+        if context is not None and context.targets_at is not None:
+            x = x.flatten(0, 1)[context.targets_at]
         if targets is None or reduction == "none":
             return self.head(x, targets, each=True)
         total = self.head(x, targets, weights)

@@ -1,0 +1,1 @@
+"""Published families of models. Read qwen/config.py for the shapes first, then qwen/layers.py and qwen/model.py."""
